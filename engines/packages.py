@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -177,16 +178,28 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
         raise EngineFailed(
             f"{package.title} needs {' and '.join(missing)}, not found here: install Node.js 20 or newer"
         )
-    python = folder / "bin" / "python"
-    if not (folder / READY).is_file() or (package.tool == "pip" and not python.exists()):  # the Python it was made with
+    if not _is_ready(package):
         on_step(f"installing {package.title} in {folder}, only once")
-        _make(package, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+                if not _is_ready(package):
+                    _make(package, folder)
+        except OSError as error:
+            raise EngineFailed(f"{package.title} cannot be installed in {folder} ({error.strerror})") from error
     if package.tool == "npm":
         return Launch((str(tools["node"]), str(package.file)), environ, folder)
     libraries = [str(folder / name) for name in package.preload if (folder / name).is_file()]
     if libraries:
         environ["LD_PRELOAD"] = " ".join(libraries)
-    return Launch((str(python), "-I", *program), environ, folder)
+    return Launch((str(folder / "bin" / "python"), "-I", *program), environ, folder)
+
+
+def _is_ready(package: EnginePackage) -> bool:
+    """Tell whether the environment is complete, and the Python that it was made with is still there."""
+    python = package.folder / "bin" / "python"
+    return (package.folder / READY).is_file() and (package.tool != "pip" or python.exists())
 
 
 def _make(package: EnginePackage, folder: Path) -> None:
@@ -202,8 +215,6 @@ def _make(package: EnginePackage, folder: Path) -> None:
         if package.check:
             _run(package, (str(folder / "bin" / "python"), "-I", "-c", package.check))
         (folder / READY).touch()
-    except OSError as error:
-        raise EngineFailed(f"{package.title} cannot be installed in {folder} ({error.strerror})") from error
     finally:
         if not (folder / READY).is_file():
             shutil.rmtree(folder, ignore_errors=True)

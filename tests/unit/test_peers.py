@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,28 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EngineFailed, match=r"needs npm and node, not found here: install Node.js"):
         prepared(PACKAGES["node-llama-cpp"])
+
+
+def test_environment_that_another_process_makes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
+    made: list[Path] = []
+
+    def make(package: EnginePackage, folder: Path) -> None:
+        made.append(folder)
+        time.sleep(0.2)
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").touch()
+        (folder / READY).touch()
+
+    monkeypatch.setattr("swiftopt.engines.packages._make", make)
+    package = EnginePackage("nobody", "no-such-rival", "1", tool="pip")
+    with ThreadPoolExecutor() as pool:
+        launches = list(pool.map(prepared, [package] * 3))
+    assert len(made) == 1 and len({launch.command for launch in launches}) == 1
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path / "a-file"))
+    with pytest.raises(EngineFailed, match=r"cannot be installed in .* \(Not a directory\)"):
+        prepared(package)
 
 
 def test_rows_know_whose_weights_they_compute_with() -> None:
