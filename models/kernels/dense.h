@@ -8,6 +8,7 @@
 #include "tiles.h"
 
 constexpr int BLOCK = 2048;
+constexpr int NEAR = 8;  // chunks of inputs, between asking for weights in the nearest cache and using them
 constexpr int FEW_TO_STREAM = 96;  // rows that stay in the cache while weights stream by; with more it is the other way round
 #if defined(WITH_AVX512)
 constexpr int TILE = 24;  // accumulators of a tile: what the registers hold
@@ -88,7 +89,11 @@ static inline __attribute__((always_inline)) void tile(
     int at = 0;
     for (; at + S::SIZE <= k; at += S::SIZE) {
         typename S::V ws[B];
-        for (int b = 0; b < B; b++) ws[b] = S::get(w + b * ldw + at);
+        for (int b = 0; b < B; b++) {
+            ws[b] = S::get(w + b * ldw + at);
+            // Where computing takes longer, it waits for what comes from the second-level cache.
+            if (R > 4) __builtin_prefetch(w + b * ldw + at + NEAR * S::SIZE, 0, 3);
+        }
         for (int b = 0; b < n_ahead; b++) {
             const int line = at / S::SIZE * n_ahead + b;
             __builtin_prefetch(in_order ? ahead + line / lines * ldw + line % lines * S::SIZE : ahead + b * ldw + at, 0, 2);
