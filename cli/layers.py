@@ -25,7 +25,19 @@ from . import options
 from .charts import Pictures, draw_layer_sets, draw_search
 from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
 from .output import Result, check_writable, console, listed, note, note_load, write_text, writing
-from .render import fixed, folding, layer_map, number, numbers, numeric, record_view, records_table, size, table
+from .render import (
+    fixed,
+    folding,
+    layer_map,
+    number,
+    numbers,
+    numeric,
+    ratio,
+    record_view,
+    size,
+    stored_view,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -43,19 +55,23 @@ def layers() -> None:
     """The stored layer sets: look at them, choose among them, export and import."""
 
 
-@layers.command("list", short_help="List the stored layer sets.")
+@layers.command("list", short_help="List the stored layer sets and plans.")
 @options.of_model
 @options.of_task
 @options.store_and_json
 @options.example("layers list --model smollm2-135m")
 def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
-    """List the stored layer sets, newest first; * marks the best of its model, task, device and dtype."""
+    """List the stored layer sets, and the plans that have none of their own.
+
+    The newest come first; * marks the best of its model, task, device and dtype.
+    """
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
+    plans = [each for each in store.plan_versions(of_model, of_task) if each.own_set is None]
     sets = [{**record.to_json(), "best": best} for record, best in records]
-    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets}
+    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets, "plans": [each.to_json() for each in plans]}
     what = "no layer set is stored for that" if of_model or of_task else "no layer set is stored yet"
     none = f"{what}: find one with `swiftopt tune --model M --stream FILE --task T`"
-    return listed(value, records, records_table, none)
+    return listed(value, [*records, *plans], lambda _, width: stored_view(records, plans, width), none)
 
 
 @layers.command(short_help="Show the best layer set of a task.")
@@ -215,12 +231,14 @@ def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
     """Return the layer set of a plan, with a remark where it is only the nearest match."""
     if found.fallback:
         note(f"note: {found.fallback}")
-    if found.plan.layer_set is None:
+    plan = found.plan
+    if plan.layer_set is None:
+        measured = f", measured {ratio(plan.measured_speedup, plan.measured_interval)}" if plan.measured_speedup else ""
         raise LayerSetNotFound(
-            f"version {found.version} of {name} decodes with {found.plan.method} and has no layer set:"
-            " `swiftopt layers list` shows those that are stored"
+            f"version {found.version} of {name} decodes with {plan.method} and has no layer set: its verdict is"
+            f" {plan.verdict}{measured}; `swiftopt layers list` shows what is stored"
         )
-    return found.plan.layer_set
+    return plan.layer_set
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:

@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
-from ..core.records import LayerSetRecord
-from ..core.types import NOT_FASTER, Kind, LayerSet, Timings, Trial, Verdict, seconds_by_part
+from ..core.records import LayerSetRecord, Plan, PlanVersion
+from ..core.types import NOT_FASTER, Kind, LayerSet, Timings, Trial, Verdict, VerdictWord, seconds_by_part
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
@@ -235,9 +235,19 @@ def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> 
     return Group(*set_view(record, record.task, trials, rows, verdict, width))
 
 
-def device_words(record: LayerSetRecord) -> str:
-    """Return the device and dtype that a layer set was tuned on."""
-    return " ".join(filter(None, (record.device, record.dtype)))
+def device_words(found: LayerSetRecord | Plan) -> str:
+    """Return the device and dtype that a layer set or a plan was tuned on."""
+    return " ".join(filter(None, (found.device, found.dtype)))
+
+
+def stored_view(
+    records: Sequence[tuple[LayerSetRecord, bool]], plans: Sequence[PlanVersion], width: int
+) -> RenderableType:
+    """List stored layer sets, and below them the plans without one of their own, where there are any."""
+    parts: list[RenderableType] = [records_table(records, width)] if records else []
+    if plans:
+        parts += [*([""] if records else []), plans_table(plans, width)]
+    return Group(*parts)
 
 
 def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
@@ -246,18 +256,56 @@ def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) ->
         (folding("model", min_width=6), lambda row: row[0].model),
         (folding("task", min_width=6), lambda row: row[0].task),
         (numeric("v"), lambda row: str(row[0].version)),
-        (fixed("best"), lambda row: Text("*", style="bold green") if row[1] else ""),
+        (fixed("best"), lambda row: _best_cell(row[1])),
         (numeric("r"), lambda row: number(row[0].layer_set.skip_ratio)),
         (numeric("match"), lambda row: number(row[0].matchness)),
         (numeric("α"), lambda row: number(row[0].acceptance_rate)),
         (numeric("M"), lambda row: number(row[0].mean_generated_length, 1)),
         (numeric("expected"), lambda row: ratio(row[0].expected_speedup)),
         (numeric("measured"), lambda row: ratio(row[0].measured_speedup)),
-        (fixed("verdict"), lambda row: Text(row[0].verdict.replace("unmeasured", "–"), VERDICT_STYLES[row[0].verdict])),
+        (fixed("verdict"), lambda row: _verdict_cell(row[0].verdict)),
         (folding("tuned on", min_width=6), lambda row: device_words(row[0])),
         (fixed("stored"), lambda row: row[0].created_at[:10]),
     ]
     return listing(records, columns, width=width) if width >= ROOMY else listing(records, columns[:-2])
+
+
+def plans_table(plans: Sequence[PlanVersion], width: int) -> Table:
+    """List stored plans that have no layer set of their own, with the one of another version that some decode with."""
+    columns: Columns[PlanVersion] = [
+        (folding("model", min_width=6), lambda each: each.model),
+        (folding("task", min_width=6), lambda each: each.task),
+        (numeric("v"), lambda each: str(each.version)),
+        (fixed("best"), lambda each: _best_cell(bool(each.best_for))),
+        (folding("method", min_width=8), lambda each: _method_words(each.plan)),
+        (folding("layer set", min_width=9), _used_set_words),
+        (numeric("measured"), lambda each: ratio(each.plan.measured_speedup)),
+        (fixed("verdict"), lambda each: _verdict_cell(each.plan.verdict)),
+        (folding("tuned on", min_width=6), lambda each: device_words(each.plan)),
+        (fixed("stored"), lambda each: (each.created_at or "–")[:10]),
+    ]
+    titled: dict[str, Any] = {"title": "plans without a layer set of their own", "title_style": "bold"}
+    more = {**titled, "width": width} if width >= ROOMY else titled
+    return listing(plans, columns if width >= ROOMY else columns[:-2], **more)
+
+
+def _best_cell(is_best: bool) -> Text:
+    return Text("*" if is_best else "", style="bold green")
+
+
+def _verdict_cell(word: VerdictWord) -> Text:
+    return Text(word.replace("unmeasured", "–"), VERDICT_STYLES[word])
+
+
+def _method_words(plan: Plan) -> str:
+    return plan.method if plan.engine is None else f"{plan.method} in {plan.engine}"
+
+
+def _used_set_words(found: PlanVersion) -> str:
+    record = found.plan.layer_set
+    if record is None:
+        return "–"
+    return f"version {record.version}" + ("" if record.task == found.task else f" of {record.task}")
 
 
 # --- results of tuning

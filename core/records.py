@@ -230,6 +230,12 @@ class PlanVersion:
         mine = record is not None and (record.version, record.task) == (self.version, self.task)
         return record if mine else None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `swiftopt layers list`."""
+        about = {"model": self.model, "task": self.task, "version": self.version}
+        measured = {"device": self.plan.device, "dtype": self.plan.dtype, "created_at": self.created_at}
+        return {**about, **self.plan.to_json(), **measured, "best": bool(self.best_for)}
+
 
 @dataclass(frozen=True, slots=True)
 class AliasMove:

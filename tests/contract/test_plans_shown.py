@@ -98,6 +98,34 @@ def test_best_version_without_a_layer_set_is_told_in_one_sentence(
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.count("\n") == 1
         assert "version 2 of smol/code decodes with spd and has no layer set: " in shown.err
+    assert run(["layers", "best", "smol/code"]) == 3
+    assert ": its verdict is use, measured 1.40x [1.30, 1.50]; " in capsys.readouterr().err
+
+
+def test_plans_without_a_set_of_their_own_are_listed_below_those_with_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.add_plan("smol", "code", Plan("plain", verdict="plain", device="cpu"), promote=False)
+    store.add_plan("smol", "code", Plan("prompt-lookup", engine="transformers"))
+    values = json_of(["layers", "list"], capsys)
+    assert [each["version"] for each in values["layer_sets"]] == [1]
+    assert [(each["version"], each["method"], each["best"]) for each in values["plans"]] == [
+        (5, "prompt-lookup", True),
+        (4, "plain", False),
+        (3, "adadecode", False),
+        (2, "spd", True),
+    ]
+    assert values["plans"][2]["layer_set"]["version"] == 1 and values["plans"][1]["device"] == "cpu"
+    assert json_of(["layers", "list", "--task", "other"], capsys)["plans"] == []
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert run(["layers", "list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        rows = [line.split() for line in lines[lines.index("") :]]
+        assert ["smol", "code", "4", "plain", "–", "–", "plain"] in [row[:7] for row in rows]
+        assert ["smol", "code", "3", "adadecode", "version", "1", "1.40x", "use"] in [row[:8] for row in rows]
+        assert ["smol", "code", "5", "*", "prompt-lookup", "in", "transformers"] in [row[:7] for row in rows]
 
 
 def test_version_without_a_layer_set_can_be_promoted_and_rolled_back(
