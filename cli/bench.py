@@ -100,6 +100,8 @@ def decode(
         runtime = load(request)
         if request.layer_set is not None:  # a set of another model must not cost the plain runs
             Planner(request, runtime, None).plan_for(request.layer_set.task)
+            if not any(word == "best" or (word in METHODS and METHODS[word].takes_layer_set) for word in chosen):
+                note("warning: --layer-set has no effect with these methods, none of which takes one")
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(replace(request, model=assistant))
         report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)

@@ -101,6 +101,9 @@ def comparison(
     """Run a comparison; `others` are prompts that only searches and trainings may see."""
     for model in filter(None, (request.model, request.draft_model)):
         check_model(replace(request, model=model))
+    drafts_with_model = {"hf-assisted", *(name for name, info in METHODS.items() if info.drafts_with_model)}
+    if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
+        note("warning: --draft-model has no effect with these methods, none of which drafts with another model")
 
     with open_store(db) as store:
         from ..tasks.compare import Comparison

@@ -87,10 +87,14 @@ def generate(
     request = decoding_request(values)
     if request.draft_model is not None:
         options.check_model(replace(request, model=request.draft_model))
-        if request.method is not None and not method_info(request.method).drafts_with_model:
-            note(
-                f"warning: --draft-model has no effect with --method {request.method}, which drafts with no other model"
-            )
+    if request.method is not None:
+        info = method_info(request.method)
+        other_model = request.draft_model is not None and info.drafts_with_model
+        if request.draft_model is not None and not other_model:
+            note(f"warning: --draft-model has no effect with --method {info.name}, which drafts with no other model")
+        if request.layer_set is not None and (other_model or not info.takes_layer_set):
+            why = "--draft-model, which drafts alone" if other_model else f"--method {info.name}, which takes none"
+            note(f"warning: --layer-set has no effect with {why}")
     for name in ("limit", "concurrency"):
         if stream is None and on_command_line(name):
             note(f"warning: --{name} has no effect without --stream: there is one prompt")

@@ -110,6 +110,11 @@ class MethodInfo:
     drafts_with_model: bool = False
     lossy: bool = False
 
+    @property
+    def takes_layer_set(self) -> bool:
+        """Tell whether a layer set says what drafts leave out, where no other model drafts."""
+        return self.drafts_with_model or not self.needs.isdisjoint(("layer_set", "costs"))
+
     def settings_from(self, values: Any) -> Any:
         """Return the method's settings from plain values.
 

@@ -170,8 +170,28 @@ def test_options_of_generate_without_an_effect_are_told(capsys: pytest.CaptureFi
         "--draft-model has no effect",
     ):
         assert f"warning: {words}" in told
-    assert run([*command, "--method", "spd", "--draft-model", "gpt2"]) == 1
-    assert "warning" not in capsys.readouterr().err
+    for fits in (
+        ["spd", "--draft-model", "gpt2"],
+        ["spd", "--layer-set", "set.json"],
+        ["adaptive", "--layer-set", "set.json"],
+    ):
+        assert run([*command, "--method", *fits]) == 1
+        assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["plain"], "--method plain, which takes none"),
+        (["prompt-lookup"], "--method prompt-lookup, which takes none"),
+        (["spd", "--draft-model", "gpt2"], "--draft-model, which drafts alone"),
+    ],
+)
+def test_layer_set_that_nothing_drafts_with_is_told(
+    args: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*GENERATE, "--model", "gpt2", "--db", "bert", "--layer-set", "set.json", "--method", *args]) == 1
+    assert f"warning: --layer-set has no effect with {why}\n" in capsys.readouterr().err
 
 
 def test_slips_cost_no_loading_of_torch() -> None:
@@ -371,6 +391,16 @@ def test_layer_set_of_another_model_is_refused_before_anything_is_decoded(
     (home / "other.json").write_text(json.dumps(layer_set_values(**changes, **fingerprint)))
     assert run([*command, "--model", tiny, "--layer-set", "other.json"]) == 2
     assert says in told_last(capsys)
+
+
+def test_bench_decode_tells_of_a_layer_set_that_no_method_takes(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "fits.json").write_text(json.dumps(layer_set_values(n_layers=4, skip_attn=[1], skip_mlp=[])))
+    command = ["bench", "decode", "--model", tiny, "--stream", "good.jsonl", "--limit", "1", "--max-new-tokens", "4"]
+    for methods, told in (("plain,prompt-lookup", True), ("plain,spd", False)):
+        assert run([*command, "--layer-set", "fits.json", "--methods", methods]) == 0
+        assert ("warning: --layer-set has no effect with these methods" in capsys.readouterr().err) == told
 
 
 def test_error_in_the_middle_of_a_text_begins_a_line_of_its_own(

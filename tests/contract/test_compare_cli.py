@@ -47,6 +47,15 @@ def test_a_slip_costs_one_sentence(args: list[str], said: str, capsys: pytest.Ca
     assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
 
 
+def test_draft_model_that_no_method_drafts_with_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each ends at a database that cannot be opened, so that no model is loaded."""
+    command = [*COMPARE, "--draft-model", "gpt2", "--db", ".", "--methods"]
+    assert run([*command, "prompt-lookup,swift"]) == 1
+    assert "warning: --draft-model has no effect with these methods" in capsys.readouterr().err
+    assert run([*command, "prompt-lookup,spd"]) == 1
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_slips_are_found_without_torch(home: Path) -> None:
     program = (
         "import sys\nfrom swiftopt.cli.main import run\n"
