@@ -226,8 +226,18 @@ def _left_out(layer_set: LayerSet) -> dict[str, Any]:
 
 
 def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: OnGain) -> dict[str, Any]:
-    """Return the object that `swiftopt bench search --json` prints."""
-    results = [run_strategy(bench, strategy, n_passes, on_gain) for strategy in strategies]
+    """Return the object that `swiftopt bench search --json` prints.
+
+    Ctrl-C ends it with the strategies that have ended, if any.
+    """
+    results, interrupted = list[dict[str, Any]](), False
+    try:
+        for strategy in strategies:
+            results.append(run_strategy(bench, strategy, n_passes, on_gain))
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        interrupted = True
     goal = GOAL * max(result["final"] for result in results)
     base = next((result for result in results if result["strategy"] == BASE), None)
     for result in results:
@@ -235,6 +245,7 @@ def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, o
         result["to_base"] = None if base is None else _reached(result["curve"], GOAL * base["final"])
     return {
         "schema": SCHEMA,
+        "interrupted": interrupted,
         "device": machine_name(bench.runtime),
         "dtype": bench.runtime.dtype_name,
         "texts": len(bench.texts),
@@ -262,9 +273,10 @@ def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: O
     """Return a report of `compare_strategies` with the long search from its best set, and each result's share of it."""
     best = max(report["results"], key=lambda result: result["final"])
     start = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
-    found = LongSearch(bench, start, most, on_gain).run()
+    search = LongSearch(bench, start, most, on_gain)
+    found = search.run()
     results = [{**result, "of_long": round(result["final"] / found["best"], 5)} for result in report["results"]]
-    return {**report, "results": results, "long_search": found}
+    return {**report, "interrupted": search.interrupted, "results": results, "long_search": found}
 
 
 class LongSearch:
@@ -272,21 +284,25 @@ class LongSearch:
 
     Every set is judged on all recorded windows, or until it is well behind, so that luck has no part in it. Single
     sub-layers are flipped first, then pairs of them, the most promising first; where neither helps any more, a few
-    sub-layers of the best set are flipped at random and the climb begins again.
+    sub-layers of the best set are flipped at random and the climb begins again. Ctrl-C ends it
+    with the best set so far.
     """
 
     def __init__(self, bench: Bench, start: LayerSet, most: int, on_gain: OnGain) -> None:
         self.bench, self.most, self.on_gain = bench, most, on_gain
         self.current = self.best = start
-        self.n_judged, self.n_peaks = 0, 0
+        self.n_judged, self.n_peaks, self.interrupted = 0, 0, False
         self._draws = random.Random(bench.settings.seed)
 
     def run(self) -> dict[str, Any]:
         started_at = self._value(self.best)
-        while self.n_judged < self.most and self.best.n_searched:
-            self._climb()
-            n = self.best.n_searched
-            self.current = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
+        try:
+            while self.n_judged < self.most and self.best.n_searched:
+                self._climb()
+                n = self.best.n_searched
+                self.current = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
+        except KeyboardInterrupt:
+            self.interrupted = True
         return {
             "sets": self.n_judged,
             "peaks": self.n_peaks,
@@ -326,8 +342,9 @@ class LongSearch:
     def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
         """Compare as many as may still be judged with the current set."""
         layer_sets = layer_sets[: max(0, self.most - self.n_judged)]
+        ratios = self.bench.race(layer_sets, self.current)
         self.n_judged += len(layer_sets)
-        return self.bench.race(layer_sets, self.current)
+        return ratios
 
     def _take(self, layer_set: LayerSet) -> None:
         self.current = layer_set

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.costs import CostProfile, expected_of
-from ..core.errors import InvalidInput
 from ..core.events import PromptFinished, StreamShifted, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Sampling
@@ -22,6 +21,7 @@ from ..optimizer.tuning import Tuner
 SCHEMA = "swiftopt.bench-stream-shift/1"
 SETTLED_AFTER = 10  # prompts of a task after which its acceptance must be back
 WITHIN = 0.05  # of the acceptance of the task's own set
+RUNS = ("own", "kept", "adapted")  # of runs: with each task's own set, with the first one's, and as one stream
 STREAM = "stream"  # the task under which all are decoded as one
 
 OnStep = Callable[[str], None]
@@ -37,8 +37,6 @@ class StreamShift:
     """The runs of the benchmark, on a stream whose prompts come task by task.
 
     Chats are cut to their first turn. `n_prompts` of each task are taken, or as many as it has.
-
-    Raises: InvalidInput: there is one task only.
     """
 
     def __init__(
@@ -57,25 +55,36 @@ class StreamShift:
         for prompt in prompts:
             self.tasks.setdefault(prompt.task, []).append(replace(prompt, turns=prompt.turns[:1]))
         self.tasks = {name: own[:n_prompts] for name, own in self.tasks.items()}
-        if len(self.tasks) < 2:
-            raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
         self.session = Session(runtime, Sampling(), max_new_tokens)
+        self.runs: dict[str, dict[str, list[Completion]]] = {kind: {name: [] for name in self.tasks} for kind in RUNS}
+        self.shifts: list[dict[str, Any]] = []
+        self.n_trials = 0
 
     def run(self) -> dict[str, Any]:
-        """Return the object that `swiftopt bench stream-shift --json` prints."""
+        """Return the object that `swiftopt bench stream-shift --json` prints.
+
+        Ctrl-C ends it with what was decoded, once every task has a set of its own.
+        """
         own = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
-        optimum = {name: self._fixed(f"{name}, its own set", *own[name], self.tasks[name]) for name in self.tasks}
-        first = own[next(iter(own))]
-        kept = {name: self._fixed(f"{name}, the first task's set", *first, self.tasks[name]) for name in self.tasks}
-        adapted, shifts, trials = self._adapted()
+        first, interrupted = own[next(iter(own))], False
+        try:
+            for name, prompts in self.tasks.items():
+                self._decode(self.runs["own"][name], f"{name}, its own set", *own[name], prompts)
+            for name, prompts in self.tasks.items():
+                self._decode(self.runs["kept"][name], f"{name}, the first task's set", *first, prompts)
+            self._adapt()
+        except KeyboardInterrupt:
+            if not any(self.runs["own"].values()):
+                raise
+            interrupted = True
         results = []
         for name, prompts in self.tasks.items():
-            runs = {"own": optimum[name], "kept": kept[name], "adapted": adapted[name]}
-            figures = {kind: self._figures(done) for kind, done in runs.items()}
+            figures = {kind: self._figures(runs[name]) for kind, runs in self.runs.items()}
             about = {"task": name, "prompts": len(prompts), "n_skipped": own[name][0].n_skipped}
             results.append({**about, **figures, **_gap(figures["own"]["settled"], figures["adapted"]["settled"])})
         return {
             "schema": SCHEMA,
+            "interrupted": interrupted,
             "device": machine_name(self.runtime),
             "dtype": self.runtime.dtype_name,
             "method": self.settings.method,
@@ -84,8 +93,8 @@ class StreamShift:
             "max_new_tokens": self.max_new_tokens,
             "settled_after": SETTLED_AFTER,
             "goal": WITHIN,
-            "shifts": shifts,
-            "candidates": trials,
+            "shifts": self.shifts,
+            "candidates": self.n_trials,
             "results": results,
         }
 
@@ -94,36 +103,36 @@ class StreamShift:
         self.on_step(f"{name}: searching on this task alone")
         return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
 
-    def _fixed(
-        self, words: str, layer_set: LayerSet, settings: SwiftSettings, prompts: Sequence[Prompt]
-    ) -> list[Completion]:
+    def _decode(
+        self,
+        runs: list[Completion],
+        words: str,
+        layer_set: LayerSet,
+        settings: SwiftSettings,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        """Add the completions of the prompts to `runs`."""
         method = drafting_with(SkippedTarget(layer_set), settings, self.costs)
-        runs = []
         for prompt in prompts:
             ((_, completion),) = self.session.run(prompt, method)
             runs.append(completion)
             self.on_step(f"{words}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
-        return runs
 
-    def _adapted(self) -> tuple[dict[str, list[Completion]], list[dict[str, Any]], int]:
-        """Decode all tasks as one stream: completions per task, where shifts were noticed, candidates scored."""
+    def _adapt(self) -> None:
+        """Decode all tasks as one stream, and note where shifts were noticed, and the candidates scored."""
         named = [(name, prompt) for name, own in self.tasks.items() for prompt in own]
-        runs: dict[str, list[Completion]] = {name: [] for name in self.tasks}
-        shifts: list[dict[str, Any]] = []
-        n_trials = 0
-
+        runs = self.runs["adapted"]
         for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named]):
             if isinstance(event, TrialsDone):
-                n_trials += len(event.trials)
+                self.n_trials += len(event.trials)
             elif isinstance(event, StreamShifted):
                 place = sum(map(len, runs.values()))
-                shifts.append({"prompt": place, "reason": event.reason, "n_known": event.n_known})
+                self.shifts.append({"prompt": place, "reason": event.reason, "n_known": event.n_known})
                 self.on_step(f"shift noticed after prompt {place + 1}: {event.reason}")
             elif isinstance(event, PromptFinished):
                 name = named[event.index][0]
                 runs[name].append(event.completion)
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
-        return runs, shifts, n_trials
 
     def _figures(self, runs: Sequence[Completion]) -> dict[str, Any]:
         """Acceptance of all prompts, of those after the first ten, and of each; and the expected speedup after the ten.

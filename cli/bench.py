@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from ..bench.ablations import ABLATIONS
 from ..core.costs import CostProfile
-from ..core.errors import SettingsError, look_up
+from ..core.errors import InvalidInput, SettingsError, look_up
 from ..core.events import event_line
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
 from ..core.settings import SwiftSettings, TuningSettings
@@ -362,9 +362,11 @@ def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -
     Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
     first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
     prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
-    measured costs.
+    measured costs. Ctrl-C shows what was decoded with the sets, once every task has its own.
     """
     lines = read_stream(stream, None, None)
+    if len({prompt.task for prompt in lines}) < 2:
+        raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
     settings: SwiftSettings = pick(TuningSettings, values)
     strategy_info(settings.strategy)  # an unknown one is refused
     tuning_options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
@@ -389,7 +391,7 @@ def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -
     shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **shift.run()}
     pictures.draw(draw_stream_shift, report)
-    return Result(report, [_shift_table(report)])
+    return Result(report, [_shift_table(report)], interrupted=report["interrupted"])
 
 
 def _shift_table(report: Mapping[str, Any]) -> Table:

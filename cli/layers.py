@@ -328,6 +328,7 @@ def search_strategies(
     takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
     costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
     says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
+    Ctrl-C shows the strategies that have ended, and the best set of a long search.
     """
     chosen = [word.strip() for word in strategies.split(",")]
     for name in chosen:
@@ -336,7 +337,12 @@ def search_strategies(
     if stream is None and not recorded_before:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
-    request = decoding_request(values)
+    request, settings = decoding_request(values), options.pick(SwiftSettings, {**values, **ENDLESS})
+    lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
+    if not recorded_before and max(lengths) < settings.context_window:
+        raise InvalidInput(
+            f"no completion has {settings.context_window} tokens: raise --max-new-tokens or lower --window"
+        )
     if record is not None and not recorded_before:
         check_writable(record)
 
@@ -351,12 +357,12 @@ def search_strategies(
         if record is not None:
             with writing(record):
                 texts.write(record)
-    run = bench.Bench(runtime, texts, options.pick(SwiftSettings, {**values, **ENDLESS}), stride)
+    run = bench.Bench(runtime, texts, settings, stride)
     report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
-    if long_search:
+    if long_search and not report["interrupted"]:
         report = bench.with_long_search(run, report, long_search, _note_gain)
     pictures.draw(draw_search, report)
-    return Result(report, [_search_table(report)])
+    return Result(report, [_search_table(report)], interrupted=report["interrupted"])
 
 
 def _note_gain(strategy: str, passes: float, value: float) -> None:

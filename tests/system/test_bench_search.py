@@ -10,6 +10,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reached
+from swiftopt.cli import layers
 from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, searchable
@@ -62,6 +63,31 @@ def test_strategies_are_compared_on_the_same_record_time_and_again(
     assert any(result["to_goal"] for result in first["results"])
     assert (home / "s.png").read_bytes().startswith(b"\x89PNG")
     assert timeless(bench(capsys, *common)) == timeless(first)
+
+
+def test_ctrl_c_shows_the_strategies_that_have_ended(
+    tiny: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--model", tiny, "--strategies", "random,local", "--stream", "notes.jsonl", "--limit", "3"]
+
+    def report_cut_at(strategy: str, *more: str) -> Any:
+        def interrupting(line: str) -> None:
+            if line.startswith(strategy):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(layers, "note", interrupting)
+        tail = ["--window", "8", "--passes", "20", "--max-new-tokens", "30", "--dtype", "float32", "--json"]
+        assert run(["bench", "search", *common, *more, *tail]) == 130
+        out = capsys.readouterr().out
+        return json.loads(out) if out else None
+
+    report = report_cut_at("local", "--svg", "s.svg")
+    assert report["interrupted"] and [result["strategy"] for result in report["results"]] == ["random"]
+    assert ">random</text>" in (home / "s.svg").read_text()
+    assert report_cut_at("random") is None
+    found = report_cut_at("long search", "--long-search", "60")
+    assert found["interrupted"] and len(found["results"]) == 2 and 0 < found["long_search"]["sets"] < 60
+    assert found["long_search"]["best"] > found["long_search"]["start"]
 
 
 def test_a_file_that_is_no_record_is_refused_before_the_model_is_loaded(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_files import save
 
+from swiftopt.cli import bench
 from swiftopt.cli.main import run
 from swiftopt.optimizer import shift
 
@@ -52,6 +53,31 @@ def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
     assert run(args) == 0
     out, _ = capsys.readouterr()
     assert "shifts noticed after prompts" in " ".join(out.split()) and "code" in out
+
+
+def test_ctrl_c_shows_what_was_decoded(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save(home / "tiny"))
+    args = ["bench", "stream-shift", "--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
+
+    def out_cut_at(words: str, *more: str) -> str:
+        def interrupting(line: str) -> None:
+            if line.startswith(words):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(bench, "note", interrupting)
+        assert run([*args, *more]) == 130
+        return capsys.readouterr().out
+
+    report = json.loads(out_cut_at("code, adapting", "--svg", "shift.svg", "--json"))
+    assert report["interrupted"]
+    n_done = {kind: [len(each[kind]["by_prompt"]) for each in report["results"]] for kind in ("own", "kept", "adapted")}
+    assert n_done == {"own": [12, 12], "kept": [12, 12], "adapted": [12, 1]}
+    assert report["results"][1]["gap"] is None
+    assert "one stream" in (home / "shift.svg").read_text()
+    assert "notes" in out_cut_at("notes, its own set")
+    assert out_cut_at("code: searching") == ""
 
 
 def test_stream_of_one_task_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
