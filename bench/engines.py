@@ -21,11 +21,10 @@ import torch
 from ..cli.main import run as swiftopt
 from ..cli.output import note, show
 from ..cli.render import folding, number, numeric, table
+from ..core.settings import EXPORT_SUMMARY
 from ..core.streams import read_stream
-from ..engines.export import SUMMARY
-from ..engines.packages import PACKAGES
-from ..engines.tuning import RUNNABLE
-from ..engines.turns import Row, Turns, TurnsRequest, questions_of
+from ..engines.packages import PACKAGES, RUNNABLE, Row
+from ..engines.turns import Turns, TurnsRequest, questions_of
 from ..models.costs import device_name
 from ..models.sources import local_folder, resolve
 from .peers import all_rows, exported_rows, report_of
@@ -144,7 +143,7 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
     for engine in args.engines.split(","):
         exported = folders[engine]
         row = exported_rows([exported])[0]  # a checkpoint, for every engine
-        about = json.loads((exported / SUMMARY).read_text(encoding="utf-8"))
+        about = json.loads((exported / EXPORT_SUMMARY).read_text(encoding="utf-8"))
         rule = (args.draft_tokens or about["draft_tokens"], 0.0)
         if args.draft_tokens and row.draft is not None:
             row = replace(row, options={"draft_tokens": args.draft_tokens})

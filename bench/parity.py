@@ -27,10 +27,10 @@ from ..core.costs import CostProfile
 from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, searchable
+from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, n_turns, searchable
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
-from ..decoding.session import Session, hf_generate, n_turns, turn_of
+from ..decoding.session import Session, hf_generate, turn_of
 from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows

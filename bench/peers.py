@@ -1,4 +1,7 @@
-"""swiftopt and other engines on the same prompts: the rows of `bench peers`, and the report of what they measured."""
+"""swiftopt and other engines on the same prompts: the rows of `bench peers`, and the report of what they measured.
+
+Rows are chosen before torch is loaded, so modules that load it are imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SettingsError
-from ..engines.export import SCHEMA as EXPORT_SCHEMA
-from ..engines.export import SUMMARY
-from ..engines.packages import PACKAGES
-from ..engines.tuning import RUNNABLE
-from ..engines.turns import Question, Row, RowRuns, TurnsRequest, Weights
+from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
+from ..engines.packages import PACKAGES, RUNNABLE, Row, Weights
 from ..optimizer.verdict import speed, speed_interval, speed_ratio
+
+if TYPE_CHECKING:
+    from ..engines.turns import Question, RowRuns, TurnsRequest
 
 SCHEMA = "swiftopt.bench-peers/1"
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
@@ -91,7 +94,7 @@ def exported_rows(folders: Sequence[Path]) -> list[Row]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / SUMMARY
+    path = folder / EXPORT_SUMMARY
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         complete = about["schema"] == EXPORT_SCHEMA and isinstance(about["settings"], dict)

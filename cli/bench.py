@@ -92,6 +92,8 @@ def decode(
     if "hf-assisted" in chosen and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values)
+    if assistant is not None:
+        options.check_model(replace(request, model=assistant))
 
     with open_store(db) as store:
         from ..bench.decode import run_methods

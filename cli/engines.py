@@ -17,7 +17,7 @@ from rich.text import Text
 from ..core.errors import InvalidInput, LayerSetNotFound, look_up
 from ..core.records import FoundPlan, Plan
 from ..core.requests import GenerateRequest
-from ..core.settings import ENGINES
+from ..core.settings import ENGINES, EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..core.streams import read_stream
 from ..core.types import Prompt, Verdict
 from ..models.saved import refuse_existing
@@ -71,13 +71,12 @@ def export(
         note(f"note: {found.fallback}")
     prompts = [] if stream is None else read_stream(stream, name.task, limit)
 
-    from ..engines.export import SCHEMA
     from ..engines.export import export as export_plan
 
     made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
-    value = {"schema": SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
+    value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
     text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
     return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
 
@@ -127,7 +126,12 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
             flag, engine = param.opts[0], values["engine"]
             note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
     prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
-    check_names(values["model"], values["dtype"], values["device"])
+    for model in filter(None, (values["model"], values["draft_model"])):
+        check_names(model, values["dtype"], values["device"])
+
+    from ..engines.packages import check_tunable
+
+    check_tunable(values["engine"], bool(servers), prompts)
 
     from ..engines.tuning import EngineTuneRequest, EngineTuning
 
@@ -223,9 +227,9 @@ def _plan_that_ran(
         return Plan("prompt-lookup" if text else "spd", settings=own, engine=engine)
     if settings is not None:
         raise InvalidInput("--exported has the settings in it: leave out --settings")
-    about_file = Path(exported) / "export.json"
+    about_file = Path(exported) / EXPORT_SUMMARY
     about = _object(about_file)
-    if about.get("schema") != "swiftopt.export/1" or about.get("engine") not in ENGINES:
+    if about.get("schema") != EXPORT_SCHEMA or about.get("engine") not in ENGINES:
         raise InvalidInput(f"{about_file} is no exported plan: name a folder that `swiftopt export` wrote")
     record = None
     if about.get("kind") == "draft":

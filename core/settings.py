@@ -19,6 +19,7 @@ GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" nam
 # Other engines, as `export --to`, `tune --engine` and look-ups name them.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+EXPORT_SCHEMA, EXPORT_SUMMARY = "swiftopt.export/1", "export.json"  # of what `export` writes for them, and its file
 AUTO = "auto"  # in settings: chosen by measured time and agreement with the model
 STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
 

@@ -193,6 +193,10 @@ class Prompt(Record):
     sample: int = field(default=0, metadata=NOT_WRITTEN)
 
 
+def n_turns(prompt: Prompt) -> int:
+    return max(1, len(prompt.turns))
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling(Settings):
     """How a token is taken from the target's distribution; temperature 0 is greedy.

@@ -33,7 +33,7 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.records import LayerSetRecord, ModelInfo
 from ..core.serialization import LARGEST
 from ..core.settings import STORED, SwiftSettings
-from ..core.types import Completion, FinishReason, LayerSet, Prompt, Sampling
+from ..core.types import Completion, FinishReason, LayerSet, Prompt, Sampling, n_turns
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
 from ..models.loading import at_speed
 from ..models.runtime import Runtime
@@ -238,10 +238,6 @@ class Session:
     def to_text(self, token_ids: Sequence[int]) -> str:
         """Return what tokens say, without those that are no text."""
         return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def n_turns(prompt: Prompt) -> int:
-    return max(1, len(prompt.turns))
 
 
 def turn_of(prompt: Prompt, number: int) -> Prompt:

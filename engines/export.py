@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from ..core.errors import InvalidInput, OutputError
 from ..core.records import FoundPlan
+from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..core.types import LayerSet, Prompt
 from ..models.families import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
@@ -30,8 +31,6 @@ from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, DraftChoice, EngineDraft, ExportEngine, Kind, Speculation
 
-SCHEMA = "swiftopt.export/1"
-SUMMARY = "export.json"
 SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
 PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # drafts from text in vLLM
 NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
@@ -308,7 +307,7 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
     elif draft.kind == "draft":
         remarks.append(f"there is no checkpoint for {row.title} alone: {SHARED} is for swiftopt inside it")
     settings = {} if draft.kind == "draft" and draft.layer_set is None else row.settings(draft)
-    objects = {row.settings_file: settings, SUMMARY: summary(draft, engine, settings)}
+    objects = {row.settings_file: settings, EXPORT_SUMMARY: summary(draft, engine, settings)}
     if draft.shared is not None:
         objects[SHARED] = draft.shared.to_json()
     for name, value in objects.items():
@@ -358,7 +357,7 @@ def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dic
     """Return what programs read of the folder, whatever the engine; `draft` and `layer_set` are paths in it."""
     path = None if draft.layer_set is None else "draft.gguf" if ENGINES[engine].writes == "gguf" else "draft"
     return {
-        "schema": SCHEMA,
+        "schema": EXPORT_SCHEMA,
         "engine": engine,
         "kind": draft.kind,
         "draft": path,

@@ -7,15 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..core.errors import InvalidInput
+from ..core.settings import EngineName
+from ..core.types import Prompt
 from ..models.saved import OnStep, cache_root, no_step
 
 PROGRAM = Path(__file__).with_name("program.py")  # runs in an engine's own environment
+LEAST_PROMPTS = 4  # of a task, to tune an engine on
 INSTALL_S = 1800  # an installation that takes longer is given up
+Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]  # that an engine gets
 READY = ".ready"  # written when an environment is complete
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has xllamacpp for CPUs alone
@@ -147,6 +153,72 @@ PACKAGES = {
     )
 }
 SERVER = EnginePackage("server", "a server that runs already")  # at an address
+
+
+# --- ways of running them
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of decoding: an engine, the weights it gets, and more options of its program."""
+
+    engine: EnginePackage
+    variant: str
+    weights: Weights
+    options: dict[str, Any] = field(default_factory=dict)
+    draft: Weights | Path | None = None
+    file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """`engine/variant`, as --peers takes it."""
+        return f"{self.engine.name}/{self.variant}"
+
+    @property
+    def same_weights(self) -> bool:
+        """Tell whether its target computes with the folder's own weights."""
+        return self.weights in ("folder", "stored", "F16")
+
+    @property
+    def equals_plain(self) -> bool:
+        """Tell whether its tokens should be those of its engine's plain row: it drafts, or is compiled."""
+        return self.draft is not None or bool(self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableEngine:
+    """An engine that runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
+
+    `own_text`: our class drafts from text inside the engine.
+    """
+
+    package: str
+    weights: Weights
+    four_bits: Weights | None = None
+    own_text: bool = False
+
+
+RUNNABLE: Mapping[EngineName, RunnableEngine] = {
+    "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0"),
+    "openvino": RunnableEngine("openvino", "F16", "Q4_0"),
+    "vllm": RunnableEngine("vllm", "folder", own_text=True),
+    "transformers": RunnableEngine("transformers", "folder"),
+}
+
+
+def check_tunable(engine: EngineName, is_served: bool, prompts: Sequence[Prompt]) -> None:
+    """Check what can be told before an engine is there; `is_served`: by servers that run already.
+
+    Raises: InvalidInput: the engine does not run here, or a task has too few prompts.
+    """
+    if not is_served and engine not in RUNNABLE:
+        raise InvalidInput(
+            f"{engine} is not run by swiftopt: start its servers and name them with --engine-url, or tune"
+            f" {', '.join(RUNNABLE)}"
+        )
+    for task, n in Counter(prompt.task for prompt in prompts).items():
+        if n < LEAST_PROMPTS:
+            raise InvalidInput(f"task {task!r} has {n} prompts: tuning an engine needs {LEAST_PROMPTS} or more")
 
 
 # --- environments

@@ -8,7 +8,7 @@ Where memory does not hold all processes of a step, they run in groups, plain de
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..core.errors import InvalidInput, LayerSetNotFound, SwiftoptError
+from ..core.errors import LayerSetNotFound, SwiftoptError
 from ..core.records import FoundPlan, ModelInfo, Plan
 from ..core.settings import EngineName, n_threads
 from ..core.types import Prompt, Verdict
@@ -31,8 +31,8 @@ from ..store import Store
 from .devices import chosen_device
 from .evidence import judged
 from .export import SHARED, export
-from .packages import PACKAGES, SERVER
-from .turns import DTYPES, Question, Row, RowRuns, Turns, TurnsRequest, Weights, questions_of
+from .packages import PACKAGES, RUNNABLE, SERVER, Row, RunnableEngine, Weights, check_tunable
+from .turns import DTYPES, Question, RowRuns, Turns, TurnsRequest, questions_of
 
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
 
@@ -41,27 +41,6 @@ OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
 STEP_PROMPTS = 6  # of a step, at most
 FOUR_BITS = FoundPlan(Plan("adaptive", settings={"draft_format": "int4"}), 0, None)  # the model itself as a draft
 LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no verdict of its own
-
-
-@dataclass(frozen=True, slots=True)
-class RunnableEngine:
-    """An engine that runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
-
-    `own_text`: our class drafts from text inside the engine.
-    """
-
-    package: str
-    weights: Weights
-    four_bits: Weights | None = None
-    own_text: bool = False
-
-
-RUNNABLE: Mapping[EngineName, RunnableEngine] = {
-    "llamacpp": RunnableEngine("llama-cpp", "stored", "Q4_0"),
-    "openvino": RunnableEngine("openvino", "F16", "Q4_0"),
-    "vllm": RunnableEngine("vllm", "folder", own_text=True),
-    "transformers": RunnableEngine("transformers", "folder"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +160,10 @@ class EngineTuning:
     def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
         """Tune every task of the prompts, the one with the first prompt first."""
         request = self.request
-        if not request.servers and request.engine not in RUNNABLE:
-            raise InvalidInput(
-                f"{request.engine} is not run by swiftopt: start its servers and name them with --engine-url, or tune"
-                f" {', '.join(RUNNABLE)}"
-            )
+        check_tunable(request.engine, bool(request.servers), prompts)
         by_task: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_task.setdefault(prompt.task, []).append(prompt)
-        for task, own in by_task.items():
-            if len(own) < 4:
-                raise InvalidInput(f"task {task!r} has {len(own)} prompts: tuning an engine needs 4 or more")
         source = resolve(request.model)
         self._folder = local_folder(source, self.on_step)
         if not request.servers:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
@@ -25,10 +25,9 @@ from ..optimizer.verdict import Timed, speed
 from .devices import free_on, only_device, room_for
 from .drafts import Speculation
 from .export import ENGINES, NGRAM_TOKENS
-from .packages import EngineFailed, EnginePackage, Launch, prepared
+from .packages import EngineFailed, Launch, Row, Weights, prepared
 from .processes import Child
 
-Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]
 DRAFT_TOKENS = 8  # at most, in one draft
 STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
 WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
@@ -37,33 +36,6 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
 GPU_OWN_BYTES = 4 << 30  # likewise of a GPU: its context, workspaces, keys and values
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way of decoding: an engine, the weights it gets, and more options of its program."""
-
-    engine: EnginePackage
-    variant: str
-    weights: Weights
-    options: dict[str, Any] = field(default_factory=dict)
-    draft: Weights | Path | None = None
-    file: Path | None = None
-
-    @property
-    def name(self) -> str:
-        """`engine/variant`, as --peers takes it."""
-        return f"{self.engine.name}/{self.variant}"
-
-    @property
-    def same_weights(self) -> bool:
-        """Tell whether its target computes with the folder's own weights."""
-        return self.weights in ("folder", "stored", "F16")
-
-    @property
-    def equals_plain(self) -> bool:
-        """Tell whether its tokens should be those of its engine's plain row: it drafts, or is compiled."""
-        return self.draft is not None or bool(self.options)
 
 
 @dataclass(frozen=True, slots=True)

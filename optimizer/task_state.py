@@ -13,10 +13,9 @@ from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.records import KnownSet, LayerSetRecord
 from ..core.serialization import adapter
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, n_turns
 from ..decoding.context import Context, ResumePoint
 from ..decoding.loop import Prefilled, Round
-from ..decoding.session import n_turns
 from ..models.costs import machine_name
 from ..models.restacked import check_restackable
 from ..models.runtime import Runtime

@@ -22,11 +22,11 @@ from ..core.events import (
 )
 from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, Trial, Verdict
+from ..core.types import LayerSet, Prompt, Trial, Verdict, n_turns
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
-from ..decoding.session import Session, Turn, n_turns
+from ..decoding.session import Session, Turn
 from .drafting import drafting_with
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import (

@@ -1,4 +1,7 @@
-"""The verdict: plain and tuned decoding side by side on prompts that the search did not see."""
+"""The verdict: plain and tuned decoding side by side on prompts that the search did not see.
+
+Its figures are also those of other engines' benchmarks, which need no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from operator import add
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
-from ..core.types import NOT_FASTER, Completion, Prompt, Verdict
-from ..decoding.engine import side_by_side
-from ..decoding.loop import Round
+from ..core.types import NOT_FASTER, Completion, Prompt, Verdict, n_turns
 from ..decoding.methods import PLAIN, Method
-from ..decoding.session import Session, Turn, n_turns
+
+if TYPE_CHECKING:
+    from ..decoding.loop import Round
+    from ..decoding.session import Session
 
 T = TypeVar("T")
 Array = NDArray[np.float64]
@@ -53,6 +57,10 @@ def in_pairs(
 
     Yields every round, and each turn's prompt and pair.
     """
+    from ..decoding.engine import side_by_side
+    from ..decoding.loop import Round
+    from ..decoding.session import Turn
+
     plain = session.request(prompt, PLAIN, [pair.plain.text for pair in earlier])
     tuned = session.request(prompt, method, [pair.tuned.text for pair in earlier])
     order = [tuned, plain] if tuned_first else [plain, tuned]

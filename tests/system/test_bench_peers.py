@@ -33,9 +33,9 @@ from swiftopt.core.types import LayerSet, Prompt
 from swiftopt.engines import turns
 from swiftopt.engines.drafts import Speculation
 from swiftopt.engines.export import ENGINES
-from swiftopt.engines.packages import PACKAGES, PROGRAM, EngineFailed, EnginePackage, Launch, prepared
+from swiftopt.engines.packages import PACKAGES, PROGRAM, EngineFailed, EnginePackage, Launch, Row, prepared
 from swiftopt.engines.processes import Child
-from swiftopt.engines.turns import Question, Row, Turns, TurnsRequest, questions_of
+from swiftopt.engines.turns import Question, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_files import gguf_of, write_gguf
 from swiftopt.models.restacked import write_restacked
 from swiftopt.models.sources import local_folder, resolve

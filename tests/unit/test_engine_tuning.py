@@ -13,8 +13,9 @@ from tiny_files import save
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Prompt
+from swiftopt.engines.packages import Row
 from swiftopt.engines.tuning import EngineTuned, EngineTuneRequest, EngineTuning, EngineUnusable
-from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
+from swiftopt.engines.turns import Question, RowRuns, TimedAnswer, TurnsRequest
 from swiftopt.store import Store
 
 PROMPTS = [Prompt(str(i), "code", f"w{i} w3") for i in range(20)]

@@ -19,9 +19,9 @@ from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.cli.engines import peers_view
 from swiftopt.core.errors import SettingsError
 from swiftopt.engines.devices import only_device
-from swiftopt.engines.packages import PACKAGES, READY, SERVER, EngineFailed, EnginePackage, prepared
+from swiftopt.engines.packages import PACKAGES, READY, SERVER, EngineFailed, EnginePackage, Row, prepared
 from swiftopt.engines.program import ON_GPU, PROGRAMS, for_device
-from swiftopt.engines.turns import Question, Row, RowRuns, TimedAnswer, TurnsRequest
+from swiftopt.engines.turns import Question, RowRuns, TimedAnswer, TurnsRequest
 
 REQUEST = TurnsRequest("tiny", Path("tiny"), threads=2)
 QUESTIONS = [Question("a", "code", (1, 2), 4), Question("b", "code", (3,), 4)]
