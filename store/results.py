@@ -14,7 +14,7 @@ from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LearnedNotFound, StoreError
 from ..core.records import LearnedKind, LearnedRecord
 from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
-from .names import by_fingerprint, known_model, lock, newest, next_version, of
+from .names import by_fingerprint, known_model, lock, names_of, newest, next_version, of
 from .tables import (
     ComparisonRow,
     CostProfileRow,
@@ -95,6 +95,8 @@ def weights_of(session: Session, record: LearnedRecord) -> bytes:
 def _not_found(session: Session, model: str, task: str, kind: LearnedKind, version: int | None) -> LearnedNotFound:
     what = kind if version is None else f"version {version} of {kind}"
     found = list_learned(session, model, None, kind)
+    if (row := by_fingerprint(session, model)) is not None:  # which is no name that a command takes
+        model = next(iter(names_of(session).get(row.id, ())), model)
     stored = ", ".join(f"{one.task} version {one.version}" for one in found) or "nothing"
     verb = "is" if kind == "probe" or version is not None else "are"
     return LearnedNotFound(

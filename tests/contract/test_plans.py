@@ -285,6 +285,8 @@ def test_missing_heads_are_answered_with_what_is_stored_and_the_command(store: S
     command = "run `swiftopt heads train --model smol --stream FILE --task code`"
     with pytest.raises(LearnedNotFound, match=rf"no heads are stored for smol/code .*nothing\): {command}$"):
         store.learned("smol", "code", "heads")
+    with pytest.raises(LearnedNotFound, match=rf"no heads are stored for smol/code .*nothing\): {command}$"):
+        store.learned(MODEL.fingerprint, "code", "heads")  # as `generate --method adadecode` asks
     store.add_learned(dataclasses.replace(HEADS, task="notes"), b"")
     with pytest.raises(LearnedNotFound, match=rf"\(stored for the model: notes version 1\): {command}$"):
         store.learned("smol", "code", "heads")
