@@ -18,7 +18,7 @@ from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
-from ..core.types import Prompt, Sampling, check_task
+from ..core.types import Prompt, Sampling, Trial, check_task
 from ..models.sources import ALIASES, find_alias
 from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
 from . import options
@@ -85,7 +85,7 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
     found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
     record = _layer_set_of(found, name)
-    return Result(record.to_json(), [record_view(record, (), console().width)])
+    return Result(record.to_json(), [record_view(record, _trials(store, record), console().width)])
 
 
 @layers.command("show", short_help="Show a layer set, its map and its search.")
@@ -97,7 +97,7 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
     record = _find(store, name, version)
-    trials = store.trials(record.job, record.task) if record.job else []
+    trials = _trials(store, record)
     pictures.draw(draw_layer_sets, [(record, trials)])
     tried = []
     for trial in trials:
@@ -239,6 +239,10 @@ def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
             f" {plan.verdict}{measured}; `swiftopt layers list` shows what is stored"
         )
     return plan.layer_set
+
+
+def _trials(store: Store, record: LayerSetRecord) -> Sequence[Trial]:
+    return store.trials(record.job, record.task) if record.job else ()
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:

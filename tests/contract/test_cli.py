@@ -320,6 +320,14 @@ def test_best_and_export_print_exactly_the_record(stored: LayerSetRecord, capsys
     assert json.loads(capsys.readouterr().out) == stored.to_json()
 
 
+def test_best_draws_the_search_as_show_does(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for command in ("best", "show"):
+        assert run(["layers", command, "smollm2-135m/notes"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "matchness of 8 trials" in shown[0]
+
+
 def test_list_tells_the_best_version(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.open() as store:
         store.add_layer_set(some_record(matchness=0.5), promote=False)
