@@ -175,7 +175,7 @@ def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) ->
         found.append(f"this is not quite what was asked for: {info.fallback}")
     if completion.method == "plain" and info.record is not None:
         found.append(
-            "plain decoding, as the stored verdict says; --method swift drafts with the layer set all the same"
+            f"plain decoding, as the stored verdict says; --method {info.record.found_for} drafts all the same"
         )
     if completion.lossy:
         found.append(f"{completion.method} is lossy: this is not what plain decoding would have said")

@@ -442,6 +442,18 @@ def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
     assert completion_json("smollm2-135m", prompt, plain, info)["layer_set"] is None
 
 
+@pytest.mark.parametrize("method", ["adaptive", "swift"])
+def test_remark_on_a_plain_verdict_names_the_method_that_the_set_is_for(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from swiftopt.cli.generate import note_remarks
+    from swiftopt.tasks.generate import GenerateInfo
+
+    info = GenerateInfo("plain", some_record(settings={"method": method}), 1, "plain")
+    note_remarks(Completion((5,), "a", "length", "plain"), info, set())
+    assert capsys.readouterr().err.endswith(f"as the stored verdict says; --method {method} drafts all the same\n")
+
+
 # --- layer sets in and out
 
 
