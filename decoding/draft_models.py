@@ -42,7 +42,8 @@ class SkippedTarget(DraftModel):
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
-        return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=True))
+        drafts = self.layer_set is not None  # the target itself does not let others wait
+        return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=drafts))
 
 
 class EarlyExit(DraftModel):

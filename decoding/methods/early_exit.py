@@ -199,7 +199,7 @@ class PipelineDrafter(Drafter):
 
         from ...models.rows import uploaded
 
-        yield from ()  # each layer reads its own weights, so that there is nothing to share with other requests
+        yield from ()  # each layer reads its own weights: there is nothing to share but the head's
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
         known = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
@@ -208,7 +208,7 @@ class PipelineDrafter(Drafter):
         while self._flights[0].depth < context.runtime.n_layers:
             self._predict(slot + room)
             self._step()
-        staged = self._read(self._flights.pop(0).hidden)
+        staged = self._read(self._flights.pop(0))
         ahead = next((flight.token_id for flight in self._flights), None)
         if ahead is None or isinstance(ahead, int):
             tokens = [root] if ahead is None else [root, ahead]
@@ -221,9 +221,12 @@ class PipelineDrafter(Drafter):
         for flight, token_id in zip(self._flights[:1], outcome.draft.tree.token_ids[1:], strict=False):
             flight.token_id = token_id  # which is known now
 
-    def _read(self, hidden: Tensor) -> PassGenerator[Tensor]:
-        yield from ()
-        return self.context.runtime.logits(hidden)
+    def _read(self, flight: _Flight) -> PassGenerator[Tensor]:
+        """Return the logits (1, vocab) of a token that has run all layers, by a pass: others have their turn then."""
+        from ...models.rows import Pass, Rows
+
+        runtime, buffer, top = self.context.runtime, self.context.buffer, flight.depth
+        return (yield Pass(runtime, Rows([0], flight.slot), buffer, hidden=flight.hidden, layers=(top, top)))
 
     def _start(self, token_id: int | Tensor, slot: int) -> _Flight:
         tokens = [token_id] if isinstance(token_id, int) else token_id

@@ -27,7 +27,7 @@ from torch import Tensor
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow
 from swiftopt.core.types import Completion, Sampling
-from swiftopt.decoding.context import Ending, TokenRule
+from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.engine import (
     DraftTrials,
@@ -40,7 +40,7 @@ from swiftopt.decoding.engine import (
     intercept,
     side_by_side,
 )
-from swiftopt.decoding.loop import Prefilled, decode, decoding
+from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT
@@ -119,6 +119,18 @@ def test_every_method_beside_every_other_gives_the_tokens_it_gives_alone(family:
         for method, (ids, sampling) in zip(methods_of(own, TWICE), ASKED, strict=True)
     )
     assert [done.token_ids for done in results_of(works, at_once)] == each_by_itself(family)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_keeps_others_from_their_rounds(name: str) -> None:
+    own, engine, rounds = parts("llama", with_model=True), Engine(by_time=False), Counter[bool]()
+    other, _ = (engine.add(request(own, method, words(1, 9), SAMPLINGS[0])) for method in (build(name, own), PLAIN))
+    contexts = list[Context]()  # that of the other request first
+    while not other.is_done:
+        for event in engine.step():
+            contexts += [event.context] if isinstance(event, Prefilled) else []
+            rounds[event.context is contexts[0]] += isinstance(event, Round)
+    assert rounds[False] >= rounds[True] - 1 > 0
 
 
 @given(st.data())
