@@ -92,25 +92,29 @@ class GrammarMask(LogitsProcessor):
         self.matcher, self.n_prompt = matcher, n_prompt
         self.stop_token_ids = sorted(stop_token_ids)
         self._read: list[int] = []  # tokens that the matcher has consumed
+        self._n_committed = 0  # of them, those that stay: what is asked for next begins with them
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens), minus infinity where a token is forbidden."""
-        allowed = self.allowed(input_ids[0, self.n_prompt :].tolist(), scores.shape[-1]).to(scores.device)
+        n_known = min(self._n_committed, input_ids.shape[1] - self.n_prompt)
+        newest = input_ids[0, self.n_prompt + n_known :].tolist()
+        allowed = self.allowed(newest, scores.shape[-1], n_known).to(scores.device)
         masked = scores.masked_fill(~allowed, float("-inf"))
         if bool(masked.isneginf().all()):  # other processors, or a narrower draft model, have ruled out all the rest
             masked = torch.where(allowed, 0.0, masked)
         return masked
 
-    def allowed(self, generated: Sequence[int], n_vocab: int) -> Tensor:
+    def allowed(self, generated: Sequence[int], n_vocab: int, n_known: int = 0) -> Tensor:
         """Return which tokens may come next: bool (vocab,); all of them behind a text that is not of the language.
 
+        Args:   generated: without the first `n_known`, which are committed ones.
         Raises: InvalidInput: the grammar takes too much work here.
         """
         ended = torch.zeros(n_vocab, dtype=torch.bool)
         ended[self.stop_token_ids] = True
         if not set(self.stop_token_ids).isdisjoint(generated):
             return ended
-        if not self._move(generated):  # no lossless verifier gets here
+        if not self._move(generated, n_known):  # no lossless verifier gets here
             return torch.ones_like(ended)
         found = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
         if self.matcher.is_error():
@@ -120,23 +124,26 @@ class GrammarMask(LogitsProcessor):
         return found | ended if self.matcher.is_accepting() else found & ~ended
 
     def forced(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar leaves no choice about behind `token_ids`, prompt included.
+        """Return the tokens that the grammar leaves no choice about behind the committed `token_ids`, prompt included.
 
         They are as the tokenizer would split that text; the model may split it another way.
         """
-        generated = token_ids[self.n_prompt :]
-        if not set(self.stop_token_ids).isdisjoint(generated) or not self._move(generated):
+        newest = token_ids[self.n_prompt + self._n_committed :]
+        if not set(self.stop_token_ids).isdisjoint(newest) or not self._move(newest, self._n_committed):
             return []
+        self._n_committed = len(self._read)
         return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
 
-    def _move(self, generated: Sequence[int]) -> bool:
-        """Move the matcher behind those tokens; return whether it accepts them all."""
-        pairs = zip(self._read, generated, strict=False)
-        n_same = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(self._read), len(generated)))
-        if n_same < len(self._read):
-            self.matcher.rollback(len(self._read) - n_same)
+    def _move(self, generated: Sequence[int], n_known: int) -> bool:
+        """Move the matcher behind `n_known` committed tokens and those; return whether it accepts them all."""
+        read = self._read[n_known:]
+        pairs = enumerate(zip(read, generated, strict=False))
+        n_same = next((n for n, (own, other) in pairs if own != other), min(len(read), len(generated)))
+        if n_same < len(read):
+            self.matcher.rollback(len(read) - n_same)
         n_more = self.matcher.try_consume_tokens(list(generated[n_same:]))
-        self._read = list(generated[: n_same + n_more])
+        self._read[n_known + n_same :] = generated[n_same : n_same + n_more]
+        self._n_committed = min(self._n_committed, n_known + n_same)
         return n_same + n_more == len(generated)
 
 

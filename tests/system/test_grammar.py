@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -173,6 +173,19 @@ def test_masks_do_not_depend_on_what_was_asked_before(data: st.DataObject) -> No
         texts.append([*text, data.draw(st.sampled_from(expected.nonzero()[:, 0].tolist()))])
         if data.draw(st.booleans()):
             asked.allowed([*text, data.draw(st.integers(0, VOCAB - 1)), 5], VOCAB)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_what_is_read_for_a_mask_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, allowed = list[int](), GrammarMask.allowed
+
+    def noting(mask: GrammarMask, generated: Sequence[int], *options: Any) -> torch.Tensor:
+        lengths.append(len(generated))
+        return allowed(mask, generated, *options)
+
+    monkeypatch.setattr(GrammarMask, "allowed", noting)
+    done = run("swift", GRAMMARS["endless"], SAMPLINGS[kind], min_new_tokens=N_NEW)
+    assert done.n_tokens == N_NEW < len(lengths) and max(lengths) <= 25
 
 
 def test_scores_that_are_all_ruled_out_leave_what_the_grammar_allows() -> None:
