@@ -167,9 +167,9 @@ def share(default: float | None) -> Any:
     return ranged(default, ge=0, le=1)
 
 
-def count(default: int | None, least: int = 1) -> Any:
-    """Return a field for a whole number of `least` or more."""
-    return ranged(default, ge=least, le=LARGEST)
+def count(default: int | None, least: int = 1, most: int = LARGEST) -> Any:
+    """Return a field for a whole number from `least` to `most`."""
+    return ranged(default, ge=least, le=most)
 
 
 def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ..core.errors import SettingsError
 from ..core.records import LearnedKind
-from ..core.serialization import LARGEST, Settings, count, ranged
+from ..core.serialization import LARGEST, Settings, count, ranged, share
 
 ProbeSampling = Literal["greedy", "top-p"]
 
@@ -24,7 +24,7 @@ class TrainingSettings(Settings):
     minutes: float | None = ranged(None, gt=0)
     learning_rate: float = ranged(1e-3, gt=0, le=1)
     batch: int = count(128)  # positions
-    warm_up: float = 0.03  # share of the steps
+    warm_up: float = share(0.03)  # share of the steps
     max_new_tokens: int = count(128, least=2)
     seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
 
@@ -64,7 +64,7 @@ class ProbeSettings(TrainingSettings):
     epochs: int = count(20)
     layer: int | None = None  # layers run; None: a quarter of the depth
     sampling: ProbeSampling = "greedy"
-    top_p: float = 0.9  # for "top-p" (AdaSPEED III)
+    top_p: float = ranged(0.9, gt=0, le=1)  # for "top-p" (AdaSPEED III)
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
         """Return the one depth of the probe in a model of so many layers.

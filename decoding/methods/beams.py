@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class BeamSettings(Settings):
     """MTJD (MTAD 3.1): beams over the target itself, each block kept whole."""
 
-    beam_width: int = count(4)  # the paper's grid: 4, 8
-    draft_length: int = count(4)  # its grid: 3, 4
+    beam_width: int = count(4, most=256)  # the paper's grid: 4, 8
+    draft_length: int = count(4, most=32)  # its grid: 3, 4
     top_k: int = count(10)  # appendix F
     top_p: float = share(0.9)
 

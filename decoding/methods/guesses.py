@@ -41,7 +41,7 @@ WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a ro
 class JacobiSettings(Settings):
     """Parallel (Jacobi) decoding (arXiv:2305.10427): guesses refined together."""
 
-    window: int = count(8)
+    window: int = count(8, most=256)
 
 
 @method("jacobi", "Jacobi decoding", "arXiv:2305.10427", JacobiSettings)
@@ -77,9 +77,9 @@ class JacobiDrafter(Drafter):
 class LookaheadSettings(Settings):
     """Lookahead decoding (arXiv:2402.02057)."""
 
-    ngram: int = count(5, least=2)  # N
-    window: int = count(7)  # W
-    guesses: int = count(7)  # G
+    ngram: int = count(5, least=2, most=16)  # N
+    window: int = count(7, most=256)  # W
+    guesses: int = count(7, most=256)  # G
 
 
 @method("lookahead", "Lookahead decoding", "arXiv:2402.02057", LookaheadSettings)

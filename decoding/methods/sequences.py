@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class SequencesSettings(Settings):
     """How many sequences are drafted, and how long."""
 
-    sequences: int = count(4)
-    draft_length: int = count(4)
+    sequences: int = count(4, most=256)
+    draft_length: int = count(4, most=32)
 
 
 @method("spectr", "SpecTr (k-SEQ)", "arXiv:2310.15141", SequencesSettings, drafts_with_model=True)

@@ -249,6 +249,24 @@ def test_a_method_without_its_pieces_says_which_command_makes_them() -> None:
             build(name, bare)
 
 
+MOST = {
+    "jacobi": {"window": 256},
+    "lookahead": {"ngram": 16, "window": 256, "guesses": 256},
+    **{name: {"sequences": 256, "draft_length": 32} for name in ("spectr", "specinfer", "mcss")},
+    **{name: {"beam_width": 256, "draft_length": 32} for name in ("mtad", "mtjd")},
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_settings_that_make_a_pass_too_wide_are_refused(name: str) -> None:
+    own, info = parts("llama", False, quick_runtime), METHODS[name]
+    for key, most in MOST[name].items():
+        with pytest.raises(SettingsError, match=f"{key} {most + 1} is out of range: use a number from [12] to {most}"):
+            info.settings(**{key: most + 1})
+    method = build(name, own, info.settings(**MOST[name]))
+    assert run(method, own.runtime, prompt(1), Sampling(), 4).n_tokens == 4
+
+
 def test_a_draft_model_with_other_tokens_is_refused() -> None:
     class Words:
         def get_vocab(self) -> dict[str, int]:
