@@ -33,7 +33,7 @@ from ..models.runtime import Runtime
 from .grammar import GrammarMask
 
 _BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they read scores alone
-KEPT_NOISES = 64  # positions ahead of a text; 0.6 MB each for 152,000 tokens
+KEPT_NOISES = 64  # positions, at most; 0.6 MB each for 152,000 tokens
 Drafted = Sequence[int] | Sequence[Tensor]  # tokens; (1,) each where their device may still be computing them
 _COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
 
@@ -140,6 +140,10 @@ class TokenRule:
                 del self._noises[min(self._noises)]
             self._noises[position] = found
         return found
+
+    def forget_before(self, position: int) -> None:
+        """Drop the noise of earlier positions."""
+        self._noises = {at: noise for at, noise in self._noises.items() if at >= position}
 
     def probs(self, scores: Tensor) -> Tensor:
         """Return what a token of `scores` (vocab,) is drawn from: float64 (vocab,); greedy: all on the argmax."""
@@ -302,7 +306,8 @@ class Context:
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
     are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
-    not even that. `prediction` are tokens that the caller expects behind the prompt.
+    not even that. `prediction` are tokens that the caller expects behind the prompt. `looks_back`: how many committed
+    tokens a search will look at again.
     """
 
     runtime: Runtime
@@ -317,6 +322,7 @@ class Context:
     searched: bool = False
     finish: FinishReason | None = None
     n_learnt: int = 0
+    looks_back: int = 0
     _text: Tensor | None = None  # as many of `token_ids` as were moved to the device
 
     @property

@@ -317,4 +317,5 @@ def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:
     kept, context.finish = ending.crop(context.generated, block)
     context.token_ids += kept
+    context.rule.forget_before(len(context.token_ids) - context.looks_back)
     return kept

@@ -74,6 +74,7 @@ def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
     One candidate at a time: all scores in float32 would fill a memory that holds the logits of all candidates.
     """
     rule, window = context.rule, len(logits)
+    context.looks_back = len(context.token_ids) - 1 - first
     if rule.is_argmax:
         scores = logits.float()
     else:

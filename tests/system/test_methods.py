@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree
 from swiftopt.decoding.draft_models import OtherModel
-from swiftopt.decoding.engine import PassGenerator
+from swiftopt.decoding.engine import PassGenerator, alone, intercept
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
@@ -32,6 +33,7 @@ from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
 N_NEW = 24
+WARM = Sampling(temperature=1.3)
 LOSSLESS = [info.name for info in METHODS.values() if not info.lossy]
 LOSSY = [info.name for info in METHODS.values() if info.lossy]
 WITH_A_MODEL = [info.name for info in METHODS.values() if info.drafts_with_model]
@@ -136,6 +138,20 @@ def exact(
     return found
 
 
+@pytest.mark.parametrize("name", ["plain", "swift", "adaptive"])
+def test_noise_is_kept_only_where_it_will_be_read_again(name: str) -> None:
+    """A row of it is as wide as the vocabulary, and every request has its own."""
+    own, ids = parts("llama", False, quick_runtime), prompt(1)
+    rule = rule_of(WARM, len(ids))
+
+    def check(event: Any) -> Iterator[None]:
+        assert all(position >= len(event.context.token_ids) for position in rule._noises)
+        yield from ()
+
+    done = alone(intercept(decoding(own.runtime, ids, build(name, own), rule, Ending(90)), check))
+    assert done.token_ids == run(PLAIN, own.runtime, ids, WARM, 90).token_ids
+
+
 @cache
 def drawn_plainly(sampling: Sampling, grammar: Grammar | None) -> Completion:
     return run(PLAIN, parts("llama", False, quick_runtime).runtime, prompt(1), sampling, N_NEW, grammar)
@@ -147,7 +163,6 @@ MIN_P = Sampling(
 )
 
 
-WARM = Sampling(temperature=1.3)
 LETTERS = Grammar.regex("[ab][cd][a-e]*")
 
 
