@@ -70,7 +70,11 @@ class DraftTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes between the root and one, that one included."""
-        return (*self.path(self.parents[node]), node) if node else ()
+        found: list[int] = []
+        while node:
+            found.append(node)
+            node = self.parents[node]
+        return tuple(reversed(found))
 
     def below(self, node: int) -> tuple[int, ...]:
         """Return the nodes below one: its first child, the first child of that, and so on."""

@@ -130,6 +130,10 @@ def test_tree_is_spine_first_and_its_mask_holds_ancestors_only(candidates: list[
         assert set(mask[node].nonzero().flatten().tolist()) == line
 
 
+def test_path_is_found_in_a_chain_of_any_length() -> None:
+    assert DraftTree.chain(range(5000)).path(4999) == tuple(range(1, 5000))
+
+
 def test_ancestor_mask_refuses_a_parent_after_its_child() -> None:
     with pytest.raises(ShapeError, match="node 1 lists parent 2"):
         ancestor_mask([-1, 2, 0])
