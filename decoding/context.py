@@ -52,6 +52,23 @@ class GeneratedPenalty(LogitsProcessor):
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
+class TopP(TopPLogitsWarper):
+    """Does what transformers' does, and on a CPU sorts the tokens alone that a row may keep: seldom a hundredth."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores (1, vocab), minus infinity where a token is cut off."""
+        if scores.device.type != "cpu":  # where asking how many there are would wait
+            return cast(Tensor, super().__call__(cast(Any, input_ids), cast(Any, scores)))
+        probs = scores[0].softmax(dim=-1)
+        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))  # all of them together can be cut off
+        others = (~small).nonzero()[:, 0]
+        values, order = probs[others].sort()
+        kept = values.cumsum(dim=0) + probs.where(small, 0.0).sum() > 1 - self.top_p
+        kept[-1] = True
+        index = others[order[kept]]
+        return torch.full_like(scores, -math.inf).index_copy_(1, index, scores[:, index])
+
+
 class TokenRule:
     """Turns a row of logits into the target's token or the draft's candidates.
 
@@ -104,7 +121,7 @@ class TokenRule:
             if sampling.top_k:
                 processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
-                processors.append(TopPLogitsWarper(sampling.top_p))
+                processors.append(TopP(sampling.top_p))
             if sampling.min_p:
                 processors.append(MinPLogitsWarper(sampling.min_p))
         return cls(sampling, processors)

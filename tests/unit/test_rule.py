@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from families import VOCAB, tiny_model
-from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
+from native import processor_seconds
+from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, TopPLogitsWarper
 
 from swiftopt.core.types import Sampling
-from swiftopt.decoding.context import TokenRule
+from swiftopt.decoding.context import TokenRule, TopP
 
 PROMPT = [3, 5, 5, 9]
 
@@ -51,6 +54,24 @@ def test_scores_are_those_of_transformers(cuts: dict[str, float]) -> None:
         expected = scores_of_transformers(text, logits, **options)
         assert torch.equal(rule.scores(text, logits), expected)
         assert 1 <= int(expected.isfinite().sum()) < VOCAB
+
+
+def test_top_p_keeps_what_transformers_keeps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [scale * torch.randn(1, 5000, generator=generator) for scale in (0.0, 0.1, 1.0, 4.0, 9.0)]
+    rows += [row.masked_fill(row < row.topk(20).values[0, -1], -torch.inf) for row in rows[1:]]
+    for top_p, row in product((1e-9, 0.1, 0.5, 0.9, 0.999), rows):
+        ours, theirs = (kind(top_p)(torch.tensor([[]]), row) for kind in (TopP, TopPLogitsWarper))
+        if row.any():
+            assert torch.equal(ours, theirs)
+        else:  # which ones of equal scores are kept is open
+            assert ours.isfinite().sum() == theirs.isfinite().sum()
+
+
+def test_top_p_does_not_sort_the_whole_vocabulary() -> None:
+    row, empty = 6 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)), torch.tensor([[]])
+    ours, theirs = (processor_seconds(partial(kind(0.9), empty, row)) for kind in (TopP, TopPLogitsWarper))
+    assert ours < 0.5 * theirs
 
 
 def test_presence_and_frequency_penalties_count_what_was_generated() -> None:
