@@ -16,7 +16,7 @@ import torch
 from ..core.costs import CostProfile, FormatCosts
 from ..core.settings import STORED, cpu_words
 from ..core.types import LayerSet
-from .buffer import KVBuffer
+from .buffer import KVBuffer, free_bytes
 from .rows import Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
@@ -31,6 +31,7 @@ EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed o
 SMALLEST_BUCKET = 256  # slots
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 RECORDED_ROWS = 128  # of the widest pass that is captured
+MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 
 def context_bucket(n_positions: int) -> int:
@@ -109,6 +110,12 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def memory_for_texts(runtime: Runtime) -> int:
+    """Return the bytes that keys and values may take: a share of what is free where each layer keeps its own."""
+    devices = [block.device for block in runtime.blocks]
+    return int(MEMORY_SHARE * min(free_bytes(each) * len(devices) / devices.count(each) for each in set(devices)))
 
 
 def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: OnStep = no_step) -> CostProfile:

@@ -14,15 +14,12 @@ from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session, Turn
-from ..models.buffer import free_bytes
-from ..models.costs import machine_name
+from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .recipes import Recipe, Recipes, opened
-
-MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +84,6 @@ def generate(
     yield from side_by_side(map(work, prompts), request.concurrency, memory_for_texts(session.runtime))
     if too_long:
         raise too_long[0]
-
-
-def memory_for_texts(runtime: Runtime) -> int:
-    """Return the bytes that keys and values may take: a share of what is free where each layer keeps its own."""
-    devices = [block.device for block in runtime.blocks]
-    return int(MEMORY_SHARE * min(free_bytes(each) * len(devices) / devices.count(each) for each in set(devices)))
 
 
 def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: Any) -> Work[None]:

@@ -24,10 +24,11 @@ from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
 from ..decoding.session import Session
 from ..models import loading
+from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import Generated, Planner, TextAdded, as_planned, memory_for_texts
+from .generate import Generated, Planner, TextAdded, as_planned
 from .job import Cancelled
 from .tune import TuneResult, run_tuning
 

@@ -21,7 +21,7 @@ from ..core.streams import LineWriter, default_output, read_stream
 from ..core.types import Prompt
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
-from ..models.costs import machine_name
+from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep
@@ -29,7 +29,6 @@ from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
-from .generate import memory_for_texts
 from .job import PATIENCE_S, HandedBack, LeaseKeeper, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 

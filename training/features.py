@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput, OutputError
 from ..core.types import Prompt
-from ..decoding.engine import side_by_side
+from ..decoding.engine import Work, alone, intercept, side_by_side
 from ..decoding.loop import Round
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
+from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime
 from ..models.saved import replacing
 from .settings import OnStep, TrainingStep
@@ -33,6 +35,7 @@ from .settings import OnStep, TrainingStep
 SAVE_S = 3.0  # between two states of training
 SAVING_SHARE = 20  # a save may take 1/20 of the time
 HELD_OUT = 0.1  # share of the prompts that only the figures see
+AT_ONCE = 8  # prompts that are completed side by side
 MIN_ROWS = 16  # positions below which nothing can be learned
 
 
@@ -165,7 +168,7 @@ def collect(
 ) -> Collected:
     """Complete the prompts greedily, in an order drawn from `seed`, and return the states; a tenth is held out.
 
-    Args:   budget_s: stop after so many seconds, with at least two prompts done.
+    Args:   budget_s: begin no prompt after so many seconds but the first two.
     Raises: InvalidInput: fewer than two prompts, or too few positions in their completions.
     """
     if len(prompts) < 2:
@@ -177,16 +180,23 @@ def collect(
     if done:
         on_step(TrainingStep("collect", note=f"resumed: {len(done)} of {len(prompts)} prompts were done before"))
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    parts: list[Features] = []
-    for number, index in enumerate(order):
-        if budget_s is not None and number >= 2 and time.monotonic() - started > budget_s:
-            break
-        if index not in done:
-            done[index] = features_of(session, prompts[index], depths)
-            if kept is not None:
-                kept.add(index, done[index])
-        parts.append(done[index])
-        on_step(TrainingStep("collect", number + 1, len(prompts)))
+
+    def works() -> Iterator[Work[None]]:
+        for number, index in enumerate(order):
+            if budget_s is not None and number >= 2 and time.monotonic() - started > budget_s:
+                break
+            if index not in done:
+                yield collecting(index)
+
+    def collecting(index: int) -> Work[None]:
+        done[index] = yield from _features(session, prompts[index], depths)
+        if kept is not None:
+            kept.add(index, done[index])
+        yield TrainingStep("collect", len(done), len(prompts))
+
+    for step in side_by_side(works(), AT_ONCE, memory_for_texts(session.runtime)):
+        on_step(step)
+    parts = [done[index] for index in takewhile(done.__contains__, order)]
     n_held_out = max(1, round(HELD_OUT * len(parts)))
     train, held_out = Features.joined(parts[:-n_held_out]), Features.joined(parts[-n_held_out:])
     if train.n_rows < MIN_ROWS or not held_out.n_rows:
@@ -199,11 +209,19 @@ def collect(
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
     """Return the states of all turns of a prompt, at every token of a completion but the last."""
+    return alone(_features(session, prompt, depths))
+
+
+def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
     found = [states_of(session.runtime, [], 0, depths)]
-    for event in side_by_side([session.request(prompt, PLAIN)]):
+
+    def handle(event: Any) -> Iterator[Any]:
         if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round
             context = event.context
             found.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
+        yield from ()
+
+    yield from intercept(session.request(prompt, PLAIN), handle)
     return Features.joined(found)
 
 

@@ -19,8 +19,8 @@ from swiftopt.core.errors import DeviceMissing, SettingsError
 from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
 from swiftopt.models import buffer, loading, quantised
+from swiftopt.models.costs import memory_for_texts
 from swiftopt.models.loading import PLANNED_TOKENS, load, memory_plan
-from swiftopt.tasks.generate import memory_for_texts
 
 N = 4  # layers
 

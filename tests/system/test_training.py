@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
+from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.training.features import Checkpoint, Features, features_of
 from swiftopt.training.settings import HeadSettings, ProbeSettings, Trained, TrainingStep
@@ -55,6 +57,18 @@ def test_features_cover_every_turn(runtime: Runtime) -> None:
     }
     two_turns = Prompt(id="1", task="t", turns=("w1 w2", "w3"))
     assert features_of(Session(runtime, Sampling(), 6), two_turns, (2,)).n_rows == 10
+
+
+def test_prompts_are_completed_side_by_side(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_together, forward = list[int](), Runtime.forward_together
+
+    def noting(own: Runtime, passes: Sequence[Pass]) -> list[torch.Tensor]:
+        n_together.append(len(passes))
+        return forward(own, passes)
+
+    monkeypatch.setattr(Runtime, "forward_together", noting)
+    train(runtime, PROMPTS, replace(SETTINGS, epochs=1))
+    assert max(n_together) == 8
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["light", "full"])
