@@ -13,7 +13,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -64,6 +64,7 @@ class Exchange(ABC):
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
         self.choices: list[Choice] = []
+        self._is_begun = False  # its client has seen something of a stream
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
         try:
             for i, own in enumerate(one for each in requests for one in _seeded(each, body.n or 1)):
@@ -114,28 +115,36 @@ class Exchange(ABC):
         )
 
     async def _collected(self) -> dict[str, Any]:
-        try:
+        with self._ending():
             async for _ in self._pieces():
                 pass
             return self.whole()
-        finally:
-            self._close()
 
     async def _events_of_stream(self) -> AsyncGenerator[ServerSentEvent]:
         """Yield the events of a stream; an error before the first of them is raised, a later one ends the stream."""
-        is_begun = False
         try:
-            async with aclosing(self._pieces()) as pieces, aclosing(self.stream(pieces)) as events:
-                async for event in events:
-                    is_begun = True
-                    for choice in self.choices:
-                        choice.reply.is_shown = True
-                    yield event
+            with self._ending():
+                async with aclosing(self._pieces()) as pieces, aclosing(self.stream(pieces)) as events:
+                    async for event in events:
+                        self._is_begun = True
+                        for choice in self.choices:
+                            choice.reply.is_shown = True
+                        yield event
         except SwiftoptError as error:
-            if not is_begun:
+            if not self._is_begun:
                 raise
             for event in self.failed(openai_error(status_of(error), str(error))):
                 yield event
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Give the places back at the end; count a failure that is not the client's, or that no status can tell."""
+        try:
+            yield
+        except SwiftoptError as error:
+            if self._is_begun or status_of(error) >= 500:
+                self._metrics.fail(self.body.model, sum(choice.done is None for choice in self.choices))
+            raise
         finally:
             self._close()
 

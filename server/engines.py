@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from itertools import count, zip_longest
+from itertools import count, product, zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -54,7 +54,8 @@ COUNTERS: tuple[tuple[str, str, Callable[[Completion], int]], ...] = (  # and wh
     ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda done: done.accepted),
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-SUCCESS = "vllm:request_success"
+SUCCESS, ERROR = "vllm:request_success", "error"
+ENDINGS = ("stop", "length", ERROR)
 OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (  # gauges; None: not known yet
     ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
     ("version", "The stored plan in use.", lambda of: of.version),
@@ -416,7 +417,9 @@ class EngineMetrics(Collector):
         self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
         self._counters = {name: Counter(f"vllm:{name}", words, **given) for name, words, _ in COUNTERS}
         given["labelnames"] = ["model_name", "finished_reason"]
-        self._succeeded = Counter(SUCCESS, "Requests that ended.", **given)
+        self._ended = Counter(SUCCESS, "Requests that ended.", **given)
+        for name, reason in product(engines, ENDINGS):  # so that the first failure is an increase
+            self._ended.labels(name, reason)
         given["labelnames"] = ["model_name", "position"]
         self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **given)
 
@@ -448,9 +451,13 @@ class EngineMetrics(Collector):
         for name, _, n_of in COUNTERS:
             self._counters[name].labels(model).inc(n_of(done))
         reason = "length" if done.finish_reason == "length" else "stop"
-        self._succeeded.labels(model, reason).inc()
+        self._ended.labels(model, reason).inc()
         for position, n in enumerate(done.accepted_per_position):
             self._per_position.labels(model, str(position)).inc(n)
+
+    def fail(self, model: str, n: int) -> None:
+        """Count requests that have failed."""
+        self._ended.labels(model, ERROR).inc(n)
 
 
 class Engines:

@@ -1071,6 +1071,8 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
         logged = served.log.read_text().splitlines()
         at = [line[:23] for line in logged if "engine=ended" in line or "starting its process" in line]
         _, ended, started = map(datetime.fromisoformat, at[:3])
+        broken = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0\n'
+        assert broken in served.client.get("/metrics").text
         assert (started - ended).total_seconds() < 5, "between the end of one process and the start of the next"
         until_ready(served)
         expected = model.generate(TEXT, max_new_tokens=240).text
