@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, NamedTuple
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
@@ -19,7 +21,10 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
+from .job import ModelTurn
 from .recipes import Recipe, Recipes, opened
+
+MOST_PLANNED = 64  # tasks whose methods a planner keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ def generate(
 
     def work(prompt: Prompt) -> Work[None]:
         try:
-            yield from as_planned(session, planner, prompt)
+            yield from as_planned(session, planner.plan_for(request.task or prompt.task), prompt)
         except ContextOverflow as error:
             too_long.append(error)
 
@@ -86,9 +91,9 @@ def generate(
         raise too_long[0]
 
 
-def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: Any) -> Work[None]:
+def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: Prompt, **options: Any) -> Work[None]:
     """Decode one prompt by its task's plan; yields `TextAdded` and, per turn, `Generated`."""
-    method, info = planner.plan_for(planner.request.task or prompt.task)
+    method, info = planned
     text = GrowingText(session, prompt)
 
     def handle(event: Any) -> Iterator[TextAdded | Generated]:
@@ -102,9 +107,10 @@ def as_planned(session: Session, planner: Planner, prompt: Prompt, **options: An
 
 
 class Planner:
-    """Choose and build the method of each task once: the request's, else the stored plan's.
+    """Choose and build the method of each task once: the request's, else the stored plan's; threads may share it.
 
-    Args: version: of the plan, whatever its verdict; None: the `best` one, if its verdict is "use".
+    Args: version: of the plan, whatever its verdict; None: the `best` one, if its verdict is "use". turn: see
+          `stored_costs`.
     """
 
     def __init__(
@@ -114,16 +120,23 @@ class Planner:
         store: Store | None,
         on_step: OnStep = no_step,
         version: int | None = None,
+        turn: ModelTurn = nullcontext,
     ) -> None:
         self.request, self.runtime, self.store, self.version = request, runtime, store, version
-        self._on_step = on_step
+        self._on_step, self._turn, self._planning = on_step, turn, Lock()
         self._planned: dict[str, tuple[Method, GenerateInfo]] = {}
         self._drafts: dict[str, Runtime] = {}
         self._adaptive: Planner | None = None
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """Return the method for a task and where it came from."""
-        return self._planned.get(task) or self._planned.setdefault(task, self._plan(task))
+        if (found := self._planned.get(task)) is None:
+            with self._planning:
+                found = self._planned[task] = self._planned.get(task) or self._plan(task)
+        self._planned[task] = self._planned.pop(task, found)  # the last: those used least recently are dropped
+        for other in list(self._planned)[:-MOST_PLANNED]:
+            self._planned.pop(other, None)
+        return found
 
     def refresh(self) -> None:
         """Forget the plans that look-ups no longer find, and the tasks without one; any thread may.
@@ -185,7 +198,7 @@ class Planner:
             if name not in self._drafts:
                 self._drafts[name] = load(name, request.dtype, request.device, self._on_step, request.speed)
             draft = self._drafts[name]
-        recipes = Recipes(self.runtime, self.store, draft, self._on_step)
+        recipes = Recipes(self.runtime, self.store, draft, self._on_step, self._turn)
         return recipes.of(plan.method, task, request.layer_set or plan.layer_set, plan.learned, plan.settings)
 
     def _build(self, plan: Plan, recipe: Recipe) -> Method:

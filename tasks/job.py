@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -23,6 +24,7 @@ GRACE_S = 0.5  # for the work to notice that its lease is lost, before the proce
 PATIENCE_S = 600.0  # after which the attempt ends with the error; its job continues elsewhere from its last checkpoint
 LONGEST_WAIT_S = 5.0
 
+ModelTurn = Callable[[], AbstractContextManager[None]]  # in which the calling thread alone computes with the model
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -22,14 +22,15 @@ from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
+from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..models import loading
 from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import Generated, Planner, TextAdded, as_planned
-from .job import Cancelled
+from .generate import Generated, GenerateInfo, Planner, TextAdded, as_planned
+from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
 _n_tuned = 0  # calls of `tune` that have ended
@@ -115,6 +116,7 @@ class Model(AbstractContextManager["Model"]):
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
+        self.turn: ModelTurn = nullcontext  # for what plans need measured
         self._n_tuned = _n_tuned  # when plans were looked up last
 
     def close(self) -> None:
@@ -174,11 +176,18 @@ class Model(AbstractContextManager["Model"]):
     def decoding(
         self, session: Session, prompt: Prompt, method: str | None, version: int | None = None, **options: Any
     ) -> Work[None]:
-        """Return `work` of a session; `version` is as for `Planner`, options as for `Session.request`."""
-        if (method, version) not in self._planners:
+        """Decode a prompt as planned when that begins; arguments as for `plan_for` and `Session.request`."""
+        yield from as_planned(session, self.plan_for(prompt.task, method, version), prompt, **options)
+
+    def plan_for(self, task: str, method: str | None, version: int | None) -> tuple[Method, GenerateInfo]:
+        """Return what `Planner.plan_for` does with such a `method` and `version`; any thread may ask."""
+        planner = self._planners.get((method, version))
+        if planner is None:
             request = GenerateRequest(self.name, method=method)
-            self._planners[method, version] = Planner(request, self.runtime, self.store, version=version)
-        return as_planned(session, self._planners[method, version], prompt, **options)
+            planner = Planner(request, self.runtime, self.store, version=version, turn=self.turn)
+        planned = planner.plan_for(task)
+        self._planners.setdefault((method, version), planner)  # not before: who asks can name any version
+        return planned
 
     def refresh_plans(self) -> None:
         """Decode what comes by the plans that are the best now; see `Planner.refresh`."""
@@ -294,6 +303,10 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
             yield
         finally:
             over.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def most_tokens(self) -> int:

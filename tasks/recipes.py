@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple, get_args
@@ -18,7 +18,7 @@ from ..core.costs import CostProfile
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import GenerateRequest, ModelRequest
-from ..core.settings import Preset, SwiftSettings
+from ..core.settings import STORED, Preset, SwiftSettings
 from ..core.streams import stream_sha256
 from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
 from ..decoding.engine import side_by_side
@@ -39,7 +39,7 @@ from ..training.features import Checkpoint
 from ..training.settings import HeadSettings, ProbeSettings, Trained
 from ..training.settings import OnStep as OnTrainingStep
 from ..training.trainer import train
-from .job import PATIENCE_S, patiently
+from .job import PATIENCE_S, ModelTurn, patiently
 
 TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are
 
@@ -61,7 +61,7 @@ class Recipe:
 
 
 class Recipes:
-    """Looks up the stored parts of methods on one model; weights are read once."""
+    """Looks up the stored parts of methods on one model; weights are read once. `turn`: see `stored_costs`."""
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class Recipes:
         store: Store | None,
         draft_runtime: Runtime | None = None,
         on_step: OnStep = no_step,
+        turn: ModelTurn = nullcontext,
     ) -> None:
         self.runtime, self.store, self.draft_runtime, self.on_step = runtime, store, draft_runtime, on_step
+        self._turn = turn
         self._weights: dict[tuple[str, str, int | None], Heads | Probe] = {}
 
     def of(
@@ -98,7 +100,7 @@ class Recipes:
             chosen: AdaptiveSettings = info.settings_from({**found, **settings})
             skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
             formats = {own for _, own in skipped.filled(chosen.draft_format).formats}
-            costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats)
+            costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
             return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found)
         record = None
         if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
@@ -322,19 +324,24 @@ def stored_costs(
     on_step: OnStep = no_step,
     formats: Iterable[str] = (),
     patience_s: float = PATIENCE_S,
+    turn: ModelTurn = nullcontext,
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    Waits `patience_s` for a database that is away.
+    Waits `patience_s` for a database that is away. It measures in a `turn` of the model, where others use it too.
 
     Raises: StoreUnavailable: it stayed away.
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
     found = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
-    costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-    costs = with_formats(runtime, costs, formats, on_step)
-    if store is not None and costs is not found:
+    wanted = set(formats) - {STORED}
+    if found is not None and wanted <= set(found.formats):
+        return found
+    with turn():
+        costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
+        costs = with_formats(runtime, costs, wanted, on_step)
+    if store is not None:
         patiently(lambda: store.save_cost_profile(costs), patience_s)
     return costs
 

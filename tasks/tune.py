@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,7 +29,7 @@ from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
-from .job import PATIENCE_S, HandedBack, LeaseKeeper, Paused, patiently, tune_spec
+from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read
@@ -114,7 +114,7 @@ class TuningRun:
         writer: LineWriter | None = None,
         ending: Callable[[], bool] = lambda: False,
         load: Callable[[TuneRequest, OnStep], Runtime] = load_model,
-        turn: Callable[[], AbstractContextManager[None]] | None = None,
+        turn: ModelTurn | None = None,
     ) -> None:
         self.request, self.prompts, self.store, self.claim = request, prompts, store, claim
         self.tuner: Tuner | None = None

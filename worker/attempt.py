@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..core.requests import DEFAULT_QUEUE, Delivery, Job, Lease, ServedModel, Tu
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
-from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, Paused, patiently
+from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently
 from .queue import SPARE_S, JobService, RedisQueue
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ LOOK_S = 1.0  # between two looks for jobs of an engine's model
 HOLD_S = 30.0  # that these are kept from the workers of this machine, unless renewed
 HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job continues from its last
 NOOP_STEP_S = 0.05
-
-Turn = Callable[[], AbstractContextManager[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Attempts:
     Args: ending: set when this process is to end.
     """
 
-    turn: Turn | None = None  # of an engine that decodes with the same model, see `TuningRun`
+    turn: ModelTurn | None = None  # of an engine that decodes with the same model, see `TuningRun`
 
     def __init__(self, context: WorkerContext, store: Store, ending: threading.Event) -> None:
         self.context, self.store, self.ending = context, store, ending
@@ -204,7 +202,7 @@ class EngineJobs(Attempts):
     They need no Redis. A lock in the database keeps the workers of this machine from them.
     """
 
-    def __init__(self, served: ServedModel, store: Store, runtime: Runtime, turn: Turn) -> None:
+    def __init__(self, served: ServedModel, store: Store, runtime: Runtime, turn: ModelTurn) -> None:
         worker = f"{socket.gethostname()}-{os.getpid()}-engine"
         context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, served.device, store.jobs.lease_s)
         super().__init__(context, store, threading.Event())

@@ -39,7 +39,7 @@ from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..tasks import model as models
-from ..tasks.generate import Generated, TextAdded
+from ..tasks.generate import Generated, TextAdded, as_planned
 from ..tasks.job import Cancelled
 from ..tasks.model import Model, Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
@@ -200,6 +200,7 @@ class EngineHost:
         else:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
         self.engine = self.model.engine(served.concurrency, served.memory)
+        self.model.turn = self.engine.turn
         self._jobs = EngineJobs(served, store, runtime, self.engine.turn) if served.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
         self._tickets: dict[int, _Sent] = {}
@@ -275,6 +276,8 @@ class EngineHost:
         self._wire.send(number, "tuning", **found.to_json())
 
     def _decode(self, number: int, request: CompletionRequest) -> None:
+        if self.engine.is_closed:
+            raise Cancelled("the engine's thread has failed: see its log")
         self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
         session, prompt = session_of(self.model, request, self.engine.most_tokens)
         self._keep(number, request)
@@ -287,12 +290,30 @@ class EngineHost:
             "prompt_logprobs": request.echo and request.logprobs is not None,
             "prediction": list(tokenizer(prediction, add_special_tokens=False)["input_ids"]) if prediction else [],
         }
-        if self.traffic is None or request.method is not None or request.version is not None:
-            work = self.model.decoding(session, prompt, request.method, request.version, **options)
-        else:
-            work = self.traffic.work(session, prompt, request.task, request.learn, **options)
         self._send_prompt(number, request, prompt.token_ids)
-        self.engine.run(work, ticket)
+        if self.traffic is None or request.method is not None or request.version is not None:
+            work = partial(self._run_planned, ticket, number, request, session, prompt, options)
+            threading.Thread(target=work, name="plan", daemon=True).start()  # the database may be slow
+        else:
+            self.engine.run(self.traffic.work(session, prompt, request.task, request.learn, **options), ticket)
+
+    def _run_planned(
+        self,
+        ticket: _Sent,
+        number: int,
+        request: CompletionRequest,
+        session: Session,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Decode a request by its plan, which is looked up and built in a thread of its own."""
+        try:
+            planned = self.model.plan_for(prompt.task, request.method, request.version)
+            self.engine.run(as_planned(session, planned, prompt, **options), ticket)
+        except Exception as error:
+            ticket.end(error)
+        if self._tickets.get(number) is not ticket:  # it was cancelled meanwhile
+            ticket.cancel()
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
         """Send the prompt's length before anything is decoded, with its text or its thought where these matter."""

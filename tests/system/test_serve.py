@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx2
@@ -37,11 +38,13 @@ from transformers import PreTrainedTokenizerFast
 import swiftopt
 from swiftopt.core.errors import InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
-from swiftopt.core.requests import ServedModel
+from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
+from swiftopt.store import Store
+from swiftopt.worker.serving import EngineHost, Wire
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
@@ -1068,11 +1071,11 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
             *_, error, done = chunks_of(lines)
             assert "died" in error["error"]["message"] and done == "[DONE]"
             assert [each.result().choices[0].text for each in waiting] == [expected] * 3
+        broken = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0\n'
+        assert broken in served.client.get("/metrics").text
         logged = served.log.read_text().splitlines()
         at = [line[:23] for line in logged if "engine=ended" in line or "starting its process" in line]
         _, ended, started = map(datetime.fromisoformat, at[:3])
-        broken = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0\n'
-        assert broken in served.client.get("/metrics").text
         assert (started - ended).total_seconds() < 5, "between the end of one process and the start of the next"
         until_ready(served)
         expected = model.generate(TEXT, max_new_tokens=240).text
@@ -1148,6 +1151,47 @@ def test_engine_that_dies_while_it_writes_is_started_again(
 
     asyncio.run(lives())
     assert "its process ended with code 0" in caplog.text
+
+
+def test_request_whose_plan_is_looked_up_slowly_holds_up_nobody(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it decoded where it was cancelled meanwhile."""
+    lines, told = SimpleQueue[str | None](), SimpleQueue[tuple[int | None, str]]()
+    answering, lookup = threading.Event(), Store.lookup
+
+    class Told(Wire):
+        def send(self, number: int | None, event: str, **values: Any) -> None:
+            told.put((number, event))
+
+    def slow(store: Store, fingerprint: str, task: str, *more: Any) -> Any:
+        assert task != "slow" or answering.wait(60)
+        return lookup(store, fingerprint, task, *more)
+
+    def until(*last: Any) -> list[tuple[int | None, str]]:
+        found = [told.get(timeout=30)]
+        while found[-1] != last:
+            found.append(told.get(timeout=30))
+        return found
+
+    monkeypatch.setattr(Store, "lookup", slow)
+    monkeypatch.setattr(EngineHost, "_refresh_plans", lambda host: None)
+    served = ServedModel("tiny", str(folder), dtype="float32", db=str(tmp_path / "a.db"), tune=False)
+    host = EngineHost(served, Told(sys.stderr))
+    serving = threading.Thread(target=host.run, args=(iter(lines.get, None),))
+    serving.start()
+    for number, task in enumerate(("slow", "slow", "quick"), start=1):
+        request = CompletionRequest(text=TEXT, task=task, max_new_tokens=4).to_json()
+        lines.put(json.dumps({"op": "decode", "id": number, "request": request}))
+    until(3, "done")
+    lines.put(json.dumps({"op": "cancel", "id": 2}))
+    lines.put(json.dumps({"op": "detokenize", "id": 4, "token_ids": [3]}))
+    until(4, "detokenized")
+    answering.set()
+    assert (2, "done") not in until(1, "done")
+    lines.put(None)
+    serving.join(30)
+    assert not serving.is_alive() and (2, "done") not in [told.get() for _ in range(told.qsize())]
 
 
 def test_requests_are_counted_while_others_come() -> None:
