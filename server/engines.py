@@ -72,7 +72,7 @@ SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (  # c
 PERIOD_S = 10  # of the history
 NOW_S = 60  # that its "now" looks back
 KEPT_S = 6 * 3600  # that it goes back
-MOST_HISTORIES = 64  # of tasks
+MOST_HISTORIES = 64  # of tasks: those of the latest requests
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ class History:
         """Count a request that has ended."""
         at = int(time.time()) // PERIOD_S * PERIOD_S
         if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
-            return
+            del self._periods[min(self._periods, key=lambda each: self._periods[each][-1].at)]
         own = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
         ended = Period(at, 1, done.n_tokens, done.n_prompt_tokens, done.n_cached, done.drafted, done.accepted)
         ended.rounds, ended.first_token_s = sum(done.verified_widths.values()), first_token_s

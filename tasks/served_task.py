@@ -87,12 +87,18 @@ class TaskTraffic(TunedTask):
     saved_s: float = 0.0  # that plain decoding would have taken longer, by the ratio known then
     stored_for: LayerSet | None = None
     since: float = field(default_factory=time.time)  # when the way in use was chosen; seconds since 1970
+    used_at: float = 0.0  # by the latest request, as `time.monotonic` counts
     shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
     @property
     def drafts(self) -> bool:
         """Whether drafts are in use: until they are known not to pay."""
         return self.pinned == "best" or (self.pinned is None and self.word != "plain")
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether there is something to lose: a stored plan in use, drafts that are known to pay, or a pin."""
+        return self.version is not None or self.pinned is not None or self.word == "use"
 
     @property
     def n_compared_rounds(self) -> int:

@@ -44,7 +44,7 @@ from .served_task import RoundTimings, TaskTraffic
 DRAFT_FORMAT = "int4"
 LEASE_S = 30.0  # that a replica holds a task's search; it renews the lease after a third of that
 REFRESH_S = 5.0  # between two look-ups of what other replicas stored
-MAX_TASKS = 64  # of one model; requests of further names count as the default's
+MAX_TASKS = 64  # of one model; where all are tuned, requests of further names count as the default's
 MIN_SIMILARITY = 0.8  # cosine of a text's state and a task's, to be taken for that task
 
 T = TypeVar("T")
@@ -108,6 +108,10 @@ class BackgroundQueries:
                 take(result.result())
             except StoreError as error:
                 logger.warning("tuning=no %s task=%s reason=%r", *query, str(error))
+
+    def forget(self, task: str) -> None:
+        """Forget when a task's queries were asked."""
+        self._asked = {query: at for query, at in self._asked.items() if query[1] != task}
 
     def close(self) -> None:
         """Wait for the running query and for versions to be stored; drop the others."""
@@ -267,16 +271,33 @@ class Traffic:
     def _task(self, name: str) -> TaskTraffic:
         """The task, with the newest plan known by now that any replica has stored for it."""
         self._queries.take()
-        if name not in self._tasks and len(self._tasks) >= MAX_TASKS:
+        if name not in self._tasks and len(self._tasks) >= MAX_TASKS and not self._drop_task():
             name = DEFAULT_TASK
         if name not in self._tasks:
             self._tasks[name] = self._new_task(name)
             self._tasks[name].looked_up = self.store is None
         task = self._tasks[name]
+        task.used_at = time.monotonic()
         if self.store is not None:
             take = partial(self._use_stored, task)
             self._queries.ask("plan", name, partial(self._look_up, self.store, name), take, REFRESH_S)
         return task
+
+    def _drop_task(self) -> bool:
+        """Drop the untuned task that was used least recently, those without trials first; return whether there is one.
+
+        Requests of it that are being decoded go on with its drafts.
+        """
+        known = {DEFAULT_TASK, *(each.task for each in self._known)}
+        untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in known]
+        if not untuned:
+            return False
+        task = min(untuned, key=lambda each: (bool(each.search.trials), each.used_at))
+        task.search.close()
+        del self._tasks[task.name]
+        self._leases.pop(task.name, None)
+        self._queries.forget(task.name)
+        return True
 
     def _look_up(self, store: Store, name: str) -> FoundPlan | None:
         """The plan that `best` means for a task here, if it is a layer set for adaptive drafts in our format."""

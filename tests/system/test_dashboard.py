@@ -158,6 +158,16 @@ def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatc
     assert not any(period.requests for period in history.last(KEPT_S, 10))
 
 
+def test_history_keeps_the_tasks_of_the_latest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, now = History(), 1_000_000.0
+    monkeypatch.setattr("swiftopt.server.engines.time.time", lambda: now)
+    monkeypatch.setattr("swiftopt.server.engines.MOST_HISTORIES", 3)
+    for task in ("a", "b", "c", "a", "d"):
+        now += 20
+        history.add("m", task, ended(10, 8, 4), 0.5, 1.4)
+    assert {task for _, task in history.tasks} == {"a", "c", "d"}
+
+
 def test_traffic_page_shows_figures_without_scripts(store: Store) -> None:
     engines = Engines()
     engines.metrics.add("tiny", "a/<b>", ended(10, 8, 4), 0.5, 1.4)

@@ -343,11 +343,22 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     assert not task.may_search(0.1)
 
 
-def test_names_of_tasks_cannot_fill_the_memory(model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
+    model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("swiftopt.tasks.traffic.MAX_TASKS", 3)
-    traffic = Traffic("tiny", model.runtime, None, SETTINGS)
-    assert [traffic._task(name).name for name in ("a", "b", "c", "d", "a")] == ["a", "b", "c", "default", "a"]
-    assert len(traffic.status().tasks) == 4
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    assert [traffic._task(name).name for name in ("a", "b", "c", "a", "d", "a")] == ["a", "b", "c", "a", "d", "a"]
+    assert {task.task for task in traffic.status().tasks} == {"a", "c", "d"}, "b was used least recently"
+    await_answers(traffic)
+    assert {task for _, task in traffic._queries._asked} == {"a", "c", "d"}
+    traffic.steer("pin", "c", "plain")
+    traffic._task("a").word, traffic._task("d").version = "use", 3
+    assert traffic._task("e").name == "default" and len(traffic.status().tasks) == 4, "all others are tuned"
+    traffic.steer("pin", "c", None)
+    assert traffic._task("e").name == "e"
+    assert {task.task for task in traffic.status().tasks} == {"a", "d", "default", "e"}
+    traffic.close()
 
 
 def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, store: Store) -> None:
