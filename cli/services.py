@@ -86,6 +86,13 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     type=natural,
     help="Tokens of prompts and completions a minute, likewise; 0 is no limit.",
 )
+@access(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin whose pages may call the API from browsers, as https://host:port; may be repeated; * is all.",
+)
 @access("--max-body-mb", default=32, type=IntRange(1, 4096), help="Largest body, in MiB.")
 @options.machine(ServedModel, "speed")
 @option(
@@ -115,9 +122,13 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
         return _new_key(new_key).print(as_json)
     from ..server.app import listen
     from ..server.app import serve as run
-    from ..server.settings import MIB, KeyRing, ServerSettings, stream_folders
+    from ..server.settings import MIB, KeyRing, ServerSettings, allowed_origins, stream_folders
 
-    own = {"keys": KeyRing.from_environment(), "stream_folders": stream_folders(values["folders"])}
+    own = {
+        "keys": KeyRing.from_environment(),
+        "stream_folders": stream_folders(values["folders"]),
+        "origins": allowed_origins(values["origins"]),
+    }
     settings = pick(ServerSettings, {**values, **own, "max_body_bytes": values["max_body_mb"] * MIB})
     served = _served(models, values)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

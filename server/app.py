@@ -28,7 +28,7 @@ from .dashboard import jobs, plans, searches, served
 from .dashboard import router as dashboard
 from .engines import Engines
 from .lookups import LookupCache, find_plan
-from .middleware import AccessMiddleware, RateLimit, State
+from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
 
@@ -55,6 +55,14 @@ def create_app(
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
+    if settings.origins:  # around the checks, so that a page can read why it is refused
+        app.add_middleware(
+            OriginsMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "x-swiftopt-ignored", "retry-after", "location"),
+        )
     return app
 
 

@@ -28,6 +28,7 @@ from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -312,7 +313,7 @@ class AccessMiddleware:
             self._rate.spend(caller)
         if method != "POST":
             return
-        if is_foreign(headers):
+        if is_foreign(headers) and not {"*", headers["origin"]} & set(self._settings.origins):
             raise Refused(403, "foreign-origin", "a page of another site may not do that: call the API from a program")
         given = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path in BODIES and given not in BODIES[path]:
@@ -322,6 +323,14 @@ class AccessMiddleware:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             raise _too_large(self._settings.max_body_bytes)
+
+
+class OriginsMiddleware(CORSMiddleware):
+    """Lets pages of some origins call what needs a key, and nothing else: the dashboard's forms stay its own."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_api = scope["type"] == "http" and scope["path"].startswith(GUARDED)
+        await (super().__call__ if is_api else self.app)(scope, receive, send)
 
 
 def is_foreign(headers: Headers) -> bool:

@@ -24,6 +24,7 @@ FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
 MIB = 1024 * 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,20 @@ class ServerSettings:
     max_waiting: int = 64  # completions per model, besides those that run
     drain_s: int = 30  # for completions in progress at the end
     timeout_s: float = 600.0  # of a completion, waiting included
+    origins: tuple[str, ...] = ()  # of pages that may call the API; "*": of all
+
+
+def allowed_origins(named: Sequence[str]) -> tuple[str, ...]:
+    """Return the origins as browsers send them.
+
+    Raises: SettingsError: one of them is no origin.
+    """
+    for origin in named:
+        if origin != "*" and not _ORIGIN.fullmatch(origin.lower()):
+            raise SettingsError(
+                f"the origin {origin!r} is none: use one such as https://chat.example.org, or '*' for all"
+            )
+    return tuple(origin.lower() for origin in named)
 
 
 def stream_folders(named: Sequence[str] = ()) -> tuple[Path, ...]:

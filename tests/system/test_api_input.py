@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import LOOKUP, client_of, filled, problem, submission
+from api import LOOKUP, client_of, filled, problem, submission, token
 from starlette.testclient import TestClient
 
+from swiftopt.core.errors import SettingsError
 from swiftopt.core.requests import Lease
 from swiftopt.server.middleware import RateLimit
-from swiftopt.server.settings import ServerSettings
+from swiftopt.server.settings import KeyRing, ServerSettings, allowed_origins, new_key
 from swiftopt.store import Store
 
 
@@ -178,6 +179,55 @@ def test_names_that_no_database_stores_are_refused(database_url: str) -> None:
 def test_page_of_another_site_cannot_post(client: TestClient) -> None:
     answer = client.post("/v1/jobs", json=submission(), headers={"Origin": "https://evil.example"})
     problem(answer, 403, "foreign-origin")
+
+
+def test_pages_of_allowed_origins_call_the_api_with_a_key_and_nothing_else(store: Store) -> None:
+    key, entry = new_key("page")
+    origin, evil = {"Origin": "https://chat.example:8443"}, {"Origin": "https://evil.example"}
+    settings = ServerSettings(KeyRing(entry), requests_per_min=0, origins=allowed_origins([origin["Origin"]]))
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    allowed = "access-control-allow-origin"
+    with client_of(store, settings) as client:
+        preflight = client.options("/v1/chat/completions", headers=origin | asks)
+        assert (preflight.status_code, preflight.headers[allowed]) == (200, origin["Origin"])
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        without = client.post("/v1/jobs", json=submission(), headers=origin)
+        assert (without.status_code, without.headers[allowed]) == (401, origin["Origin"]), "a page can read why"
+        bearer = {"Authorization": f"Bearer {key}"}
+        sent = client.post("/v1/jobs", json=submission(), headers=origin | bearer)
+        assert (sent.status_code, sent.headers[allowed]) == (202, origin["Origin"])
+        assert "location" in sent.headers["access-control-expose-headers"]
+        assert "access-control-allow-credentials" not in {*sent.headers, *preflight.headers}, "no cookies"
+        problem(client.post("/v1/jobs", json=submission(), headers=evil | bearer), 403, "foreign-origin")
+        assert allowed not in client.get("/v1/jobs", headers=evil | bearer).headers
+        assert allowed not in client.options("/v1/jobs", headers=evil | asks).headers
+        assert client.post("/login", data={"key": key}, headers=origin).status_code == 403
+        client.post("/login", data={"key": key})
+        form = {"token": token(client.get("/").text)}
+        for answer in (
+            client.post("/logout", data=form, headers=origin),
+            client.options("/logout", headers=origin | asks),
+            client.get("/", headers=origin),
+        ):
+            assert allowed not in answer.headers and answer.status_code in (403, 405, 200)
+        assert client.post("/logout", data=form, headers=origin).status_code == 403
+
+
+def test_pages_of_all_origins_can_be_allowed_and_none_are_by_default(client: TestClient, store: Store) -> None:
+    asks = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    assert not [name for name in client.options("/v1/jobs", headers=asks).headers if name.startswith("access-control")]
+    with client_of(store, ServerSettings(requests_per_min=0, origins=allowed_origins("*"))) as open_to_all:
+        answer = open_to_all.post("/v1/jobs", json=submission(), headers={"Origin": "https://chat.example"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (202, "*")
+
+
+@pytest.mark.parametrize(
+    "origin", ["chat.example", "null", "https://", "https://chat.example/", "http://a b", "http://u@a"]
+)
+def test_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(SettingsError, match=r"is none: use one such as https://chat\.example\.org") as error:
+        allowed_origins([origin])
+    assert origin in str(error.value)
 
 
 def test_rate_is_limited_but_lookups_are_not(store: Store) -> None:
