@@ -317,7 +317,7 @@ def _advice(message: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr(value[:80] if isinstance(value, list | str) else value)  # of megabytes it takes long
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -45,6 +45,7 @@ from .loop import Prefilled, Round, decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
 
+LONG, PIECE = 16, 4  # characters per position of the context: beyond, a text is looked at first; of a piece then
 KEPT = "_swiftopt"  # under which a model object has what its calls of `custom_generate` share
 
 
@@ -97,16 +98,19 @@ class Session:
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text, possibly none.
 
-        Raises: InvalidInput: the model has no tokenizer.
+        Raises: InvalidInput: the model has no tokenizer. ContextOverflow: the text is much longer than the context.
         """
-        return list(self._tokenizer()(text)["input_ids"])
+        tokenizer = self._tokenizer()
+        self._check_length(text)
+        return list(tokenizer(text)["input_ids"])
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **template: Any
     ) -> list[int]:
         """Return the token ids of a chat by the model's template, which gets the `tools` and the values of `template`.
 
-        Raises: InvalidInput: there is none, or it refuses the messages.
+        Raises: InvalidInput: there is none, or it refuses the messages. ContextOverflow: the chat is much longer than
+                the context.
         """
         return self._templated("the prompt", messages, tools=list(tools) or None, **template)
 
@@ -218,12 +222,31 @@ class Session:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         values = {"add_generation_prompt": True, **values}
         try:
+            if len(str(messages)) + len(str(values)) > LONG * self.runtime.max_positions:
+                as_text = {"tokenize": False, "sanitize_control_tokens": False}
+                self._check_length(tokenizer.apply_chat_template(list(messages), **{**values, **as_text}))
             encoded = tokenizer.apply_chat_template(list(messages), return_dict=True, **values)
+        except ContextOverflow:
+            raise
         except (TemplateError, ValueError) as error:  # templates raise it for roles that their model was not trained on
             raise InvalidInput(
                 f"{name} does not suit this model's chat template ({error}): change its messages"
             ) from error
         return list(encoded["input_ids"])
+
+    def _check_length(self, text: str) -> None:
+        """Check that a very long text fits, piece by piece: all of it takes seconds a megabyte, while others wait.
+
+        Raises: ContextOverflow: it does not.
+        """
+        most, tokenizer = self.runtime.max_positions, self._tokenizer()
+        n_tokens, starts = 0, range(0, len(text) if len(text) > LONG * most else 0, PIECE * most)
+        for n_pieces, start in enumerate(starts):
+            n_tokens += len(tokenizer(text[start : start + PIECE * most], add_special_tokens=False)["input_ids"])
+            if n_tokens - n_pieces > most:  # where a word is cut it may have a token more
+                raise ContextOverflow(
+                    f"a prompt of more than {n_tokens} tokens does not fit the model's context of {most}: shorten it"
+                )
 
     def _stop_token_ids(self) -> frozenset[int]:
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._own_stop_token_ids())

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
@@ -17,7 +17,7 @@ from ..core.errors import InvalidInput
 from ..core.serialization import LARGEST, explained_body
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
-from .schemas import AskedChat, CommonFields, Lenient, call_arguments
+from .schemas import MOST_MESSAGES, AskedChat, CommonFields, Lenient, call_arguments
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
@@ -41,7 +41,7 @@ class AskedResponse(CommonFields):
         **{"truncation": ("disabled",), "top_logprobs": (0,), "include": ([], ["reasoning.encrypted_content"])},
     }
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     tools: list[dict[str, Any]] | None = None

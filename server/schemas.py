@@ -28,6 +28,7 @@ Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_MESSAGES = 1 << 14  # of a chat: nobody else is answered while they are checked
 MOST_STOPS = 128  # strings, each of which is looked for after every token
 TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
@@ -348,7 +349,7 @@ class AskedChat(GenerationFields):
         **{"echo": (False,), "add_special_tokens": (False,)},
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -508,7 +509,7 @@ class AskedTokens(Lenient):
 
     model: str
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[Message] | None = Field(default=None, max_length=MOST_MESSAGES)
 
 
 class AskedDetokenized(Lenient):

@@ -23,29 +23,30 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core.errors import Conflict, ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
+from ..core.errors import Conflict, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
+from ..decoding.engine import Work
 from ..decoding.grammar import Grammar
-from ..decoding.session import Session
+from ..decoding.session import LONG, Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..tasks import model as models
 from ..tasks.generate import Generated, TextAdded, as_planned
-from ..tasks.job import Cancelled
 from ..tasks.model import Model, Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
 
-LONG = 16  # characters per position of the context, beyond which a text's beginning is looked at first
+LONG_LINE = 1 << 16  # characters of a request, beyond which its text is read beside the others
 TAIL = 16  # tokens at a prompt's end that show whether it has begun a thought
 ANSWER_SHARE = 3 / 4  # of the memory that a prompt leaves, that an answer may take which is to end nowhere
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabularies of sentencepiece
@@ -87,26 +88,26 @@ class _Sent(Ticket):
     def __init__(self, wire: Wire, number: int, request: CompletionRequest, piece_of: Callable[[int], Piece]) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
-        self._wire, self._number, self._request, self._piece_of = wire, number, request, piece_of
+        self._wire, self.number, self.request, self._piece_of = wire, number, request, piece_of
 
     def put(self, event: TextAdded | Generated) -> None:
-        if self._request.max_new_tokens == 0:
+        if self.request.max_new_tokens == 0:
             event = _without_text(event)
         if isinstance(event, TextAdded):
             values: dict[str, Any] = {"text": event.text, "n_tokens": event.n_tokens}
-            if self._request.logprobs is not None:
+            if self.request.logprobs is not None:
                 values["logprobs"] = [self._logprob(each) for each in event.logprobs]
                 values["prompt_logprobs"] = [self._logprob(each) for each in event.prompt_logprobs]
-            if self._request.trace:
+            if self.request.trace:
                 values["trace"] = [
                     (self._piece_of(token.token_id), token.source, [*map(self._piece_of, token.rejected)])
                     for token in event.traced
                 ]
-            self._wire.send(self._number, "text", **values)
+            self._wire.send(self.number, "text", **values)
         else:
             waited_s = time.perf_counter() - self._asked_at
             self._wire.send(
-                self._number,
+                self.number,
                 "done",
                 queued_s=max(0.0, waited_s - event.completion.timings.total_s),
                 task=event.prompt.task,
@@ -122,10 +123,10 @@ class _Sent(Ticket):
 
     def end(self, error: BaseException | None = None) -> None:
         super().end(error)
-        if isinstance(error, NotFound | InvalidInput) and self._request.method is not None and error.param is None:
+        if isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
             error = InvalidInput(str(error), "method")  # the method cannot be used, or not with such a request
         if error is not None:
-            self._wire.fail(self._number, error)
+            self._wire.fail(self.number, error)
 
 
 def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
@@ -204,7 +205,9 @@ class EngineHost:
         self._jobs = EngineJobs(served, store, runtime, self.engine.turn) if served.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
         self._tickets: dict[int, _Sent] = {}
+        self._long = ThreadPoolExecutor(1, "long")
         self._kept: LineWriter | None = None
+        self._keeping = threading.Lock()
         if served.keep_prompts is not None:
             self._kept = LineWriter(Path(served.keep_prompts), what="prompts", option="--keep-prompts")
 
@@ -223,8 +226,11 @@ class EngineHost:
         )
         try:
             for line in lines:
-                self._handle(json.loads(line))
+                if self.engine.is_closed:  # its thread has failed: a new process is what helps
+                    raise SystemExit(1)
+                self._handle(json.loads(line), is_long=len(line) > LONG_LINE)
         finally:
+            self._long.shutdown(wait=False, cancel_futures=True)
             if self._jobs is not None:
                 self._jobs.ending.set()
             self.engine.close()
@@ -233,31 +239,54 @@ class EngineHost:
             if self.traffic is not None:
                 self.traffic.close()
 
-    def _handle(self, asked: Mapping[str, Any]) -> None:
+    def _handle(self, asked: Mapping[str, Any], is_long: bool) -> None:
         number = asked["id"]
         try:
             match asked["op"]:
                 case "decode":
-                    self._decode(number, CompletionRequest.from_json(asked["request"]))
+                    request = CompletionRequest.from_json(asked["request"])
+                    self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
+                    self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
+                    self._read(number, is_long, partial(self._decode, self._tickets[number]))
                 case "cancel":
                     if (ticket := self._tickets.pop(number, None)) is not None:
                         ticket.cancel()
                 case "tokenize":
-                    _, prompt = session_of(self.model, CompletionRequest.from_json(asked["request"]))
-                    self._wire.send(number, "tokens", token_ids=list(prompt.token_ids))
+                    request = CompletionRequest.from_json(asked["request"])
+                    self._read(number, is_long, partial(self._tokenize, number, request))
                 case "detokenize":
-                    check_vocabulary(asked["token_ids"], self.model.runtime, "tokens")
-                    text = self.model.runtime.tokenizer.decode(asked["token_ids"])
-                    self._wire.send(number, "detokenized", text=text)
+                    self._read(number, is_long, partial(self._detokenize, number, asked["token_ids"]))
                 case "tuning":
                     verb, task, way = (asked.get(key) for key in ("verb", "task", "way"))
                     if verb is not None and self.traffic is None:
                         raise Conflict("this server learns nothing: start it without --no-tune to steer it")
                     self.engine.call(partial(self._send_tuning, number, verb, task, way))
-        except Cancelled:  # the engine's thread has failed: a new process is what helps
-            raise SystemExit(1) from None
         except Exception as error:
             self._wire.fail(number, error)
+
+    def _read(self, number: int, is_long: bool, work: Callable[[], None]) -> None:
+        """Read a text; long ones one after the other in a thread of their own, so that no other request waits."""
+
+        def read() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._wire.fail(number, error)
+                if (ticket := self._tickets.get(number)) is not None:
+                    ticket.end()
+
+        if is_long:
+            self._long.submit(read)
+        else:
+            read()
+
+    def _tokenize(self, number: int, request: CompletionRequest) -> None:
+        _, prompt = session_of(self.model, request)
+        self._wire.send(number, "tokens", token_ids=list(prompt.token_ids))
+
+    def _detokenize(self, number: int, token_ids: Sequence[int]) -> None:
+        check_vocabulary(token_ids, self.model.runtime, "tokens")
+        self._wire.send(number, "detokenized", text=self.model.runtime.tokenizer.decode(token_ids))
 
     def _refresh_plans(self) -> None:
         """Follow what `best` means; where the database is away, go on as before."""
@@ -275,13 +304,12 @@ class EngineHost:
             found = self.traffic.status()
         self._wire.send(number, "tuning", **found.to_json())
 
-    def _decode(self, number: int, request: CompletionRequest) -> None:
-        if self.engine.is_closed:
-            raise Cancelled("the engine's thread has failed: see its log")
-        self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
+    def _decode(self, ticket: _Sent) -> None:
+        request = ticket.request
+        if self._is_cancelled(ticket):
+            return
         session, prompt = session_of(self.model, request, self.engine.most_tokens)
-        self._keep(number, request)
-        ticket = self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
+        self._keep(ticket.number, request)
         tokenizer = self.model.runtime.tokenizer
         prediction = request.prediction[: LONG * self.model.runtime.max_positions]
         options = {
@@ -290,30 +318,28 @@ class EngineHost:
             "prompt_logprobs": request.echo and request.logprobs is not None,
             "prediction": list(tokenizer(prediction, add_special_tokens=False)["input_ids"]) if prediction else [],
         }
-        self._send_prompt(number, request, prompt.token_ids)
+        self._send_prompt(ticket.number, request, prompt.token_ids)
         if self.traffic is None or request.method is not None or request.version is not None:
-            work = partial(self._run_planned, ticket, number, request, session, prompt, options)
+            work = partial(self._run_planned, ticket, session, prompt, options)
             threading.Thread(target=work, name="plan", daemon=True).start()  # the database may be slow
         else:
-            self.engine.run(self.traffic.work(session, prompt, request.task, request.learn, **options), ticket)
+            self._run(ticket, self.traffic.work(session, prompt, request.task, request.learn, **options))
 
-    def _run_planned(
-        self,
-        ticket: _Sent,
-        number: int,
-        request: CompletionRequest,
-        session: Session,
-        prompt: Prompt,
-        options: Mapping[str, Any],
-    ) -> None:
+    def _run_planned(self, ticket: _Sent, session: Session, prompt: Prompt, options: Mapping[str, Any]) -> None:
         """Decode a request by its plan, which is looked up and built in a thread of its own."""
         try:
-            planned = self.model.plan_for(prompt.task, request.method, request.version)
-            self.engine.run(as_planned(session, planned, prompt, **options), ticket)
+            planned = self.model.plan_for(prompt.task, ticket.request.method, ticket.request.version)
+            self._run(ticket, as_planned(session, planned, prompt, **options))
         except Exception as error:
             ticket.end(error)
-        if self._tickets.get(number) is not ticket:  # it was cancelled meanwhile
+
+    def _run(self, ticket: _Sent, work: Work[None]) -> None:
+        self.engine.run(work, ticket)
+        if self._is_cancelled(ticket):  # before it could be
             ticket.cancel()
+
+    def _is_cancelled(self, ticket: _Sent) -> bool:
+        return self._tickets.get(ticket.number) is not ticket
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
         """Send the prompt's length before anything is decoded, with its text or its thought where these matter."""
@@ -334,7 +360,8 @@ class EngineHost:
         line = stream_lines([Prompt(f"{time.time_ns()}-{number}", task, text, tuple(request.messages))])
         try:
             parse_stream([line.encode()], "a prompt", task)
-            self._kept.write(line.rstrip("\n"))
+            with self._keeping:
+                self._kept.write(line.rstrip("\n"))
         except StreamError:
             return
         except OutputError as error:  # the client has asked for its answer, not for this
@@ -356,8 +383,6 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     session = Session(model.runtime, request.sampling, 1, *ends, grammar)
     source = "messages" if request.messages else "text"
     with about(source):
-        said = "".join(str(each.get("content", "")) for each in request.messages)
-        check_beginning(said or request.text, model.runtime)
         if request.token_ids:
             ids = list(request.token_ids)
             check_vocabulary(ids, model.runtime, source)
@@ -374,21 +399,6 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
-
-
-def check_beginning(text: str, runtime: Runtime) -> None:
-    """Check that the beginning of a very long text fits: all of it takes seconds a megabyte, while all others wait.
-
-    Raises: ContextOverflow: it does not.
-    """
-    beginning = text[: LONG * runtime.max_positions]
-    if len(beginning) < len(text) and runtime.tokenizer is not None:
-        n_tokens = len(runtime.tokenizer(beginning)["input_ids"])
-        if n_tokens > runtime.max_positions:
-            raise ContextOverflow(
-                f"a prompt of more than {n_tokens} tokens does not fit the model's context of {runtime.max_positions}:"
-                " shorten it"
-            )
 
 
 def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> None:

@@ -188,6 +188,22 @@ def test_text_that_is_to_end_nowhere_ends_where_memory_does(model: swiftopt.Mode
     assert lengths == [90, 45, model.runtime.max_positions, 33]
 
 
+def test_chat_much_longer_than_the_context_is_refused_by_its_beginning_tools_included(
+    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "w1 " * 9000
+    tool = {"type": "function", "function": {"name": "add", "description": words}}
+    monkeypatch.setattr(model.runtime.tokenizer, "chat_template", "{{ messages[-1].content }} {{ tools }}")
+    for said, tools in (("w1", [tool]), (words, [])):
+        asked = CompletionRequest(messages=({"role": "user", "content": said},), tools=tuple(tools))
+        with pytest.raises(ContextOverflow, match=r"a prompt of more than \d+ tokens does not fit") as error:
+            session_of(model, asked)
+        assert error.value.param == "messages"
+    unread = {"role": "user", "content": words}
+    _, prompt = session_of(model, CompletionRequest(messages=(unread, {"role": "user", "content": "w1"})))
+    assert len(prompt.token_ids) < 10, "what the template leaves out does not count"
+
+
 def test_closed_engine_gives_up_what_runs_and_takes_nothing_new(model: swiftopt.Model) -> None:
     engine = model.engine(concurrency=1)
     tickets = [engine.submit(text, max_new_tokens=100) for text in TEXTS]

@@ -44,7 +44,7 @@ from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
 from swiftopt.store import Store
-from swiftopt.worker.serving import EngineHost, Wire
+from swiftopt.worker.serving import LONG_LINE, EngineHost, Wire, session_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
@@ -709,8 +709,8 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"prompt": [5] * 300}, "prompt", "256: shorten the prompt or ask for fewer new tokens"),
     (COMPLETION, {"max_tokens": 4000}, "max_tokens", "256: shorten the prompt or ask for fewer new tokens"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
-    (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "a prompt of more than 1366 tokens does not fit"),
-    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "a prompt of more than 1366 tokens"),
+    (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "a prompt of more than 342 tokens does not fit"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "a prompt of more than 342 tokens"),
     (RESPONSE, {"max_output_tokens": 4000}, "max_output_tokens", "shorten"),
     (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
     (CHAT, {"logit_bias": {"5": 200}}, "logit_bias", "200"),
@@ -718,6 +718,8 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids", "token -1"),
     (CHAT, {"stop": ""}, "stop", "empty"),
     (CHAT, {"stop": ["w1"] * 129}, "stop", "at most 128 items"),
+    (CHAT, {"messages": SAID * 16385}, "messages", "at most 16384 items"),
+    (RESPONSE, {"input": SAID * 16385}, "input", "at most 16384 items"),
     (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
     (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
     (CHAT, {"response_format": TYPELESS}, "response_format", "JSON schema"),
@@ -1153,12 +1155,14 @@ def test_engine_that_dies_while_it_writes_is_started_again(
     assert "its process ended with code 0" in caplog.text
 
 
-def test_request_whose_plan_is_looked_up_slowly_holds_up_nobody(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["plan", "long text"])
+def test_request_that_waits_for_its_plan_or_is_long_to_read_holds_up_nobody(
+    folder: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it decoded where it was cancelled meanwhile."""
     lines, told = SimpleQueue[str | None](), SimpleQueue[tuple[int | None, str]]()
     answering, lookup = threading.Event(), Store.lookup
+    slow_text = TEXT + " " * LONG_LINE * (what == "long text")
 
     class Told(Wire):
         def send(self, number: int | None, event: str, **values: Any) -> None:
@@ -1168,6 +1172,10 @@ def test_request_whose_plan_is_looked_up_slowly_holds_up_nobody(
         assert task != "slow" or answering.wait(60)
         return lookup(store, fingerprint, task, *more)
 
+    def slow_session(model: swiftopt.Model, request: CompletionRequest, *more: Any) -> Any:
+        assert len(request.text) <= LONG_LINE or answering.wait(60)
+        return session_of(model, request, *more)
+
     def until(*last: Any) -> list[tuple[int | None, str]]:
         found = [told.get(timeout=30)]
         while found[-1] != last:
@@ -1175,13 +1183,15 @@ def test_request_whose_plan_is_looked_up_slowly_holds_up_nobody(
         return found
 
     monkeypatch.setattr(Store, "lookup", slow)
+    monkeypatch.setattr("swiftopt.worker.serving.session_of", slow_session)
     monkeypatch.setattr(EngineHost, "_refresh_plans", lambda host: None)
     served = ServedModel("tiny", str(folder), dtype="float32", db=str(tmp_path / "a.db"), tune=False)
     host = EngineHost(served, Told(sys.stderr))
     serving = threading.Thread(target=host.run, args=(iter(lines.get, None),))
     serving.start()
     for number, task in enumerate(("slow", "slow", "quick"), start=1):
-        request = CompletionRequest(text=TEXT, task=task, max_new_tokens=4).to_json()
+        text = slow_text if task == "slow" else TEXT
+        request = CompletionRequest(text=text, task=task, max_new_tokens=4).to_json()
         lines.put(json.dumps({"op": "decode", "id": number, "request": request}))
     until(3, "done")
     lines.put(json.dumps({"op": "cancel", "id": 2}))
