@@ -209,5 +209,5 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _line(message: str) -> str:
-    """Return a message of llguidance on one line, without the excerpt of its own form of the grammar."""
-    return " ".join(EXCERPT.sub("", message).split())
+    """Return a message of llguidance on one line, without the excerpt of its own form of the grammar, and its state."""
+    return " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())

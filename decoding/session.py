@@ -105,14 +105,17 @@ class Session:
         return list(tokenizer(text)["input_ids"])
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **template: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] = {},
     ) -> list[int]:
         """Return the token ids of a chat by the model's template, which gets the `tools` and the values of `template`.
 
         Raises: InvalidInput: there is none, or it refuses the messages. ContextOverflow: the chat is much longer than
                 the context.
         """
-        return self._templated("the prompt", messages, tools=list(tools) or None, **template)
+        return self._templated("the prompt", messages, {"tools": list(tools) or None, **template})
 
     def check(self, prompt: Prompt) -> int:
         """Return the positions that the prompt's first turn needs, completion included.
@@ -211,7 +214,7 @@ class Session:
             raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
         return self.runtime.tokenizer
 
-    def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+    def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
         tokenizer = self.runtime.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise InvalidInput(
@@ -228,7 +231,7 @@ class Session:
             encoded = tokenizer.apply_chat_template(list(messages), return_dict=True, **values)
         except ContextOverflow:
             raise
-        except (TemplateError, ValueError) as error:  # templates raise it for roles that their model was not trained on
+        except (TemplateError, TypeError, ValueError) as error:  # as of a role that the model was not trained on
             raise InvalidInput(
                 f"{name} does not suit this model's chat template ({error}): change its messages"
             ) from error

@@ -33,7 +33,8 @@ MOST_STOPS = 128  # strings, each of which is looked for after every token
 TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
-        *("conversation", "tools", "documents", "chat_template", "tokenize", "return_dict", "return_tensors"),
+        *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("return_dict", "return_tensors"),
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )

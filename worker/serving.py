@@ -387,7 +387,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
             ids = list(request.token_ids)
             check_vocabulary(ids, model.runtime, source)
         elif request.messages:
-            ids = session.encode_chat(request.messages, request.tools, **request.template)
+            ids = session.encode_chat(request.messages, request.tools, request.template)
         else:
             ids = session.encode_text(request.text)
         if not ids:

@@ -54,7 +54,7 @@ with warnings.catch_warnings():
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}w1 {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}w2{% endif %}"
+    "{% if date %}{{ 'w4 ' + date }}{% endif %}{% if add_generation_prompt %}w2{% endif %}"
 )
 TEXT = "w3 w5 w3 w5 w7"
 START_S = 60
@@ -718,6 +718,11 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids", "token -1"),
     (CHAT, {"stop": ""}, "stop", "empty"),
     (CHAT, {"stop": ["w1"] * 129}, "stop", "at most 128 items"),
+    *(
+        (CHAT, {"chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}", "is no value of a template")
+        for name in ("self", "messages", "conversations", "tokenize")
+    ),
+    (CHAT, {"chat_template_kwargs": {"date": 5}}, "messages", "does not suit this model's chat template (can only"),
     (CHAT, {"messages": SAID * 16385}, "messages", "at most 16384 items"),
     (RESPONSE, {"input": SAID * 16385}, "input", "at most 16384 items"),
     (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
@@ -782,6 +787,18 @@ def test_null_and_what_is_the_case_anyway_change_nothing(server: Served, path: s
     answer = server.client.post(path, json={**BODIES[path], **dict.fromkeys(optional), **usual, "unheard_of": None})
     assert answer.status_code == 200, answer.text
     assert "x-swiftopt-ignored" not in answer.headers and len(optional) > 15
+
+
+def test_template_gets_values_of_any_name(server: Served) -> None:
+    given = {"chat_template_kwargs": {"name": "x", "template": "y", "tokenizer": "z"}}
+    assert server.client.post(CHAT, json={**BODIES[CHAT], **given}).status_code == 200
+
+
+def test_schema_that_no_text_can_follow_is_told_without_a_parsers_state(lettered: Served) -> None:
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": endless}}
+    told = refused(lettered.client.post(COMPLETION, json={**BODIES[COMPLETION], "response_format": form}), 400)
+    assert told.startswith("the grammar cannot be followed any further: ") and len(told) < 100
 
 
 def test_text_of_many_characters_and_few_tokens_is_read(server: Served) -> None:
