@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from sqlalchemy import bindparam, select
-from sqlalchemy.orm import Session, aliased, undefer
+from sqlalchemy import Select, String, bindparam, case, func, select
+from sqlalchemy.orm import Session, aliased, lazyload, undefer
 
 from ..core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
 from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, packed, unpacked
@@ -38,15 +38,33 @@ logger = logging.getLogger(__name__)
 
 N_KNOWN = 100  # the newest sets of a model that are compared with a text
 
-_UNDOING = aliased(MoveRow)
-# Built once: a look-up spends more time on putting its statements together than the database on answering them.
-CURRENT_MOVES = (
-    select(MoveRow)
-    .where(MoveRow.model_id == bindparam("model_id"), MoveRow.task == bindparam("task"))
-    .where(MoveRow.alias == bindparam("alias"), MoveRow.undoes_id.is_(None))
-    .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == MoveRow.id).exists())
-    .order_by(MoveRow.id.desc())
+# Which moves of an alias no rollback has taken back. Of many only the few that are wanted are read, with their plans.
+_MOVE, _UNDOING = aliased(MoveRow), aliased(MoveRow)
+_STANDING = (
+    select(_MOVE.id)
+    .where(_MOVE.model_id == bindparam("model_id"), _MOVE.task == bindparam("task"), _MOVE.alias == bindparam("alias"))
+    # Plain "is null" has SQLite read all moves there are, by the index of that column.
+    .where(func.coalesce(_MOVE.undoes_id, 0) == 0)
+    .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == _MOVE.id).exists())
 )
+_DEVICE, _DTYPE = (bindparam(name, type_=String) for name in ("device", "dtype"))
+_NEWEST = _MOVE.id.desc()
+
+
+def _whole(found: Select[int]) -> Select[MoveRow]:
+    return select(MoveRow).where(MoveRow.id.in_(found)).order_by(MoveRow.id.desc())
+
+
+# Built once: a look-up spends more time on putting its statements together than the database on answering them.
+LATEST = _whole(_STANDING.order_by(_NEWEST).limit(2))
+LATEST_HERE = _whole(
+    _STANDING.where(_MOVE.device.is_not_distinct_from(_DEVICE), _MOVE.dtype.is_not_distinct_from(_DTYPE))
+    .order_by(_NEWEST)
+    .limit(1)
+)
+# The newest of the right device and dtype, else of the device, else of the dtype, else of all.
+_DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _DTYPE, 0), else_=1))
+NEAREST = _whole(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
 
 
 # --- layer sets ---
@@ -182,7 +200,8 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
     Left out are rows that were changed by hand, and models that nothing finds any more.
     """
     rows = session.scalars(newest(session, PlanRow, model, task)).unique().all()
-    names, moves = names_of(session), session.scalars(newest(session, MoveRow, model, task)).all()
+    names = names_of(session)
+    moves = session.scalars(newest(session, MoveRow, model, task).options(lazyload(MoveRow.plan))).all()  # among `rows`
     made_at = {move.plan_id: move.created_at for move in moves}  # newest first: the first move of each remains
     best = _best_for(moves)
     found = []
@@ -226,9 +245,7 @@ def lookup(
     """
     row = find_model(session, model)
     for candidate in dict.fromkeys((task, DEFAULT_TASK)):
-        moves = _moves(session, row, candidate, alias)
-        if moves:
-            chosen = _nearest(moves, device, dtype)
+        for chosen in _moves(session, NEAREST, row, candidate, alias, device=device, dtype=dtype):
             return found_plan(chosen.plan, alias, _difference(chosen, task, device, dtype))
     raise _not_found(session, model, task, alias)
 
@@ -253,7 +270,7 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
     row = find_model(session, model)
     if row is not None:
         lock(session, row)
-    moves = _moves(session, row, task, alias)
+    moves = _moves(session, LATEST, row, task, alias)
     if not moves:
         raise _not_found(session, model, task, alias)
     if len(moves) == 1:
@@ -268,20 +285,19 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
 
 def alias_moves(session: Session, model: str, task: str, alias: str = "best") -> list[AliasMove]:
     """Return what the alias has come to mean, newest first."""
-    moves = session.scalars(newest(session, MoveRow, model, task).where(MoveRow.alias == alias)).all()
-    undone = {each.undoes_id for each in moves}
+    its = newest(session, MoveRow, model, task).where(MoveRow.alias == alias).options(lazyload(MoveRow.plan))
+    moves = session.execute(its.join(MoveRow.plan).add_columns(PlanRow.version)).all()
+    undone = {each.undoes_id for each, _ in moves}
     return [
-        AliasMove(
-            each.plan.version, each.device, each.dtype, each.created_at, each.undoes_id is not None, each.id in undone
-        )
-        for each in moves
+        AliasMove(version, each.device, each.dtype, each.created_at, each.undoes_id is not None, each.id in undone)
+        for each, version in moves
     ]
 
 
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
     """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
     lock(session, plan.owner)
-    moves = _moves(session, plan.owner, plan.task, alias)
+    moves = _moves(session, LATEST, plan.owner, plan.task, alias)
     if not moves or moves[0].plan_id != plan.id:
         session.add(_move_row(plan, alias))
     return found_plan(plan, alias)
@@ -290,18 +306,14 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
 def offer(session: Session, plan: PlanRow) -> None:
     """Let `best` mean a tuned plan, unless it means one of another method, of this device and dtype, that is faster."""
     lock(session, plan.owner)
-    here = [
-        found.plan
-        for found in _moves(session, plan.owner, plan.task, "best")
-        if (found.device, found.dtype) == (plan.device, plan.dtype)
-    ]
-    if not here or not _beats(here[0], plan):
+    here = _moves(session, LATEST_HERE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype)
+    if not here or not _beats(here[0].plan, plan):
         move(session, plan, "best")
 
 
 def has_best(session: Session, plan: PlanRow) -> bool:
     """Return whether `best` means anything for the plan's model and task."""
-    return bool(_moves(session, plan.owner, plan.task, "best"))
+    return bool(_moves(session, LATEST, plan.owner, plan.task, "best"))
 
 
 def _beats(current: PlanRow, new: PlanRow) -> bool:
@@ -311,19 +323,12 @@ def _beats(current: PlanRow, new: PlanRow) -> bool:
     return new.verdict != "use" or (current.measured_speedup or 0.0) > (new.measured_speedup or 0.0)
 
 
-def _moves(session: Session, model: ModelRow | None, task: str, alias: str) -> list[MoveRow]:
-    """Return the moves that no rollback has taken back, newest first."""
-    asked = {"model_id": model.id if model else None, "task": task, "alias": alias}
-    return list(session.scalars(CURRENT_MOVES, asked))
-
-
-def _nearest(moves: list[MoveRow], device: str | None, dtype: str | None) -> MoveRow:
-    """Return the newest move of the right device and dtype, else of the device, else of the dtype, else of all."""
-
-    def closeness(found: MoveRow) -> tuple[bool, bool]:
-        return device in (None, found.device), dtype in (None, found.dtype)
-
-    return max(moves, key=closeness)  # the first of equals, which is the newest
+def _moves(
+    session: Session, wanted: Select[MoveRow], model: ModelRow | None, task: str, alias: str, **where: str | None
+) -> list[MoveRow]:
+    """Return the moves that one of the statements above selects."""
+    asked = {"model_id": model.id if model else None, "task": task, "alias": alias, **where}
+    return list(session.scalars(wanted, asked))
 
 
 def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:

@@ -231,7 +231,7 @@ class LayerSetRow(OfTask, Measured, Base):
     evidence: Mapped[list[list[float]] | None] = mapped_column(JSON)  # None: a set of before it was kept
     prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
 
-    owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin=True)
+    owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin="unnested")  # type: ignore[arg-type]
 
 
 class LearnedRow(OfTask, Base):

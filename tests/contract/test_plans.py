@@ -13,6 +13,7 @@ from swiftopt.core.errors import InvalidInput, LayerSetNotFound, LearnedNotFound
 from swiftopt.core.records import LayerSetRecord, LearnedRecord, ModelInfo, Plan
 from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
+from swiftopt.store.tables import MoveRow
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 30, 135_000_000, ("smol", "org/smol"))
 HERE: dict[str, Any] = {"device": "NVIDIA H200", "dtype": "bfloat16"}
@@ -117,6 +118,22 @@ def test_plan_for_another_engine_is_found_by_that_engine_and_never_as_the_best(s
         LayerSetNotFound, match=r"no plan for openvino is stored for smol/code: run .* --engine openvino"
     ):
         store.lookup("smol", "code", alias="openvino")
+
+
+def test_look_up_reads_one_move_by_its_index_however_many_there_are(store: Store) -> None:
+    for n in range(1, 6):
+        store.add_layer_set(dataclasses.replace(SET, dtype=f"dtype {n}"))
+    asked, read = list[Any](), list[MoveRow]()
+    event.listen(store.engine, "before_cursor_execute", lambda *values: asked.append(values[2:4]))
+    event.listen(MoveRow, "load", note := lambda row, _: read.append(row))
+    found = store.lookup("smol", "code", HERE["device"], "dtype 3")
+    event.remove(MoveRow, "load", note)
+    assert found.version == 3 and len(read) == 1
+    if store.engine.dialect.name == "sqlite":  # PostgreSQL scans what is small
+        queries = [(f"EXPLAIN QUERY PLAN {words}", values) for words, values in asked if words.startswith("SELECT")]
+        with store.engine.connect() as connection:
+            steps = "\n".join(step[3] for query in queries for step in connection.exec_driver_sql(*query))
+        assert "SCAN" not in steps and "ix_swiftopt_alias_moves_model_id" in steps, steps
 
 
 def test_plan_is_the_best_of_its_own_device_and_dtype(store: Store) -> None:
