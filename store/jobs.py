@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, cast, get_args
 
 from sqlalchemy import ColumnElement, Row, and_, func, select, update
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from ..core.errors import LayerSetError, LeaseLost, NotFound, StoreError
 from ..core.events import (
@@ -54,7 +54,7 @@ def get(session: Session, job: str) -> Job:
 
 def latest(session: Session, state: JobState | None = None, limit: int = 100, offset: int = 0) -> list[Job]:
     """Return the newest jobs first, behind `offset` of them."""
-    query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit).offset(offset)
+    query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit).offset(offset)
     query = query if state is None else query.where(JobRow.state == state)
     return to_jobs(session, session.scalars(query).all())
 
@@ -320,7 +320,7 @@ def _hold(
 
 
 def _mine(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
-    query = select(JobRow).where(at_attempt(lease)).options(defer(JobRow.snapshot))  # large, and asked each second
+    query = select(JobRow).where(at_attempt(lease))
     row = session.scalar(query.with_for_update() if locked else query)
     if row is None:
         raise _lost(lease)

@@ -86,6 +86,13 @@ def _plans(op: Operations) -> Iterator[BatchOperations]:
         op.execute("DROP TABLE swiftopt_aside")
 
 
+def _jobs_in_their_order(op: Operations) -> None:
+    """Add the indexes that jobs are listed by, and events of a kind found by; one of states was there without time."""
+    op.drop_index("ix_swiftopt_jobs_state", "swiftopt_jobs")
+    for index in (*_table("jobs").indexes, *_table("events").indexes):
+        index.create(op.get_bind(), checkfirst=True)
+
+
 def _create(op: Operations, *tables: str) -> None:
     Base.metadata.create_all(op.get_bind(), [_table(name) for name in tables])
 
@@ -120,6 +127,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0005_prompt_states": _adding(layer_sets="prompt_state"),
     "0006_evidence": _adding(layer_sets="evidence"),
     "0007_engines": _adding(plans="engine"),
+    "0008_jobs_in_their_order": _jobs_in_their_order,
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

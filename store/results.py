@@ -229,7 +229,7 @@ def list_searches(session: Session, job: str | None = None, limit: int = 100) ->
     """Return the searches of the newest jobs that have trials, or of one job."""
     query = select(JobRow.id, JobRow.state, JobRow.request, JobRow.created_at)
     wanted = exists().where(TrialRow.job_id == JobRow.id) if job is None else JobRow.id == job
-    jobs = session.execute(query.where(wanted).order_by(JobRow.created_at.desc(), JobRow.id).limit(limit)).all()
+    jobs = session.execute(query.where(wanted).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)).all()
     sums = select(
         TrialRow.job_id, TrialRow.task, func.count(), func.max(TrialRow.score), func.max(TrialRow.matchness)
     ).where(TrialRow.job_id.in_([row.id for row in jobs]))

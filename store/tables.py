@@ -94,7 +94,8 @@ class JobRow(Base):
 
     __tablename__ = "swiftopt_jobs"
     __table_args__ = (
-        Index("ix_swiftopt_jobs_state", "state"),
+        Index(None, "created_at", "id"),  # as they are listed
+        Index(None, "state", "created_at", "id"),
         # two unfinished jobs never have the same fingerprint, whoever submits them at the same moment
         Index(
             "uq_swiftopt_jobs_fingerprint",
@@ -123,7 +124,8 @@ class JobRow(Base):
     n_checkpoints: Mapped[int] = mapped_column(server_default="0")
     n_checkpoints_before: Mapped[int] = mapped_column(server_default="0")
     n_fruitless: Mapped[int] = mapped_column(server_default="0")
-    snapshot: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    # as large as a megabyte, and read by an attempt that begins alone
+    snapshot: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None]
     created_at: Mapped[str]
@@ -135,7 +137,7 @@ class EventRow(Base):
     """An event of a job, in order of `id`; `data` is the event as JSON."""
 
     __tablename__ = "swiftopt_events"
-    __table_args__ = (Index(None, "job_id", "id"),)
+    __table_args__ = (Index(None, "job_id", "id"), Index("ix_swiftopt_events_type", "job_id", "type", "id"))
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id))

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from json import JSONDecodeError
 from typing import Any, NoReturn
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import ColumnElement, and_, func, or_, select, text
 from sqlalchemy.orm import Session, defer
 
 from ..core.errors import Conflict, StoreError
@@ -24,12 +24,12 @@ from ..core.types import Trial, now
 from .database import clock_s, insert
 from .jobs import at_attempt, change, check, count, find, report, save_stream, storable, stream, to_jobs
 from .results import trials_by_task
-from .tables import JobRow, LockRow, added, to_row
+from .tables import UNFINISHED_SQL, JobRow, LockRow, added, to_row
 
 MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
 BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0  # before the attempt after the first fruitless one; doubled for each further one
-# A request or snapshot that was changed by hand must not keep a job, and others, from where it goes.
-WITHOUT_JSON = (defer(JobRow.request), defer(JobRow.snapshot), defer(JobRow.progress))
+# A request that was changed by hand must not keep a job, and others, from where it goes.
+WITHOUT_JSON = (defer(JobRow.request), defer(JobRow.progress))
 RAN_OUT = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
 
 
@@ -69,11 +69,15 @@ def _known(session: Session, spec: JobSpec) -> JobRow | None:
                     " use a new key"
                 )
             return known
-    same = select(JobRow).where(JobRow.fingerprint == spec.fingerprint, JobRow.state.in_(UNFINISHED))
-    known = session.scalar(same)
+    known = session.scalar(select(JobRow).where(_same_unfinished(spec.fingerprint)))
     if known is not None:
         known.idempotency_key = known.idempotency_key or spec.idempotency_key
     return known
+
+
+def _same_unfinished(fingerprint: str) -> ColumnElement[bool]:
+    """Match the job, not yet ended, of a fingerprint: in the words of its index, which SQLite uses for no others."""
+    return and_(JobRow.fingerprint == fingerprint, text(UNFINISHED_SQL))
 
 
 def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) -> JobRow:
@@ -160,13 +164,13 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
         row = find(session, lease.job)
         session.refresh(row)
         check(row)
-        trials = trials_by_task(session, lease.job)
+        snapshot, trials = row.snapshot, trials_by_task(session, lease.job)
     except (StoreError, JSONDecodeError) as error:
         no_json = f"job {lease.job} cannot be read (it holds what is no JSON: {error}): it was changed by hand, "
         end(session, lease, "failed", str(error) if isinstance(error, StoreError) else no_json + "submit it again")
         return None
     lines = "" if row.stream is None else stream(session, row.stream) or ""
-    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, row.snapshot, trials)
+    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, snapshot, trials)
 
 
 def hand_back(session: Session, lease: Lease, reason: str) -> bool:
@@ -301,8 +305,7 @@ def _retry(session: Session, row: JobRow) -> None:
         _refuse(row, "retried", "its prompts were not stored, run it again")
     # a local run had no fingerprint: from now on it is a job like those that were submitted
     fingerprint = row.fingerprint or _spec(row).fingerprint
-    same = select(JobRow.id).where(JobRow.fingerprint == fingerprint, JobRow.state.in_(UNFINISHED))
-    other = session.scalar(same)
+    other = session.scalar(select(JobRow.id).where(_same_unfinished(fingerprint)))
     if other is not None:
         _refuse(row, "retried", f"job {other} does the same already")
     row.queue = row.queue or DEFAULT_QUEUE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from job_table import column, dump, finished, noop, running, taken, task_finished, trials_done, tune
@@ -292,6 +293,29 @@ def test_a_look_each_second_reads_no_checkpoint(jobs: Jobs) -> None:
     event.listen(jobs.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
     assert jobs.peek(lease) is None and jobs.renew(lease) is None
     assert len(statements) >= 2 and not any("snapshot" in statement for statement in statements)
+
+
+READS: dict[str, Callable[[Jobs, str], object]] = {  # by the index that finds a few among many
+    "sqlite_autoindex_swiftopt_jobs_1": lambda jobs, job: jobs.get(job),
+    "ix_swiftopt_jobs_created_at": lambda jobs, _: jobs.latest(None, 50, 100),
+    "ix_swiftopt_jobs_state": lambda jobs, _: jobs.latest("running", 50),
+    "ix_swiftopt_events_type": lambda jobs, job: (jobs.newest_events(job, 5, "state_changed"), jobs.evidence(job, "t")),
+    "uq_swiftopt_jobs_fingerprint": lambda jobs, _: jobs.submit(noop()),
+}
+
+
+@pytest.mark.parametrize("index", READS)
+def test_jobs_and_events_are_found_by_an_index_and_without_the_checkpoint(sqlite_url: str, index: str) -> None:
+    with Store.open(sqlite_url) as store:  # PostgreSQL scans what is small
+        lease, asked = running(store.jobs), list[Any]()
+        event.listen(store.engine, "before_cursor_execute", lambda *values: asked.append(values[2:4]))
+        READS[index](store.jobs, lease.job)
+        queries = [(words, values) for words, values in asked if re.search("FROM swiftopt_(jobs|events)", words)]
+        with store.engine.connect() as connection:
+            for words, values in queries:
+                steps = [step[3] for step in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {words}", values)]
+                assert "snapshot" not in words and index in steps[0] and "ORDER BY" not in steps[-1], steps
+    assert queries
 
 
 def test_every_write_renews_the_lease(jobs: Jobs, engine: Engine) -> None:
