@@ -28,7 +28,7 @@ import platformdirs
 from .errors import OutputError, SettingsError, StreamError, StreamNotFound
 from .serialization import Form, Record, Settings, count, ranged
 from .templates import JUDGES, template_of
-from .types import DEFAULT_TASK, Completion, Prompt, check_task
+from .types import DEFAULT_TASK, LONGEST_NAME, Completion, Prompt, check_task
 
 STDIN = "-"
 LEARNED_ON = 32  # prompts after the limit, for short searches and trainings
@@ -56,7 +56,10 @@ def _not_blank(value: Any) -> Any:
 
 
 def _id_text(value: Any) -> Any:
-    return str(value) if type(value) is int else encodable(value)
+    text = str(value) if type(value) is int else encodable(value)
+    if isinstance(text, str) and len(text) > LONGEST_NAME:
+        raise ValueError(f"it has {len(text)} characters: use {LONGEST_NAME} at most, or leave it out")
+    return text
 
 
 def _several(value: Any) -> Any:

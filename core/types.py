@@ -39,6 +39,7 @@ VerdictWord = Literal["use", "plain", "unmeasured"]
 
 KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}  # of sub-layers, as they follow each other in a layer
 DEFAULT_TASK = "default"  # of prompts and layer sets that name none
+LONGEST_NAME = 512  # characters of a task or of a prompt's id: no database's index takes names of kilobytes
 
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
 WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # of a count that JSON leaves out where it is 0
@@ -394,3 +395,5 @@ def check_task(task: Any, what: str, error: type[InvalidInput] = LayerSetError) 
     """Raises: `error`: no task could be called that in MODEL/TASK; `what` names it."""
     if not isinstance(task, str) or not task.strip() or "/" in task or not task.isprintable():
         raise error(f"{what} {task!r} is no name: use a word without '/', such as 'code'")
+    if len(task) > LONGEST_NAME:
+        raise error(f"{what} {task[:40]!r}... has {len(task)} characters: use a name of {LONGEST_NAME} at most")

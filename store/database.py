@@ -24,7 +24,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql.functions import FunctionElement
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
-from ..core.errors import StoreError, StoreUnavailable, safe_url
+from ..core.errors import InvalidInput, StoreError, StoreUnavailable, SwiftoptError, safe_url
 
 T = TypeVar("T")
 
@@ -64,6 +64,9 @@ ADVICE = {
     "permission denied": "does not allow that to its user: grant the rights, or use the tables' owner",
     "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
 }
+
+# What drivers say of values that they do not take: PostgreSQL no NUL and no name of kilobytes, SQLite nothing huge.
+UNSTORABLE = r"\bnul \(0x00\)|integer out of range|bigint out of range|index row size|string or blob too big"
 
 # The same for errors that are temporary.
 PASSING = {
@@ -113,20 +116,33 @@ def store_errors(url: str) -> Iterator[None]:
     """Turn what the database driver raises, and a row that is no JSON, into one sentence.
 
     Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
+        InvalidInput: it does not take a text or number that it was given.
     """
     try:
         yield
     except SQLAlchemyError as error:
         raise _translated(error, url) from error
+    except (UnicodeEncodeError, OverflowError) as error:  # of a driver, before it asks the database
+        raise _unstorable(error) from error
     except json.JSONDecodeError as error:
         raise StoreError(
             f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
         ) from error
 
 
-def _translated(error: SQLAlchemyError, url: str) -> StoreError:
+def _unstorable(error: object) -> InvalidInput:
+    first_line = str(error).split("\n")[0].rstrip(".")
+    return InvalidInput(
+        f"a text or number cannot be stored or looked up ({first_line}): leave out NUL and broken characters, and give"
+        " shorter names and smaller numbers"
+    )
+
+
+def _translated(error: SQLAlchemyError, url: str) -> SwiftoptError:
     message = str(getattr(error, "orig", None) or error)
     lowered = message.lower()
+    if re.search(UNSTORABLE, lowered):
+        return _unstorable(message)
     for kind, known in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
         advice = next((advice for part, advice in known.items() if re.search(part, lowered, re.DOTALL)), None)
         if advice:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
+from job_table import finished, running
 
 from swiftopt.core.costs import CostProfile, FormatCosts
-from swiftopt.core.errors import LayerSetError, LayerSetNotFound, StoreError
+from swiftopt.core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.records import KnownSet, LayerSetRecord, ModelInfo, packed, unpacked
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Trial
+from swiftopt.core.types import LayerSet, Prompt, Trial
 from swiftopt.store import Store
 
 MODEL = ModelInfo("f" * 16, "LlamaForCausalLM", 40, 13_015_864_320, ("codellama-13b", "codellama/CodeLlama-13b-hf"))
@@ -106,6 +108,28 @@ def test_layer_sets_are_listed_newest_first_and_by_model_and_task(store: Store) 
     assert [one.version for one in store.layer_sets(MODEL.fingerprint, "humaneval")] == [2, 1]
     assert len(store.layer_sets(task="humaneval")) == 3
     assert store.layer_sets("unknown") == []
+
+
+LONG = "".join(map(chr, range(0x4E00, 0x5600)))  # 6 kB that nothing makes shorter
+
+
+@pytest.mark.parametrize(("bad", "refusing"), [("\udcff", {"sqlite", "postgresql"}), ("\0", {"postgresql"})], ids=ascii)
+def test_text_that_the_database_does_not_take_is_refused_as_input(store: Store, bad: str, refusing: set[str]) -> None:
+    refused = pytest.raises(InvalidInput, match=r"cannot be stored or looked up .*: leave out NUL")
+    found = refused if store.engine.dialect.name in refusing else pytest.raises(LayerSetNotFound)
+    with found:
+        store.lookup(bad, "t")
+    with refused if store.engine.dialect.name in refusing else nullcontext():
+        store.add_layer_set(record(task=bad))
+
+
+def test_names_and_numbers_beyond_what_the_database_holds_are_refused_as_input(store: Store) -> None:
+    long = dataclasses.replace(finished(), prompt=Prompt(LONG, "t"))
+    with pytest.raises(InvalidInput, match="give shorter names and smaller numbers"):
+        store.plan(MODEL.names[0], "t", 2**70)
+    if store.engine.dialect.name == "postgresql":
+        with pytest.raises(InvalidInput, match=r"index row size .*give shorter names"):
+            store.jobs.checkpoint(running(store.jobs), 1, [long], {})
 
 
 def test_missing_version_is_answered_with_those_that_exist(store: Store) -> None:

@@ -96,6 +96,12 @@ BAD_LINES = {
     "task with a slash": ('{"prompt": "a", "task": "b/c"}', "the task 'b/c' is no name: use a word without '/'"),
     "task of a wrong type": ('{"prompt": "a", "task": 3}', "the task 3 is no name"),
     "id of a wrong type": ('{"prompt": "a", "id": [1]}', "id is [1]: use a text"),
+    "task of kilobytes": (
+        '{"prompt": "a", "task": "' + "b" * 513 + '"}',
+        f"the task '{'b' * 40}'... has 513 characters: use a name of 512 at most",
+    ),
+    "id of kilobytes": ('{"prompt": "a", "id": "' + "b" * 513 + '"}', "id: it has 513 characters: use 512 at most"),
+    "number of kilobytes as id": ('{"prompt": "a", "id": ' + "9" * 4000 + "}", "id: it has 4000 characters"),
     "no new tokens": (
         '{"prompt": "a", "max_new_tokens": 0}',
         "max_new_tokens is 0: use a number greater than or equal to 1",
