@@ -266,7 +266,8 @@ class Client(ServerConnection):
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """Return the finished completions in the order of the stream; only the events say which were held out."""
-        lines = self._send("GET", _path(job, "outputs"), again=True).iter_lines()
+        # Split at newlines alone: texts may hold others that Unicode knows.
+        lines = self._send("GET", _path(job, "outputs"), again=True).content.split(b"\n")
         with self._reading(ValueError, KeyError, TypeError):
             found = [json.loads(line) for line in lines if line]
             return [

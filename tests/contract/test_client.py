@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -94,6 +95,13 @@ def test_lists_verbs_events_and_outputs_are_the_databases(client: swiftopt.Clien
     assert client.events(job.id, after=2, limit=1) == store.jobs.events(job.id, 2, 1)
     assert [event.completion for event in client.outputs(job.id)] == [COMPLETION]
     assert [event.prompt.id for event in client.outputs(job.id)] == ["a"]
+
+
+def test_outputs_may_hold_what_ends_a_line_elsewhere_than_in_json(client: swiftopt.Client, store: Store) -> None:
+    job, _ = client.submit(REQUEST, PROMPTS)
+    done = dataclasses.replace(COMPLETION, text="a\u2028b\x85c\x1cd\r\ne\0f")
+    checkpoint(store, started(store, job.id), PromptFinished(PROMPTS[0], 0, done))
+    assert [event.completion for event in client.outputs(job.id)] == [done]
 
 
 def checkpoint(store: Store, lease: Lease, done: PromptFinished) -> None:
