@@ -249,12 +249,14 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
             left_out = f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs left out"
             return f"{task}set of trial {event.step} in use: {left_out}, matchness {_figure(event.matchness)}"
         case SkipRatioLowered():
-            return f"{task}skip ratio lowered to {event.skip_ratio:.2f}, for α was {event.acceptance_rate:.2f}"
+            lowered = f"skip ratio lowered to {_figure(event.skip_ratio)}"
+            return f"{task}{lowered}, for α was {_figure(event.acceptance_rate)}"
         case DraftingChosen():
             widest = event.branching[0][1]
             return (
-                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence {event.stop_threshold:.2f},"
-                f" {widest} candidates at most: {event.expected:.2f}x expected, {event.before:.2f}x before"
+                f"{task}drafts of at most {event.max_draft_length} tokens, to confidence"
+                f" {_figure(event.stop_threshold)}, {widest} candidates at most: {_figure(event.expected)}x expected,"
+                f" {_figure(event.before)}x before"
             )
         case StreamShifted():
             tried = f", {event.n_known} known sets first" if event.n_known else ""

@@ -275,8 +275,8 @@ class Timings(Record):
 
     @property
     def total_s(self) -> float:
-        """All four together."""
-        return self.optimise_s + self.draft_s + self.verify_s + self.other_s
+        """All four together; one that was stored without being finite counts as none."""
+        return sum(seconds or 0.0 for seconds in astuple(self))
 
     def __add__(self, other: Timings) -> Timings:
         return Timings(*map(add, astuple(self), astuple(other)))

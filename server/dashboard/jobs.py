@@ -166,7 +166,8 @@ def event_words(event: JobEvent, n_prompts: int) -> str:
         case None:
             return f"{event.type}: changed by hand, or of a newer swiftopt"
         case TrialsDone():
-            n, best = len(found.trials), max((trial.matchness for trial in found.trials), default=None)
+            n, known = len(found.trials), [trial.matchness for trial in found.trials if trial.matchness is not None]
+            best = max(known, default=None)
             return f"{found.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
         case PromptStarted():
             return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id})"

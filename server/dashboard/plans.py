@@ -204,7 +204,9 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     if own is None:
         return _compared(store, found)
     pairs: list[tuple[tuple[int, float], tuple[int, float] | None]]
-    pairs = [((n, plain_s), (m, drafted_s)) for n, plain_s, m, drafted_s in own.evidence]
+    pairs = [
+        ((n, plain_s), (m, drafted_s)) for n, plain_s, m, drafted_s in own.evidence if None not in (plain_s, drafted_s)
+    ]
     if own.job is None:
         words = "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
         return Evidence(words, [JudgedText(f"request {i}", *pair) for i, pair in enumerate(pairs, 1)])

@@ -331,7 +331,9 @@ def search(app: Shared, job: str, task: Name | None = None) -> dict[str, Any]:
     finished = None if values["live"] else store.jobs.evidence(job, mine.task)[0]
     values |= {"ended": finished and finished.stopped_because}
     values |= {"score_label": "expected speed, plain = 1" if by_speed else "score"}
-    tried = store.tried(job, mine.task)
+    tried = [each for each in store.tried(job, mine.task) if math.isfinite(each.score + each.matchness)]
+    if not tried:
+        return {**values, "search": None}
     return {**values, **trial_values(tried, values["score_label"]), **cost_values(tried, costs_of(store, found))}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from html import unescape
 from itertools import pairwise
@@ -14,12 +16,14 @@ from urllib.parse import urlencode
 import pytest
 from api import client_of, token
 from click.testing import CliRunner
+from job_table import finished, task_finished
 from searched import fill, searching, trials
 from starlette.testclient import TestClient
 
 from swiftopt.cli.main import swiftopt
+from swiftopt.core.events import DraftingChosen, SkipRatioLowered, TrialsDone
 from swiftopt.core.records import LayerSetRecord
-from swiftopt.core.types import LayerSet
+from swiftopt.core.types import LayerSet, Timings
 from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
 from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, ticks, tried_sets
 from swiftopt.store import Store
@@ -186,6 +190,26 @@ def test_search_without_stored_costs_says_so(store: Store, client: TestClient) -
     lease = searching(store, 5)
     found = text(client, f"/searches/{lease.job}")
     assert "No measured costs of this model are stored" in found and "running" in found
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])
+def test_figures_that_are_not_finite_hide_no_page(store: Store, client: TestClient, figure: float) -> None:
+    lease = searching(store, 20)
+    shown = [f"/jobs/{lease.job}", f"/searches/{lease.job}", f"/plans/task?{urlencode(OF | {'task': 't'})}"]
+    if not math.isnan(figure):  # which SQLite does not store
+        odd = replace(trials(1, start=20)[0], score=figure)
+        store.jobs.checkpoint(lease, 2, [TrialsDone("code", (odd,))], {})
+        store.jobs.checkpoint(lease, 3, [TrialsDone("other", (odd,))], {})
+        shown.append(f"/searches/{lease.job}?task=other")
+    done = finished()
+    spent = replace(done.completion, timings=Timings(figure, figure, figure, figure), prefill_s=figure)
+    events = [SkipRatioLowered("t", figure, figure), DraftingChosen("t", figure, 4, ((1.0, 2),), figure, figure)]
+    store.jobs.checkpoint(lease, 4, [*events, replace(done, completion=spent)], {})
+    found = task_finished(lease.job)
+    odd_set = replace(found.record, evidence=((1, figure, 1, 2.0), (4, 2.0, 4, 1.0)))
+    store.jobs.finish_task(lease, 5, replace(found, record=odd_set, draft_cost=figure), "swift", "always", {})
+    store.jobs.end(lease, "succeeded")
+    assert [client.get(path).status_code for path in shown] == [200] * len(shown)
 
 
 def test_job_that_has_tried_nothing_says_so(store: Store, client: TestClient) -> None:
