@@ -113,8 +113,8 @@ def test_layer_sets_are_listed_newest_first_and_by_model_and_task(store: Store) 
 LONG = "".join(map(chr, range(0x4E00, 0x5600)))  # 6 kB that nothing makes shorter
 
 
-@pytest.mark.parametrize(("bad", "refusing"), [("\udcff", {"sqlite", "postgresql"}), ("\0", {"postgresql"})], ids=ascii)
-def test_text_that_the_database_does_not_take_is_refused_as_input(store: Store, bad: str, refusing: set[str]) -> None:
+@pytest.mark.parametrize(("bad", "refusing"), [("\udcff", "sqlite postgresql"), ("\0", "postgresql")], ids=ascii)
+def test_text_that_the_database_does_not_take_is_refused_as_input(store: Store, bad: str, refusing: str) -> None:
     refused = pytest.raises(InvalidInput, match=r"cannot be stored or looked up .*: leave out NUL")
     found = refused if store.engine.dialect.name in refusing else pytest.raises(LayerSetNotFound)
     with found:
