@@ -53,7 +53,8 @@ def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callab
         if found != before:
             on_step(found)
             before = found
-        if process.poll() is not None or time.monotonic() > until:
+        failed = not found.startswith("it is loading")  # the server tries again for ever
+        if failed or process.poll() is not None or time.monotonic() > until:
             raise ServiceUnreachable(f"the engine does not come up ({found}): try `swiftopt doctor`")
         time.sleep(0.1)
 

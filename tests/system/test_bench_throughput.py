@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from httpx2 import Client, MockTransport, Response
@@ -12,6 +13,7 @@ from tiny_files import save
 from swiftopt.bench import serving
 from swiftopt.cli import bench
 from swiftopt.cli.main import run
+from swiftopt.core.errors import ServiceUnreachable
 
 
 @pytest.fixture
@@ -96,6 +98,16 @@ def test_ctrl_c_shows_what_was_asked_of_a_server(
     assert report["interrupted"] and report["prompts"] == report["equal"] == len(report["windows"]) == 2
     assert run([*serve, "--concurrency", "2", "--window", "1", "--stay"]) == 130
     assert "equal to plain decoding: 2 of 2" in capsys.readouterr().out
+
+
+def test_engine_that_cannot_load_its_model_ends_the_benchmark_with_its_reason() -> None:
+    states = iter(["it is loading the model", "device cuda was asked for"])
+    transport = MockTransport(lambda request: Response(503, json={"engines": {"model": next(states)}}))
+    with (
+        Client(transport=transport, base_url="http://server") as client,
+        pytest.raises(ServiceUnreachable, match=r"the engine does not come up \(device cuda was asked for\)"),
+    ):
+        serving._wait(client, SimpleNamespace(poll=lambda: None), lambda step: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
