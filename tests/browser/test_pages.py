@@ -206,6 +206,9 @@ def test_job_is_submitted_and_followed_with_the_keyboard_alone(browser: Browser,
         page.wait_for_selector("a:has-text('Download all 120')")
         expect(page.locator("#found")).to_have_count(1)
         assert page.evaluate("window.stillHere")
+        page.set_viewport_size({"width": 400, "height": 900})
+        boxes = "[...document.querySelectorAll('.figures > div')]"
+        assert page.evaluate(f"{boxes}.every(each => each.scrollWidth <= each.clientWidth)")
         found = Axe().run(page).response["violations"]
         assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
 

@@ -129,6 +129,13 @@ def test_job_shows_its_attempts_lease_and_figures(client: TestClient, store: Sto
     assert "out of &lt;b&gt;memory&lt;/b&gt;" in html and "next attempt in" in html and "<b>" not in html
 
 
+def test_reason_of_one_long_word_is_shown_as_far_as_there_is_room(client: TestClient, store: Store) -> None:
+    lease = running(store.jobs, noop())
+    store.jobs.end(lease, "failed", f"no {'x' * 2500} here")
+    html = client.get(f"/jobs/{lease.job}").text
+    assert "x" * 1900 in html and html.count(f"no {'x' * 280}") == 3, "the error, the attempt, the event"
+
+
 def test_verbs_are_those_of_the_state_and_want_a_token(client: TestClient, store: Store) -> None:
     job = store.jobs.submit(tune())[0].id
     page = f"/jobs/{job}"
