@@ -398,8 +398,8 @@ def _pause(state: RetryCallState) -> float:
 
 def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
     """Return the error of a problem object: by its type where it names a class of ours, else by its status."""
-    kind = NAMED.get(str(problem.get("type")).rpartition(":")[2])
-    return (kind or ERRORS.get(int(problem.get("status") or 0), SwiftoptError))(_sentence(problem))
+    kind, status = NAMED.get(str(problem.get("type")).rpartition(":")[2]), str(problem.get("status"))
+    return (kind or ERRORS.get(int(status) if status.isdecimal() else 0, SwiftoptError))(_sentence(problem))
 
 
 def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:

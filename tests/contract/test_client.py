@@ -104,6 +104,14 @@ def test_outputs_may_hold_what_ends_a_line_elsewhere_than_in_json(client: swifto
     assert [event.completion for event in client.outputs(job.id)] == [done]
 
 
+@pytest.mark.parametrize("status", ["none", [404], {}, 404.5, None, 2**70])
+def test_problem_with_a_status_of_another_form_is_told_all_the_same(status: Any) -> None:
+    """As proxies and other servers send it."""
+    error = http.error_of({"status": status, "detail": "the answer"})
+    assert type(error) is swiftopt.SwiftoptError and str(error) == "the answer"
+    assert type(http.error_of({"status": "404"})) is type(http.error_of({"status": 404})) is NotFound
+
+
 def checkpoint(store: Store, lease: Lease, done: PromptFinished) -> None:
     store.jobs.checkpoint(lease, 1, [done], {})
 
