@@ -36,7 +36,7 @@ class CostProfile(Record):
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
-    draft in that format.
+    draft in that format; `software`: what computed them, empty where it is not known.
     """
 
     fingerprint: str
@@ -50,6 +50,7 @@ class CostProfile(Record):
     fixed_s: float
     pass_s: Annotated[Mapping[int, float], BY_NUMBER]
     formats: Mapping[str, FormatCosts] = field(default_factory=dict)
+    software: str = ""
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Formats of a draft whose costs were not measured."""

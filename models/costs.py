@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from .. import __version__
 from ..core.costs import CostProfile, FormatCosts
 from ..core.settings import STORED, cpu_words
 from ..core.types import LayerSet
@@ -55,6 +56,12 @@ def machine_name(runtime: Runtime) -> str:
     return name if runtime.speed == "eager" else f"{name}, {runtime.speed}"
 
 
+def software_of(runtime: Runtime) -> str:
+    """Return what computes a runtime's passes, by versions: other software takes other times."""
+    own = f"swiftopt {__version__}" if runtime.native is None else runtime.native.library
+    return f"torch {torch.__version__}, {own}"
+
+
 def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> CostProfile:
     """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
     bucket, costs, one = _measured(runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step)
@@ -70,6 +77,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         head_s=costs.head_s,
         fixed_s=costs.fixed_s,
         pass_s=pass_s | _wider(runtime, bucket, *max(pass_s.items())),
+        software=software_of(runtime),
     )
 
 

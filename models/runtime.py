@@ -50,6 +50,7 @@ class KernelPasses(Protocol):
     """Passes that our kernels compute; `models.kernels.native`."""
 
     level: str
+    library: str  # with a digest of its sources
 
     def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
 

@@ -128,6 +128,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0006_evidence": _adding(layer_sets="evidence"),
     "0007_engines": _adding(plans="engine"),
     "0008_jobs_in_their_order": _jobs_in_their_order,
+    "0009_software_of_costs": _adding(cost_profiles="software"),
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

@@ -164,7 +164,8 @@ def list_cost_profiles(session: Session, /, fingerprint: str, **where: str | int
     found = []
     for row in session.scalars(query):
         values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
-        found.append(CostProfile.from_json({**values, "formats": row.formats or {}}))  # None: measured before formats
+        later = {"formats": row.formats or {}, "software": row.software or ""}  # None: measured before there were any
+        found.append(CostProfile.from_json({**values, **later}))
     return found
 
 

@@ -334,6 +334,7 @@ class CostProfileRow(Base):
     fixed_s: Mapped[float]
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
     formats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    software: Mapped[str | None]
     created_at: Mapped[str]
 
 

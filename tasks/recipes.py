@@ -26,7 +26,7 @@ from ..decoding.loop import Round
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
-from ..models.costs import context_bucket, machine_name, measure_costs, with_formats
+from ..models.costs import context_bucket, machine_name, measure_costs, software_of, with_formats
 from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
@@ -328,6 +328,7 @@ def stored_costs(
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
+    What other versions of torch or of our kernels took is measured again.
     Waits `patience_s` for a database that is away. It measures in a `turn` of the model, where others use it too.
 
     Raises: StoreUnavailable: it stayed away.
@@ -335,6 +336,8 @@ def stored_costs(
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
     found = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
+    if found is not None and found.software not in ("", software_of(runtime)):
+        found = None
     wanted = set(formats) - {STORED}
     if found is not None and wanted <= set(found.formats):
         return found

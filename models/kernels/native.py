@@ -94,6 +94,7 @@ class NativePasses:
 
     def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
         self.runtime, self.kernels, self.level = runtime, kernels, kernels.level
+        self.library = kernels.path.stem
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # per kind of work of `layout.WORK`, where wanted
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")

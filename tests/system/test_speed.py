@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -20,6 +21,7 @@ from tiny_files import save
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from swiftopt import __version__
 from swiftopt.cli.main import run
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.records import ModelInfo
@@ -547,6 +549,19 @@ def test_costs_of_each_speed_are_kept_apart() -> None:
         assert stored_costs(runtime, store, 32) == compiled
         runtime.speed = "eager"
         assert stored_costs(runtime, store, 32) == eager
+
+
+def test_costs_of_other_software_are_measured_again() -> None:
+    runtime = tiny_runtime("llama")
+    with Store.open("sqlite://") as store:
+        own = stored_costs(runtime, store, 32)
+        store.save_cost_profile(replace(own, software="torch 2.0.0, swiftopt 0.0.1"))
+        again = stored_costs(runtime, store, 32)
+        assert again.software == own.software == f"torch {torch.__version__}, swiftopt {__version__}"
+        assert again != own, "measured anew"
+        unknown = replace(own, software="")
+        store.save_cost_profile(unknown)
+        assert stored_costs(runtime, store, 32) == unknown
 
 
 def test_jobs_say_at_which_speed() -> None:

@@ -93,7 +93,7 @@ def tuned(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ru
     runtime = worded_runtime()
     known = cheap_draft_costs()
     costs = replace(known, formats={name: known.formats["int4"] for name in ("int4", "int8")})
-    monkeypatch.setattr("swiftopt.tasks.recipes.stored_costs", lambda *_: costs)
+    monkeypatch.setattr("swiftopt.tasks.recipes.stored_costs", lambda *_, **__: costs)
     with Store.open(sqlite_url) as store:
         store.remember_model(replace(runtime.info, names=("tiny",)))
         record = LayerSetRecord("tiny", "t", TUNED, runtime.info.fingerprint, verdict="use")
