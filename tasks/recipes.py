@@ -328,8 +328,8 @@ def stored_costs(
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    What other versions of torch or of our kernels took is measured again.
-    Waits `patience_s` for a database that is away. It measures in a `turn` of the model, where others use it too.
+    What other versions of torch or of our kernels took is measured again. It measures in a `turn` of the model, where
+    others use it too, and waits `patience_s` for a database that is away.
 
     Raises: StoreUnavailable: it stayed away.
     """

@@ -24,7 +24,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Form, Request
 from fastapi.routing import APIRoute
 from itsdangerous import BadSignature, URLSafeTimedSerializer
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_environment
+from jinja2.filters import do_truncate
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
@@ -289,7 +290,13 @@ def moment(at: float) -> str:
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
-templates.filters |= {"number": number, "seconds": seconds, "ago": ago, "moment": moment}
+@pass_environment
+def truncate(environment: Environment, text: str, length: int, end: str = "...") -> str:
+    """Return the beginning of a text, within a word too: one word may be the whole of a name or reason."""
+    return do_truncate(environment, text, length, killwords=True, end=end)
+
+
+templates.filters |= {"number": number, "seconds": seconds, "ago": ago, "moment": moment, "truncate": truncate}
 templates.globals["static"] = {  # addresses, which change with their files
     name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()
 }.__getitem__
