@@ -11,6 +11,7 @@
 constexpr int OUTPUTS = 16;  // of a block
 constexpr int TILE_CODES = 64;  // inputs of a tile of codes
 constexpr int AHEAD = 8192;  // bytes of codes of all blocks of a tile that are asked for before they are used
+constexpr int GROUPS_AHEAD = 3;  // groups between asking for a block's scales and using them
 
 // The activations of some rows as codes: value ~ code * scale.
 struct Rounded {
@@ -185,6 +186,9 @@ struct Packed {
             by_codes((const float*)scales + at, half, scale, zero);
         }
     }
+    void ask_for_scales(int64_t at) const {
+        __builtin_prefetch((const char*)scales + at * 2 * OUTPUTS * (scale_type == ZERO_CODES_F32 ? 4 : 2), 0, 2);
+    }
     template <class S> static void by_codes(const S* from, float half, Sixteen& scale, Sixteen& zero) {
         scale = sixteen(from), zero = product(scale, minus(sixteen(from + OUTPUTS), half));
     }
@@ -203,6 +207,7 @@ static inline void packed_tile(
     for (int g = 0; g < groups; g++) {
         Sums sums[R][B];
         const int64_t ahead = AHEAD / B + (g * group_bytes + AHEAD / B < bytes ? 0 : (next - 1) * bytes);
+        const int64_t later = GROUPS_AHEAD + (g + GROUPS_AHEAD < groups ? 0 : int64_t(next - 1) * groups);
         for (int at = g * w.group; at < (g + 1) * w.group; at += INPUTS) {
             for (int b = 0; b < B; b++) {
                 const auto ws = Sums::quads(codes[b]);
@@ -217,8 +222,10 @@ static inline void packed_tile(
             }
         }
         for (int b = 0; b < B; b++) {
+            const int64_t scales_at = int64_t(block + b) * groups + g;
             Sixteen scale, zero;
-            w.scales_of(int64_t(block + b) * groups + g, float(1 << (BITS - 1)), scale, zero);
+            if (first) w.ask_for_scales(scales_at + later);
+            w.scales_of(scales_at, float(1 << (BITS - 1)), scale, zero);
             for (int r = 0; r < R; r++) {
                 const int64_t own = int64_t(row + r) * groups + g;
                 add_product(acc[r][b], converted(sums[r][b]), times(scale, x.scales[own]));
