@@ -447,7 +447,7 @@ class AdaptiveDrafter(Drafter):
     def _pays_second(self, chain: _Chain, chance: float, rate: float) -> bool:
         """Return whether a row pays for a second candidate for the chain's next token, whose first has that chance."""
         beside = chain.alive * (1 - chance) * self.learned.second.value
-        return self.settings.second_candidates and rate > 0 and beside > rate * self._row(chain)
+        return self.settings.second_candidates and rate > 0 and beside > rate * self._row(chain, 1)
 
     def _guesses(self, cursor: Cursor, most: int) -> list[int]:
         """Return what text suggests that the draft's next pass should check along: as far as it saves passes."""
@@ -459,5 +459,7 @@ class AdaptiveDrafter(Drafter):
             guesses.append(guess.token_id)
         return guesses
 
-    def _row(self, chain: _Chain) -> float:
-        return self.costs.verify(chain.n_rows + 1) - self.costs.verify(chain.n_rows)
+    def _row(self, chain: _Chain, n_beside: int = 0) -> float:
+        """Return what a row adds to the cost of a pass over the chain and as many rows beside it."""
+        n_rows = chain.n_rows + n_beside
+        return self.costs.verify(n_rows + 1) - self.costs.verify(n_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -80,6 +81,17 @@ def test_dear_draft_is_never_run_but_to_probe() -> None:
     done = run(method, REPEATING, 120)
     assert done.drafted <= 4 * 4
     assert done.verified_widths[1] > 0.9 * done.target_passes
+
+
+def test_second_candidate_pays_for_the_row_behind_the_first_ones() -> None:
+    """A pass over two rows costs what one over one row costs, and each row more as much again."""
+    costs = replace(cheap_draft_costs(0.25), pass_s={1: 8.0, 2: 8.0, 3: 16.0, 4: 24.0, 32: 248.0})
+    other = OtherModel(quick_runtime("llama", seed=9))
+    settings = AdaptiveSettings(lookup=False, max_draft_length=1)
+    drafter = AdaptiveDrafter(other, PassCosts(costs, LayerSet(4).filled("int4")), settings)
+    done = run(Method("adaptive", drafter), FREE, 200)
+    assert done.drafted
+    assert set(done.verified_widths) <= {1, 2}
 
 
 def test_text_saves_passes_of_the_draft() -> None:
