@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,7 +54,12 @@ READS = {
 
 
 class Waits(TorchFunctionMode):
-    """Counts what waits for the `meta` device, and answers reads."""
+    """Counts what waits for the `meta` device, and answers reads.
+
+    What torch makes there depends on no numbers, and takes it long: of arguments seen before, it is made as it was.
+    """
+
+    _made: ClassVar[dict[Any, tuple[Any, ...]]] = {}  # sizes, strides and type, by function and arguments
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +89,7 @@ class Waits(TorchFunctionMode):
             return getattr(torch.full(own.shape, -self._drawn.choice(range(4)), dtype=own.dtype), name)()
         if name == "__getitem__" and own is not None and own.device == META and self._is_moved(args[1]):
             self.seen.append("an index of this machine")
-        answer = func(*args, **kwargs)
+        answer = self._answer(func, args, kwargs) if "out" not in kwargs else func(*args, **kwargs)
         if isinstance(answer, Tensor) and answer.device == META and not kwargs.get("non_blocking"):
             to_meta = torch.device(kwargs.get("device") or "cpu") == META
             sources = [part for part in args if isinstance(part, Tensor)]
@@ -93,6 +98,29 @@ class Waits(TorchFunctionMode):
             ):
                 self.seen.append(f"{name} to the device")
         return answer
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` makes, computed once for all arguments of one kind."""
+        try:
+            made = cls._made.get(key := (func, cls._kind(args), cls._kind(tuple(kwargs.items()))))
+        except TypeError:  # an argument of its own kind
+            return func(*args, **kwargs)
+        if made is not None:
+            return torch.empty_strided(made[0], made[1], dtype=made[2], device=made[3])
+        answer = func(*args, **kwargs)
+        if isinstance(answer, Tensor) and answer.device.type == "meta" and not any(answer is each for each in args):
+            cls._made[key] = answer.shape, answer.stride(), answer.dtype, answer.device
+        return answer
+
+    @classmethod
+    def _kind(cls, value: Any) -> Any:
+        """Return all that a result's shape can depend on."""
+        if isinstance(value, Tensor):
+            return value.shape, value.stride(), value.dtype, value.device
+        if isinstance(value, (tuple, list)):
+            return tuple([cls._kind(each) for each in value])
+        return type(value), (value.start, value.stop, value.step) if isinstance(value, slice) else value
 
     @staticmethod
     def _is_moved(index: Any) -> bool:
