@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ Path = tuple[int, ...]
 Result = TypeVar("Result")
 
 
+@cache
 def table(path: Path, salt: int, zeros: bool) -> Tensor:
     """A fixed conditional distribution per prefix; with `zeros` one token is impossible after some prefixes."""
     mixed = sum((i + 2) * (t + 1) for i, t in enumerate(path))
@@ -137,21 +139,32 @@ class TableTarget:
 
 
 class ReadTarget(TableTarget):
-    """One whose draft is weighed before any of it is read: each node has its draw already."""
+    """One whose draft is weighed before any of it is read: each node has its draw already.
+
+    It is a number until it is used, and branches only then, once: what becomes of the others changes nothing.
+    """
 
     def __init__(self, branches: Branches, n_checked: int, draft: Draft) -> None:
         super().__init__(branches, n_checked)
         self.tree = draft.tree
+        self.rows: list[list[float]] = []
+        self.drawn: dict[int, int] = {}
 
     def above(self, node: int) -> Path:
         return tuple(self.tree.token_ids[each] for each in self.tree.path(node))
 
     def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
         assert len(nodes) == len(probs)
-        return torch.tensor([[self.branches.pick(row) if any(row) else 0] for row in probs.tolist()])
+        self.rows += probs.tolist()
+        return torch.arange(len(self.rows) - len(nodes), len(self.rows))[:, None]
 
     def draw(self, probs: Any) -> int:
-        return int(probs) if isinstance(probs, float) else super().draw(probs)
+        if not isinstance(probs, float):
+            return super().draw(probs)
+        number, row = int(probs), self.rows[int(probs)]
+        if number not in self.drawn:
+            self.drawn[number] = self.branches.pick(row) if any(row) else 0  # of nothing: whatever it is
+        return self.drawn[number]
 
 
 def offered(drafter: Drafter, branches: Branches, depth: int, sampling: Sampling, late: bool = False) -> Draft:
