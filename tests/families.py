@@ -86,10 +86,13 @@ def tiny_model(
     """A random model whose residual stream is large enough that skipping a sub-layer changes few argmaxes.
 
     Args: scale: of its weights; the larger, the more do texts differ. changed: settings of its configuration that are
-          not as in `CONFIGS`.
+          not as in `CONFIGS`; fewer layers are the first of those there.
     """
     torch.manual_seed(seed)
-    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changed})
+    settings = {**CONFIGS[family].to_dict(), **changed}
+    if settings.get("layer_types") is not None:
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
+    config = type(CONFIGS[family])(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

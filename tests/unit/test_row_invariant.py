@@ -232,8 +232,6 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
     shape: dict[str, Any] = {} if family == "gpt2" else {"intermediate_size": 64}
     shape["num_hidden_layers"] = 2  # what the second is given are bits of the first
-    if family == "gemma3":
-        shape["layer_types"] = ["sliding_attention", "full_attention"]
     runtime, reference = (here(tiny_runtime(family, torch.float32, **shape)) for _ in range(2))
     assert runtime.n_layers == 2
     assert make_row_invariant(runtime) is None and runtime.exact
