@@ -156,7 +156,7 @@ FREE = Sampling(temperature=1.5, seed=2)  # hot enough that the text does not re
 @pytest.mark.parametrize("name", ["prompt-lookup", "adaptive", "adaptive, no model"])
 def test_prediction_saves_passes_and_changes_no_token(name: str, family: str, sampling: Sampling) -> None:
     """A right one is accepted from its first token on, an edited one also behind the edit, a wrong one refused."""
-    runtime, rng = tiny_runtime(family), random.Random(3)
+    runtime, rng = quick_runtime(family), random.Random(3)
     ids, wrong = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (12, N_NEW))
     settings = {"adaptive": AdaptiveSettings(), "adaptive, no model": AdaptiveSettings(draft_format="stored")}
     expected = run(runtime, ids, PLAIN, sampling).token_ids
