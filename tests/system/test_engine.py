@@ -704,16 +704,16 @@ def test_text_that_memory_does_not_hold_is_refused_and_the_others_go_on() -> Non
 def test_buffer_that_grows_with_its_text_changes_no_token(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     own = parts(family, with_model=True)
     asked = [(name, repeating(number), SAMPLINGS[number % 3]) for number, name in enumerate(METHODS)]
-    expected = [by_itself(own, build(name, own), ids, sampling, 60) for name, ids, sampling in asked]
+    expected = [by_itself(own, build(name, own), ids, sampling, 40) for name, ids, sampling in asked]
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", 4)
     engine = Engine(PLENTY)
-    running = [engine.add(request(own, build(name, own), ids, sampling, 60)) for name, ids, sampling in asked]
+    running = [engine.add(request(own, build(name, own), ids, sampling, 40)) for name, ids, sampling in asked]
     list(engine.step())
     n_slots = sum(buffer.capacity for one in running for buffer in one.held.values())
     finish(engine)
     for (name, *_), one, tokens in zip(asked, running, expected, strict=True):
         assert one.result.token_ids == tokens, name
-    assert n_slots < sum(next(request(own, build(n, own), ids, how, 60)).capacity for n, ids, how in asked) - 500
+    assert n_slots < sum(next(request(own, build(n, own), ids, how, 40)).capacity for n, ids, how in asked) - 500
 
 
 def test_requests_that_may_write_much_run_beside_one_another_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
