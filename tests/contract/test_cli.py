@@ -383,6 +383,7 @@ def test_doctor_measures_what_auto_selects_on_a_gpu(
 
     def on_cpu(config: Any, device: str, made: Any = random_runtime) -> Any:
         assert device == "cuda:1"
+        config.update({"hidden_size": 64, "intermediate_size": 64, "head_dim": 8})  # nothing is computed with it
         return made(config, "cpu")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
