@@ -442,7 +442,7 @@ def test_no_round_waits_for_the_database(
 def test_change_from_code_to_summaries_is_noticed_and_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = swiftopt.load("smollm2-135m", dtype="float32").runtime
+    runtime = swiftopt.load("smollm2-135m", dtype="bfloat16").runtime
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs_of(runtime))
     traffic = Traffic("smollm2-135m", runtime, None)
     session = Session(runtime, Sampling(), 8, ignore_eos=True)
