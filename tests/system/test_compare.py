@@ -229,6 +229,7 @@ def test_samples_of_greedy_decoding_are_refused(tiny: str, home: Path, capsys: p
     assert "samples of greedy decoding are all alike" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("rough_costs")
 def test_completions_that_are_tuned_on_end_at_stop_strings(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

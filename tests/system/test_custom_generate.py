@@ -138,6 +138,7 @@ def test_what_cannot_be_decoded_is_refused_in_a_sentence() -> None:
         both(model, prompt(), do_sample=False, attention_mask=padded)
 
 
+@pytest.mark.usefixtures("rough_costs")
 def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies_are_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
