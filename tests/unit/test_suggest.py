@@ -20,7 +20,7 @@ from swiftopt.core.types import LayerSet, Trial
 from swiftopt.optimizer.strategies import interval
 from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchanged
 from swiftopt.optimizer.strategies.interval import MAX_FAILURES, MODULE, IntervalStrategy, SuggestionProcess
-from swiftopt.optimizer.suggestions import points_of, repaired
+from swiftopt.optimizer.suggestions import KAPPA, next_point, points_of, repaired
 
 SIZE, N_SKIPPED = 12, 5
 WAIT_S = 60.0  # how long a test waits for a process on a busy machine
@@ -301,6 +301,22 @@ def test_an_engine_is_told_of_the_best_and_the_latest_sets_once_each() -> None:
     assert points[-1] == (sets[3], 75.0)
     assert points[0] == (sets[8], 100.0)
     assert len({bits for bits, _ in points}) == 9
+
+
+@pytest.mark.parametrize("n_scores", [1, 9])
+def test_next_point_is_that_of_the_library_to_the_bit(n_scores: int) -> None:
+    from bayes_opt import BayesianOptimization
+    from bayes_opt.acquisition import UpperConfidenceBound
+
+    rng = random.Random(n_scores)
+    scores = [(tuple(rng.random() for _ in range(5)), rng.random()) for _ in range(n_scores)]
+    names = [f"x{i}" for i in range(5)]
+    theirs = BayesianOptimization(
+        None, dict.fromkeys(names, (0.0, 1.0)), acquisition_function=UpperConfidenceBound(kappa=KAPPA), random_state=3
+    )
+    for point, score in scores:
+        theirs.register(dict(zip(names, point, strict=True)), score)
+    assert next_point(scores, 3).tolist() == list(theirs.suggest().values())
 
 
 def test_repair_flips_no_more_than_needed() -> None:
