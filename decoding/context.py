@@ -364,6 +364,13 @@ class Context:
             self._text = torch.cat((self._text, uploaded(self.token_ids[len(self._text) :], device)))
         return self._text
 
+    def confidences(self, logits: Tensor) -> list[tuple[int, float]]:
+        """Return `TokenRule.confidences` of a draft's `logits` (rows, vocab), where the rule takes the largest."""
+        native = self.runtime.native
+        if native is None or logits.dtype != self.runtime.dtype:
+            return self.rule.confidences(logits.float())
+        return [(token_id, math.exp(value)) for token_id, value in zip(*native.likeliest(logits), strict=True)]
+
     def scores(self, drafted: Drafted, logits: Tensor) -> Tensor:
         """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones.
 

@@ -426,7 +426,7 @@ class AdaptiveDrafter(Drafter):
     def _take(self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float) -> int:
         """Add what one pass gave, row by row while the guesses are the draft's own tokens; return how many are."""
         learned, rule = self.learned, self.context.rule
-        at_once = rule.confidences(logits.float()) if rule.is_argmax else []
+        at_once = self.context.confidences(logits) if rule.is_argmax else []
         for i, row in enumerate(logits):
             if at_once:
                 scores, (token_id, confidence) = row, at_once[i]

@@ -59,11 +59,12 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A loaded library. `run`: see `layout.Call`."""
+    """A loaded library; its functions are described in `pass.cpp`."""
 
     level: str
     path: Path
     run: Callable[..., int]
+    likeliest: Callable[..., None]
 
 
 @cache
@@ -201,7 +202,10 @@ def _opened(name: str, path: Path) -> Kernels:
         raise _NoLibrary(f"{path} does not fit this version of swiftopt: remove it")
     run.argtypes = [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), ctypes.c_int32]
     run.restype = ctypes.c_int
-    return Kernels(name, path, run)
+    likeliest = library.swiftopt_likeliest
+    likeliest.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
+    likeliest.restype = None
+    return Kernels(name, path, run, likeliest)
 
 
 def at_rows(speeds: Speeds, way: str, rows: int) -> float:

@@ -277,6 +277,10 @@ class NativePasses:
         head = self._head if name is None else self._map_of(self.runtime.head_module(name))
         return linear(self.kernels, head, hidden, index, self._norm if normed else None)
 
+    def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        self._check(logits)
+        return likeliest(self.kernels, logits)
+
     def _check(self, hidden: Tensor) -> None:
         if hidden.dtype != self.runtime.dtype:
             raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
@@ -370,6 +374,18 @@ def run(
         raise MemoryError(f"a pass over {n} rows needs more memory than there is")
     if failed:
         raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
+
+
+def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability.
+
+    In two walks over what lies there, where torch writes and reads copies in float32.
+    """
+    logits = logits.contiguous()
+    n_rows, n = logits.shape
+    token_ids, logprobs = (ctypes.c_int64 * n_rows)(), (ctypes.c_double * n_rows)()
+    kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, n_rows, n, token_ids, logprobs)
+    return list(token_ids), list(logprobs)
 
 
 def refuse_group(module: CodedLinear) -> None:

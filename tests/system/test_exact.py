@@ -258,7 +258,7 @@ def test_attention_by_wider_vectors_takes_no_longer(wide: Runtime) -> None:
         buffer = runtime.new_buffer(1010)
         runtime.prefill(words(3, 1000), buffer)
         seconds.append(processor_seconds(partial(runtime.forward, rows, buffer)))
-    assert seconds[0] < 1.3 * seconds[1]
+    assert seconds[0] < 2 * seconds[1]
 
 
 def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
+from swiftopt.models.kernels.native import likeliest
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 
@@ -90,6 +92,36 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"
 def same_bits(one: Tensor, other: Tensor) -> bool:
     whole = torch.int32 if one.dtype == torch.float32 else torch.int16
     return torch.equal(one.view(whole), other.view(whole))
+
+
+# -- the likeliest token of a row --------------------------------------------------------------------------------------
+
+
+@each_level
+@each_dtype
+@settings(max_examples=60)
+@given(shape=st.tuples(st.integers(1, 4), widths), seed=st.integers(0, 10**6), scale=st.sampled_from([0.0, 1.0, 30.0]))
+def test_likeliest_token_and_its_probability_are_those_of_float64(
+    level: str, dtype: torch.dtype, shape: tuple[int, int], seed: int, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(shape, generator=generator)).to(dtype)
+    logits[:, 1:][torch.rand((shape[0], shape[1] - 1), generator=generator) < 0.2] = float("-inf")
+    token_ids, logprobs = likeliest(library(level), logits)
+    assert token_ids == [row.index(max(row)) for row in logits.tolist()]
+    expected = logits.double().log_softmax(-1).amax(-1)
+    torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), expected, rtol=1e-5, atol=2e-6)
+
+
+@each_level
+@each_dtype
+def test_row_that_is_no_distribution_has_no_probability(level: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros((4, 70), dtype=dtype)
+    logits[0, 69], logits[1], logits[2, 3] = float("nan"), float("-inf"), float("inf")
+    logits[3] = float("nan")
+    token_ids, logprobs = likeliest(library(level), logits)
+    assert [math.isnan(each) for each in logprobs] == [True] * 4
+    assert token_ids[1:] == [0, 3, 0]
 
 
 # -- maps in the model's own type --------------------------------------------------------------------------------------
