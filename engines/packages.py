@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -280,15 +279,13 @@ def _make(package: EnginePackage, folder: Path) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        python = str(folder / "bin" / "python")
-        own_pip = find_spec("pip") is not None  # which spares the environment one, and 4 s
         if package.tool == "pip":
-            _run(package, (sys.executable, "-m", "venv", *["--without-pip"] * own_pip, str(folder)))
+            _run(package, (sys.executable, "-m", "venv", str(folder)))
         for step in package.steps:
-            pip = (sys.executable, "-m", "pip", "--python", python, *step) if own_pip else (python, "-m", "pip", *step)
+            pip = (str(folder / "bin" / "python"), "-m", "pip", *step)
             _run(package, pip if package.tool == "pip" else ("npm", "--prefix", str(folder), *step))
         if package.check:
-            _run(package, (python, "-I", "-c", package.check))
+            _run(package, (str(folder / "bin" / "python"), "-I", "-c", package.check))
         (folder / READY).touch()
     finally:
         if not (folder / READY).is_file():

@@ -202,7 +202,6 @@ def test_rival_that_cannot_be_installed_says_so_and_leaves_nothing(
     (old / "bin").mkdir(parents=True)
     (old / READY).touch()
     (old / "bin" / "python").symlink_to("/usr/bin/python0")
-    monkeypatch.setattr("swiftopt.engines.packages.find_spec", {}.get)  # our own environment has no pip
     with pytest.raises(EngineFailed, match="cannot be installed"):
         prepared(EnginePackage("nobody", "no-such-rival", "1", tool="pip", steps=(install,)))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -312,7 +311,6 @@ def test_wheel_at_hand_is_found_without_a_network_and_one_for_cpus_is_refused(
     wheel(tmp_path, "GPU")
     launch = prepared(package)
     assert launch.folder == package.folder == tmp_path / "cache" / "peers" / "xllamacpp-2026.10.11549-cuda"
-    assert [found.name for found in package.folder.glob("lib*/python*/site-packages/*pip*")] == []  # ours installs
     (tmp_path / "xllamacpp-2026.10.11549-py3-none-any.whl").unlink()
     assert prepared(package) == launch  # only once
     assert launch.command[0] == str(package.folder / "bin" / "python")
