@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -253,12 +253,14 @@ def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Run
 def test_attention_by_wider_vectors_takes_no_longer(wide: Runtime) -> None:
     portable = tiny_runtime("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
     portable.native = NativePasses(portable, library("portable"))
-    rows, seconds = Rows(words(3, 9), 1000), list[float]()
+    rows, runs = Rows(words(3, 9), 1000), list[Callable[[], object]]()
     for runtime in (wide, portable):
         buffer = runtime.new_buffer(1010)
         runtime.prefill(words(3, 1000), buffer)
-        seconds.append(processor_seconds(partial(runtime.forward, rows, buffer)))
-    assert seconds[0] < 2 * seconds[1]
+        runs.append(partial(runtime.forward, rows, buffer))
+    turns = [[processor_seconds(run) for run in runs] for _ in range(3)]  # a busy moment slows both
+    own, theirs = map(min, zip(*turns, strict=True))
+    assert own < 1.3 * theirs
 
 
 def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:
