@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
 WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
 COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
+COMPILED_FORMS = 32  # at most, of a function: for one row and several, by weight format; torch's own limit is 8
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
@@ -313,8 +314,10 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     graphs = GraphPasses(runtime) if "graphs" in speed else None
     if speed == "onednn":
         pack_for_onednn(runtime)
-    if "compiled" in speed:
+    if "compiled" in speed:  # which fuses norms itself
         compile_functions(runtime)
+    elif graphs is not None:
+        _fuse_norms(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
     runtime.copies.lay_out(packed=speed == "graphs" and _draft_kernels(runtime))
@@ -353,6 +356,12 @@ def _use_row_invariant(runtime: Runtime) -> str | None:
     return reason
 
 
+def _fuse_norms(runtime: Runtime) -> None:
+    from .row_invariant import fuse_norms
+
+    fuse_norms(runtime)
+
+
 def _use_graphs(runtime: Runtime) -> None:
     if runtime.device.type != "cuda" or not runtime.one_device:
         return
@@ -366,6 +375,9 @@ def _use_graphs(runtime: Runtime) -> None:
         return
     runtime.by_table = True
     if faster:
+        if not runtime.row_invariant:
+            _fuse_norms(runtime)
+            graphs.forget()  # which computed them by torch
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
@@ -455,8 +467,10 @@ def compile_functions(runtime: Runtime) -> None:
 
     Raises: SettingsError: torch cannot compile here, where there is no C++ compiler for example; nothing has changed.
     """
+    from torch._dynamo import config
     from torch._dynamo.exc import TorchDynamoException
 
+    config.recompile_limit = max(config.recompile_limit, COMPILED_FORMS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's compiler warns of torch's own code

@@ -1,4 +1,4 @@
-"""Passes on a CUDA device whose rows do not depend on one another: torch's modules, their sums by our Triton kernels.
+"""Passes on a CUDA device by our Triton kernels: norms alone, or all sums, so that no row depends on others.
 
 A drafted completion has plain decoding's bits then, in bfloat16, too. What is left to torch works element by element.
 """
@@ -6,6 +6,8 @@ A drafted completion has plain decoding's bits then, in bfloat16, too. What is l
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +19,8 @@ from .kernels import device, layout
 from .kernels.native import Unsupported, norm_kind, refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
+
+NORMS = ("attn_norm", "attn_post", "q_norm", "k_norm", "mlp_norm", "mlp_post")  # of a layer
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
@@ -32,14 +36,11 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
-    norms = [runtime.final_norm]
-    for block in runtime.blocks:
-        own = block.parts
-        norms += [own.attn_norm, own.attn_post, own.q_norm, own.k_norm, own.mlp_norm, own.mlp_post]
+    norms = [runtime.final_norm, *(getattr(block.parts, name) for block in runtime.blocks for name in NORMS)]
     modules: dict[Any, Callable[[Tensor], Tensor]] = {}
     try:
         for norm in norms:
-            if norm is not None:
+            if isinstance(norm, nn.Module):  # neither none nor fused
                 refuse_hooks(norm)
                 modules[norm] = _norm(norm)
         for module in runtime.hf_model.modules():
@@ -54,6 +55,21 @@ def make_row_invariant(runtime: Runtime) -> str | None:
         module.forward = partial(_unless_trained, compute, module.forward)
     runtime.row_invariant = True
     return None
+
+
+def fuse_norms(runtime: Runtime) -> None:
+    """Compute a runtime's norms by one kernel each, not by torch's eight; the model's modules stay as they are."""
+
+    def fused(norm: Any) -> Any:
+        with suppress(Unsupported):
+            if isinstance(norm, nn.Module):
+                refuse_hooks(norm)
+                return partial(_unless_trained, _norm(norm), norm)
+        return norm
+
+    runtime.final_norm = fused(runtime.final_norm)
+    for block in runtime.blocks:
+        block.parts = replace(block.parts, **{name: fused(getattr(block.parts, name)) for name in NORMS})
 
 
 def _unless_trained(compute: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

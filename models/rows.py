@@ -376,20 +376,23 @@ def _chosen(plan: PassPlan, variants: frozenset[int]) -> NDArray[np.int64]:
 
 
 class TableRows:
-    """Rows as kernels read them for the layers of one device, window and kind of rotation; see `blocks.LayerRows`."""
+    """Rows as kernels read them for the layers of one device, window and kind of rotation; see `blocks.LayerRows`.
+
+    The kernel that writes the keys rotates them, and the queries.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
     def __init__(self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block) -> None:
         self._table, self._data, self._devices = table, data, [each.device for each in runtime.blocks]
         self._view = table.windows.index(block.window)
-        rotation = runtime.rotation(block.layer_type, block.device, table.n_positions)
-        positions = data[kernels.POSITION]
-        self.cos = None if rotation is None else rotation[0][positions][:, None]
-        self.sin = None if rotation is None else rotation[1][positions][:, None]
+        self._rotation = runtime.rotation(block.layer_type, block.device, table.n_positions)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         table, devices, own = self._table, self._devices, block.device
         layer, n_layers = devices[: block.index].count(own), devices.count(own)
-        kernels.store(key, value, self._data, layer, n_layers)
+        query = kernels.store(query, key, value, self._data, self._rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
         return kernels.attend(
             query, self._data, view, n_tiles, table.n_slots, layer, n_layers, key.shape[1], block.scaling

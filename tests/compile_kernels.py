@@ -92,13 +92,14 @@ def main() -> None:
         device.linear(x, meta(HIDDEN, HIDDEN, dtype=torch.float8_e4m3fn), scales=scales)
         for bits in (4, 8):
             codes = meta(HIDDEN // 16, HIDDEN * 16 * bits // 8, dtype=torch.uint8)
-            scales = meta(HIDDEN // 16, HIDDEN // 64, 2, 16, dtype=torch.float16)
-            device.coded_linear(x, codes, scales, bits, 64, HIDDEN, bits == 4, None)
+            for group in (128, 64, 32):
+                scales = meta(HIDDEN // 16, HIDDEN // group, 2, 16, dtype=torch.float16)
+                device.coded_linear(x, codes, scales, bits, group, HIDDEN, bits == 4, None)
         device.norm(x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
         table = meta(5 + 6 + 64, ROWS, dtype=torch.int64)
         for width in (WIDTH, 2 * WIDTH):  # Gemma's heads are twice as wide
             query, key = meta(ROWS, HEADS, width, dtype=dtype), meta(ROWS, 8, width, dtype=dtype)
-            device.store(key, key, table, 3, 40)
+            device.store(query, key, key, table, (meta(4096, width, dtype=dtype),) * 2, 3, 40)
             device.attend(query, table, 5, ROWS, 2048, 3, 40, 8, width**-0.5)
 
 

@@ -11,6 +11,7 @@ The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out,
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -23,8 +24,18 @@ TILE = 16  # rows of a product: the smallest that tensor cores take
 SPLIT = 256  # slots that are summed by themselves
 READ_SLOTS = 64  # that a tile of attention reads at a time, at most
 READ_BYTES = 16384  # and of keys, and of values: what it holds must fit the registers
-WIDE, NARROW = 64, 16  # outputs of a tile
-INPUTS, WORDS = 128, 32  # inputs, or 32-bit words of codes, that are read at a time
+OUTPUTS, INPUTS = 64, 128  # of a weight that a program reads at a time
+PROGRAMS, CONVERTING = (
+    200,
+    800,
+)  # at least, for a map, and for one whose weights are converted; H200's have 132 processors
+MOST_PARTS = 16  # parts of a map's inputs that are summed by themselves
+CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8  # outputs, and 32-bit words of codes, that a program reads at a time
+CODED_PROGRAMS, CODED_STAGES = 700, 2
+MAGIC = {  # two numbers of a type whose lowest bits may be a code's, and the number that they are with a code of 0
+    torch.bfloat16: (0x43004300, 128),
+    torch.float16: (0x64006400, 1024),
+}
 PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
 MOST_SPLITS = 8  # parts of a map's inputs that are summed by themselves
 
@@ -35,7 +46,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n_rows"])
     def _dense(
         x, weight, out, n_rows, n_in, n_out, x_stride, w_stride, w_step,
         ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
@@ -60,43 +71,80 @@ if importlib.util.find_spec("triton") is not None:
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n_rows"])
     def _coded(
         x, codes, scales, out, n_rows, n_in, n_out, x_stride, n_words, n_groups,
-        BITS: tl.constexpr, GROUP: tl.constexpr, ZERO_CODES: tl.constexpr,
-        ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
+        BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO_CODES: tl.constexpr, MAGIC: tl.constexpr,
+        BASE: tl.constexpr, STAGES: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr,
+        STEPS: tl.constexpr,
     ):  # fmt: skip
+        # A code is multiplied as it is, above a `BASE` that its bits have as a number; a group's sums are scaled.
         per_word: tl.constexpr = 32 // BITS
-        middle: tl.constexpr = 1 << (BITS - 1)
+        bottom: tl.constexpr = 17 * BASE + 128 if BITS == 8 else BASE + 8
+        half = x.dtype.element_ty
         rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
-        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-        block, within = (outputs // 16).to(tl.int64), outputs % 16
-        kept = outputs < n_out
+        # By blocks of 16 outputs, whose codes and whose scales lie together, so that loads are wide.
+        blocks = tl.program_id(0) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
+        there = (blocks * 16 < n_out)[:, None]
         first = tl.program_id(2) * (STEPS * READ)
+        read = codes + (blocks.to(tl.int64) * n_words * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
+        pairs = scales + (blocks.to(tl.int64) * n_groups * 32)[:, None] + tl.arange(0, 32)[None, :]
+        ones = tl.full((2 * READ, OUTPUTS), 1.0, half)
         total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
-        for step in range(STEPS):
+        for step in tl.range(STEPS, num_stages=STAGES):  # so that scales, too, are asked for ahead
             words = first + step * READ + tl.arange(0, READ)
-            mask = (words < n_words)[:, None] & kept[None, :]
-            packed = tl.load(codes + (block * n_words * 16 + within)[None, :] + words[:, None] * 16, mask=mask, other=0)
-            group = (words * per_word) // GROUP
-            pair = scales + (block * n_groups * 32 + within)[None, :] + group[:, None] * 32
-            scale = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
-            zero = tl.load(pair + 16, mask=mask, other=0.0).to(tl.float32)
-            for i in tl.static_range(per_word):
-                code = (packed >> (8 * (i % 4) + 4 * (i // 4))) & ((1 << BITS) - 1)
-                if ZERO_CODES:
-                    value = ((code - middle).to(tl.float32) + zero) * scale
+            wanted = (words < n_words)[:, None, None] & there[None, :, :]
+            packed = tl.load(read + words[:, None, None] * 16, mask=wanted, other=0)
+            packed = tl.reshape(packed, (READ, OUTPUTS))
+            begun = (first + step * READ) * per_word
+            steps = tl.arange(0, READ * per_word)
+            own = tl.load(
+                x + rows[:, None] * x_stride + (begun + steps)[None, :],
+                mask=(rows < n_rows)[:, None] & (begun + steps < n_in)[None, :],
+                other=0.0,
+            )
+            for span in tl.static_range(READ * per_word // SPAN):
+                group = (begun + span * SPAN) // GROUP
+                pair = tl.load(pairs + group * 32, mask=there & (group < n_groups), other=0.0)
+                scale, zero = tl.split(tl.permute(tl.reshape(pair, (OUTPUTS // 16, 2, 16)), (0, 2, 1)))
+                scale = tl.reshape(scale, (OUTPUTS,)).to(tl.float32)
+                zero = tl.reshape(zero, (OUTPUTS,)).to(tl.float32)
+                some = own
+                if READ * per_word > SPAN:
+                    some = tl.where((steps // SPAN == span)[None, :], own, 0.0)
+                # Inputs of the codes in both halves of a word, that are as far from the lowest bits of either.
+                if BITS == 4:
+                    even, odd = tl.split(tl.permute(tl.reshape(some, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
+                    x0, x1 = tl.split(even)
+                    x2, x3 = tl.split(odd)
                 else:
-                    value = (code - middle).to(tl.float32) * scale + zero
-                inputs = words * per_word + i
-                own = tl.load(
-                    x + rows[:, None] * x_stride + inputs[None, :],
-                    mask=(rows < n_rows)[:, None] & (inputs < n_in)[None, :],
-                    other=0.0,
-                )
-                total = tl.dot(own, value.to(own.dtype), total, input_precision="ieee")
+                    x0, x2 = tl.split(tl.reshape(some, (ROWS_, READ, 2, 2)))
+                    x1, x3 = x0, x2
+                low = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
+                high, sums = low, low
+                for i in tl.static_range(4):
+                    both = ((packed >> (4 * i)) & 0x000F000F) | MAGIC
+                    if MAGIC:
+                        front = both.to(tl.int16).to(half, bitcast=True)
+                        back = (both >> 16).to(tl.int16).to(half, bitcast=True)
+                    else:
+                        front, back = (both & 15).to(half), (both >> 16).to(half)
+                    weight = tl.reshape(tl.permute(tl.join(front, back), (0, 2, 1)), (2 * READ, OUTPUTS))
+                    asked = tl.reshape(x0 if i == 0 else (x1 if i == 1 else (x2 if i == 2 else x3)), (ROWS_, 2 * READ))
+                    if BITS == 8 and i % 2 == 1:
+                        high = tl.dot(asked, weight, high, input_precision="ieee")
+                    else:
+                        low = tl.dot(asked, weight, low, input_precision="ieee")
+                        sums = tl.dot(asked, ones, sums, input_precision="ieee")
+                if BITS == 8:
+                    low += 16.0 * high
+                if ZERO_CODES:
+                    total += (low + sums * (zero - bottom)[None, :]) * scale[None, :]
+                else:
+                    total += low * scale[None, :] + sums * (zero - bottom * scale)[None, :]
+        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
-        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & kept[None, :])
+        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
 
     @triton.jit
     def _joined(
@@ -140,22 +188,35 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit(do_not_specialize=["layer"])
     def _store(
-        key, value, table, layer, n_layers, stride, k_row, k_head, v_row, v_head, WIDTH: tl.constexpr,
-        PADDED: tl.constexpr, SLOT_: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
+        query, key, value, table, cos, sin, out, layer, n_layers, stride, q_row, q_head, k_row, k_head, v_row, v_head,
+        n_queries, ROTATED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, POSITION_: tl.constexpr,
+        SLOT_: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
     ):  # fmt: skip
-        row, head, n_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+        # Programs of a row: one for each query head, none where nothing is rotated, then one for each key head.
+        row, head, n_heads = tl.program_id(0), tl.program_id(1) - n_queries, tl.num_programs(1) - n_queries
+        own = tl.arange(0, PADDED)
         slot = tl.load(table + SLOT_ * stride + row)
-        if slot >= 0:  # else the row only fills a pass up
+        mask = own < WIDTH
+        if head < 0:
+            source = query + row * q_row + (head + n_queries) * q_head
+            place = out + (row * n_queries + head + n_queries) * WIDTH
+        else:
+            source = key + row * k_row + head * k_head
             buffer = tl.load(table + BUFFER_ * stride + row).to(tl.pointer_type(key.dtype.element_ty))
             capacity = tl.load(table + CAPACITY_ * stride + row)
-            own = tl.arange(0, PADDED)
-            mask = own < WIDTH
-            at = (layer * n_heads + head) * capacity + slot
-            tl.store(buffer + at * WIDTH + own, tl.load(key + row * k_row + head * k_head + own, mask=mask), mask=mask)
-            at += n_layers * n_heads * capacity
-            tl.store(
-                buffer + at * WIDTH + own, tl.load(value + row * v_row + head * v_head + own, mask=mask), mask=mask
-            )
+            place = buffer + ((layer * n_heads + head) * capacity + slot) * WIDTH
+            mask = mask & (slot >= 0)  # else the row only fills a pass up
+            read = tl.load(value + row * v_row + head * v_head + own, mask=mask)
+            tl.store(place + n_layers * n_heads * capacity * WIDTH + own, read, mask=mask)
+        kept = tl.load(source + own, mask=mask)
+        if ROTATED:  # rounded after each operation, as torch's are
+            turned = mask & (own < ROTATED)
+            at = tl.load(table + POSITION_ * stride + row) * ROTATED + own
+            other = tl.load(source + (own + ROTATED // 2) % ROTATED, mask=turned, other=0.0).to(tl.float32)
+            other = (other * tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)).to(kept.dtype)
+            straight = kept.to(tl.float32) * tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
+            kept = (straight.to(kept.dtype).to(tl.float32) + other.to(tl.float32)).to(kept.dtype)
+        tl.store(place + own, kept, mask=mask)
 
     @triton.jit(do_not_specialize=["layer"])
     def _attend(
@@ -262,12 +323,14 @@ def _on_its_device(
     return launched
 
 
-def _tiles(n_out: int, n_in: int, read: int) -> tuple[int, int, int]:
-    """Outputs of a tile, steps of `read` inputs in a part, and the number of parts; by the weight's shape alone."""
-    outputs = WIDE if n_out >= WIDE * PROGRAMS else NARROW
-    wanted = min(MOST_SPLITS, -(-PROGRAMS // -(-n_out // outputs)), -(-n_in // read))
+def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tuple[int, int]:
+    """Steps of `read` inputs in a part that is summed by itself, and the number of parts; by the weight's shape alone.
+
+    Args: programs: that there should be, at least.
+    """
+    wanted = min(MOST_PARTS, -(-programs // -(-n_out // outputs)), -(-n_in // read))
     steps = -(-n_in // (wanted * read))
-    return outputs, steps, -(-n_in // (steps * read))
+    return steps, -(-n_in // (steps * read))
 
 
 def _finished(parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -288,13 +351,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor
     """
     x = x.contiguous()
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
-    outputs, steps, n_parts = _tiles(n_out, n_in, INPUTS)
-    parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
-    _dense[(-(-n_out // outputs), -(-n_rows // TILE), n_parts)](
+    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, PROGRAMS if weight.dtype == x.dtype else CONVERTING)
+    whole = n_parts == 1 and bias is None and scales is None
+    parts = torch.empty((n_parts, n_rows, n_out), dtype=x.dtype if whole else torch.float32, device=x.device)
+    _dense[(-(-n_out // OUTPUTS), -(-n_rows // TILE), n_parts)](
         x, weight, parts, n_rows, n_in, n_out, x.stride(0), *weight.stride(),
-        ROWS_=TILE, OUTPUTS=outputs, READ=INPUTS, STEPS=steps,
+        ROWS_=TILE, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps,
     )  # fmt: skip
-    return _finished(parts, scales, bias, x.dtype)
+    return parts[0] if whole else _finished(parts, scales, bias, x.dtype)
 
 
 @_on_its_device
@@ -303,18 +367,21 @@ def coded_linear(
 ) -> Tensor:
     """Return the linear map (rows, out) of `x` (rows, in) by codes and scales that `coded.pack` laid out.
 
-    A weight is rounded to the type of `x` before it is multiplied; sums are in float32.
+    Products with codes are summed in float32, and then scaled, group by group.
 
     Args: group: inputs that share a scale. zero_codes: zeros are added to codes, and not to weights.
     """
     x = x.contiguous()
     n_rows, n_in = x.shape
-    n_words = codes.shape[1] // (4 * scales.shape[-1])
-    outputs, steps, n_parts = _tiles(n_out, n_words, WORDS)
+    n_words, per_word = codes.shape[1] // (4 * scales.shape[-1]), 32 // bits
+    read = WORDS if group % (WORDS * per_word) == 0 else LEAST_WORDS
+    steps, n_parts = _parts(n_out, CODED_OUTPUTS, n_words, read, CODED_PROGRAMS)
     parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
-    _coded[(-(-n_out // outputs), -(-n_rows // TILE), n_parts)](
+    magic, base = MAGIC.get(x.dtype, (0, 0))
+    _coded[(-(-n_out // CODED_OUTPUTS), -(-n_rows // TILE), n_parts)](
         x, codes.view(torch.int32), scales, parts, n_rows, n_in, n_out, x.stride(0), n_words, scales.shape[1],
-        BITS=bits, GROUP=group, ZERO_CODES=zero_codes, ROWS_=TILE, OUTPUTS=outputs, READ=WORDS, STEPS=steps,
+        BITS=bits, GROUP=group, SPAN=math.gcd(group, read * per_word), ZERO_CODES=zero_codes, MAGIC=magic, BASE=base,
+        STAGES=CODED_STAGES, ROWS_=TILE, OUTPUTS=CODED_OUTPUTS, READ=read, STEPS=steps,
     )  # fmt: skip
     return _finished(parts, None, bias, x.dtype)
 
@@ -348,17 +415,27 @@ def rows_of_tile(n_groups: int) -> int:
 
 
 @_on_its_device
-def store(key: Tensor, value: Tensor, table: Tensor, layer: int, n_layers: int) -> None:
-    """Write keys and values (rows, kv_heads, head_dim) of a layer to the slots that a table names.
+def store(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, rotation: tuple[Tensor, Tensor] | None, layer: int,
+    n_layers: int,
+) -> Tensor:  # fmt: skip
+    """Write keys, rotated by position, and values (rows, kv_heads, head_dim) of a layer to slots that a table names.
 
-    Args: n_layers: that a buffer holds; see `KVBuffer`.
+    Args:    rotation: cosine and sine (positions, rotary_dim), the first half of the sine negated. n_layers: that a
+             buffer holds; see `KVBuffer`.
+    Returns: the queries (rows, heads, head_dim), rotated.
     """
-    rows, heads, width = key.shape
-    _store[(rows, heads)](
-        key, value, table, layer, n_layers, table.stride(0), key.stride(0), key.stride(1), value.stride(0),
-        value.stride(1), WIDTH=width, PADDED=triton.next_power_of_2(width),
-        SLOT_=SLOT, BUFFER_=BUFFER, CAPACITY_=CAPACITY,
+    (rows, heads, width), kv_heads = query.shape, key.shape[1]
+    cos, sin = (query, query) if rotation is None else rotation
+    out = query if rotation is None else torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    n_queries = 0 if rotation is None else heads
+    _store[(rows, n_queries + kv_heads)](
+        query, key, value, table, cos, sin, out, layer, n_layers, table.stride(0), query.stride(0), query.stride(1),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), n_queries,
+        ROTATED=0 if rotation is None else cos.shape[-1], WIDTH=width, PADDED=triton.next_power_of_2(width),
+        POSITION_=POSITION, SLOT_=SLOT, BUFFER_=BUFFER, CAPACITY_=CAPACITY,
     )  # fmt: skip
+    return out
 
 
 @_on_its_device

@@ -21,13 +21,13 @@ from native import library
 from torch import nn
 
 from swiftopt.core.errors import SettingsError
-from swiftopt.models.blocks import HeadLayout, attend
+from swiftopt.models.blocks import HeadLayout, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.kernels.native import Unsupported, norm_kind
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
-from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.row_invariant import fuse_norms, make_row_invariant
 from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
 from swiftopt.models.runtime import Runtime
 
@@ -176,7 +176,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
     key, value = (drawn(n, kv_heads, width, seed=seed, dtype=dtype) for seed in (5, 6))
     table = RowTable(shape)
     data = uploaded(table.made([(plan, plan.every) for plan in plans], PLACE), PLACE)
-    device.store(key, value, data, 1, 2)
+    assert device.store(query, key, value, data, None, 1, 2) is query
     for view, window in enumerate((None, 40)):
         found = device.attend(
             query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, width**-0.5
@@ -202,6 +202,27 @@ def test_attention_of_several_sequences_is_torchs_for_each(
                     query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, width**-0.5
                 )
                 assert torch.equal(bits[0], found[own][row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "rotated"), [(16, 16), (20, 8)])
+def test_keys_are_written_rotated_and_queries_returned_so(width: int, rotated: int, dtype: torch.dtype) -> None:
+    """By each row's position, as `rotate` does; a row that fills a pass up is written nowhere."""
+    shape: Any = Shape(4, 2, width)
+    buffer = filled(shape, 12, 3, dtype)
+    before = buffer.keys[1].clone()
+    plan = PassPlan(shape, Rows([0] * 3, 5, [5, 6, 6], TREE[:3, :3]), buffer)
+    fused = drawn(4, 8 * width, dtype=dtype)  # one projection's outputs: none of the three is contiguous
+    query, key, value = (part.view(4, -1, width) for part in fused.split([4 * width, 2 * width, 2 * width], dim=-1))
+    cos, sin = (drawn(16, rotated, seed=seed, dtype=dtype) for seed in (8, 9))
+    data = uploaded(RowTable(shape, 4, 16, 4).made([(plan, plan.every)], PLACE), PLACE)
+    found = device.store(query, key, value, data, (cos, sin), 1, 2)
+    turn = [part[[5, 6, 6]][:, None] for part in (cos, sin)]
+    close(found[:3], rotate(query[:3], *turn), dtype)
+    close(buffer.keys[1][:, 5:8], rotate(key[:3], *turn).transpose(0, 1), dtype)
+    assert torch.equal(buffer.values[1][:, 5:8], value[:3].transpose(0, 1))
+    for part in (slice(0, 5), slice(8, 12)):
+        assert torch.equal(buffer.keys[1][:, part], before[:, part])
 
 
 def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None:
@@ -255,6 +276,20 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
 
 
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_norms_are_the_models_and_leave_its_modules_alone(family: str) -> None:
+    runtime, reference = (here(tiny_runtime(family, torch.float32, num_hidden_layers=2)) for _ in range(2))
+    norms, before = runtime.blocks[0].parts.attn_norm, runtime.final_norm
+    fuse_norms(runtime)
+    fuse_norms(runtime)  # which changes nothing more
+    assert runtime.final_norm.args[1] is before and runtime.blocks[0].parts.attn_norm.args[1] is norms
+    assert "forward" not in vars(before) and not runtime.exact
+    found, wanted = (each.prefill([3, 5, 8, 2], each.new_buffer(16)) for each in (runtime, reference))
+    close(found, wanted, torch.float32)
+    assert runtime.final_norm(drawn(2, 32).requires_grad_()).requires_grad  # by torch, where heads are trained
+
+
 def test_maps_by_codes_are_read_where_they_lie() -> None:
     runtime = here(tiny_runtime("llama", torch.float32))
     generator = torch.Generator().manual_seed(5)
@@ -265,9 +300,9 @@ def test_maps_by_codes_are_read_where_they_lie() -> None:
     )
     x = drawn(2, 3, 48)
     wanted = coded(x.cpu())
-    runtime.hf_model.set_submodule("model.layers.0.mlp.down_proj", coded)
+    runtime.hf_model.set_submodule("model.layers.0.mlp.down_proj", coded.to(PLACE))
     assert make_row_invariant(runtime) is None
-    close(coded.to(PLACE)(x).cpu(), wanted, torch.float32)
+    close(coded(x).cpu(), wanted, torch.float32)
 
 
 def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
@@ -344,11 +379,11 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
         x, weight, table = torch.empty(2, 64), torch.empty(64, 64), torch.empty(30, 2, dtype=torch.int64)
         codes, scales = torch.empty(4, 512, dtype=torch.uint8), torch.empty(4, 2, 2, 16)
         heads = torch.empty(2, 4, 16)
-    device.linear(x, weight)
+    device.linear(x, weight, weight[0])
     assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
     device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
     device.norm(x, weight[0], None, 1e-6, False, False)
-    device.store(heads, heads, table, 0, 1)
+    device.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
     device.attend(heads, table, 5, 1, 64, 0, 1, 4, 1.0)
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_joined"] is launched["_coded"] is launched["_norm"] is x
