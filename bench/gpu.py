@@ -46,6 +46,7 @@ REPEATS, PASS_REPEATS = 3, 20
 FORMATS = ("int8", "fp8", "int4")  # of drafts
 LOADS = (1, 4, 16, 32)  # requests at once
 LOAD_REPEATS = 2
+WARM_RUNS = 6  # at most, until one captures no pass: captures take longer than what is measured
 SPARE = 1.15  # memory wanted, in sizes of the weights
 HALVINGS = 12  # inner sub-layers are scaled by 1 down to 2^-12
 BISECTIONS = 7  # between them
@@ -235,8 +236,8 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
     """Return the report but for its schema and the name of the shape."""
     runtime = permuting_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
-    scale = make_redundant(runtime, layer_set, wanted, n_new)
     at_speed(runtime, speed)
+    scale = make_redundant(runtime, layer_set, wanted, n_new)
     profile = measure_costs(runtime, 256)
     alpha = run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0
     length = best_length(profile, layer_set, alpha)
@@ -306,8 +307,11 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
     method, found = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
         # A run reads its prompts once, in a pass that is captured like those of all rounds, plain and drafted.
-        for n_tokens in (*[1] * (RECORD_AT - 1), n_new) if runtime.graphs is not None else ():
+        for n_tokens in (*[1] * (RECORD_AT - 1), *[n_new] * WARM_RUNS) if runtime.graphs is not None else ():
+            n_first = runtime.n_first
             run_together(runtime, method, n_tokens, n)
+            if n_tokens == n_new and runtime.n_first == n_first:
+                break
         pairs = [
             (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
             for _ in range(LOAD_REPEATS)
@@ -351,8 +355,9 @@ def table(report: dict[str, Any]) -> str:
 def _format_words(own: dict[str, Any]) -> str:
     if "reason" in own:
         return f"none: {own['reason']}"
+    alpha = "nothing drafted" if own["acceptance_rate"] is None else f"α {own['acceptance_rate']:.2f}"
     times = f"{own['pass_ms']:.2f} ms, ready in {own['ready_s']:.1f} s"
-    return f"{times}, α {own['acceptance_rate'] or 0:.2f}, {own['ratio']:.2f}x"
+    return f"{times}, {alpha}, {own['ratio']:.2f}x"
 
 
 def obstacle(shape: ModelShape, device: str) -> str | None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import cpu_count
 from pathlib import Path
 from threading import Timer
 from time import perf_counter
@@ -41,26 +42,27 @@ class DeviceStep:
 
 def steps(device: str) -> list[DeviceStep]:
     on_gpu = device.startswith("cuda")
-    large = "codellama-13b" if on_gpu else "tiny"
     tests = [str(ROOT / "tests" / "system" / f"test_{name}.py") for name in ("gpu", "bench_gpu", "speed", "edges")]
 
     def bench(shape: str, speed: str) -> tuple[str, ...]:
-        return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device)
+        return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device, "--tokens", "64")
 
-    tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    # Not of pytest-benchmark, which GPU images have: beside xdist it warns, and warnings are errors here.
+    tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(min(6, cpu_count() or 1)))
     found = [
-        DeviceStep("machine", ("-m", "torch.utils.collect_env"), 30),
+        DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
         DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
-        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
-        DeviceStep("13b-eager", bench(large, "eager"), 120),
+        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 50),
     ]
     if on_gpu:
         found += [
-            DeviceStep("13b-graphs", bench(large, "graphs"), 90),
-            DeviceStep("70b-layers", bench("llama-70b-8-layers", "eager"), 60),
-            DeviceStep("13b-exact", bench(large, "exact"), 60),
-            DeviceStep("13b-compiled", bench(large, "compiled+graphs"), 50),
+            DeviceStep("13b-graphs", bench("codellama-13b", "graphs"), 110),
+            DeviceStep("13b-exact", bench("codellama-13b", "exact"), 100),
+            DeviceStep("70b-layers", bench("llama-70b-8-layers", "graphs"), 60),
+            DeviceStep("13b-compiled", bench("codellama-13b", "compiled+graphs"), 120),
         ]
+    else:
+        found.append(DeviceStep("tiny-eager", bench("tiny", "eager"), 120))
     size = ("--shape", "llama-1b") if on_gpu else ("--shape", "tiny", "--tokens", "16")
     return [*found, DeviceStep("peers", ("-m", "swiftopt.bench.gpu_peers", *size, "--device", device), 180)]
 

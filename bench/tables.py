@@ -5,9 +5,9 @@
     python -m swiftopt.bench.tables --check    names the pages and charts that are not those of the files
 
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
---json` or `swiftopt bench decode|peers|search|stream-shift --json` printed for `command`. Every row of every file is
-shown, those that lose among them, in one table for methods, one for rivals, one for searches and one for streams that
-change. The README has the rows that a file of rivals names as its `"headline"`, as a chart as well, and a chart of the
+--json`, `swiftopt bench decode|peers|search|stream-shift --json` or a step of `make gpu` printed for `command`. Every
+row of every file is shown, those that lose among them, in one table for methods, one for rivals, one for searches and
+so on. The README has the rows that a file of rivals names as its `"headline"`, as a chart as well, and a chart of the
 newest file of `swiftopt bench serve`; the others are a link away. A chart is an SVG file that holds a digest of its
 data, for another matplotlib may draw the same data as other bytes.
 """
@@ -30,6 +30,7 @@ from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import EARLIER_NAMES
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from .decode import SCHEMA
+from .gpu import SCHEMA as GPU_SCHEMA
 from .peers import SCHEMA as PEERS_SCHEMA
 from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
@@ -266,6 +267,23 @@ def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal)
 
 
+def _on_gpu(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    plain, passes, draft = report["plain"], report["pass_ms"], report["draft"]
+    verify, loads = passes["verify"], report["load"]
+    drafts = [
+        ("left out", passes["draft"], draft),
+        *((name, own.get("pass_ms"), own) for name, own in report["formats"].items()),
+    ]
+    yield (
+        report["shape"],
+        report["speed"],
+        f"{plain['tokens_per_s']:.1f}, {plain['share']:.0%}",
+        " / ".join(f"{verify[rows]:.2f}" for rows in ("1", "4", "16")),
+        "; ".join(f"{name}: {ms:.2f} ms, {own['ratio']:.2f}x" for name, ms, own in drafts if ms is not None),
+        ", ".join(f"{n}: {own['plain_tokens_per_s']:.0f}, {own['ratio']:.2f}x" for n, own in loads.items()),
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     """A table of its own: title, header, and the rows of a report; the device and the file come last."""
@@ -305,6 +323,12 @@ KINDS = {
         "model, text | at once | plain tok/s | drafting tok/s | ratio | plain ms/token p50 | p95 | drafting p50 | p95"
         " | equal",
         _throughput,
+    ),
+    GPU_SCHEMA: Kind(
+        "A random model of a real one's shape on a GPU",
+        "model | speed | plain tok/s, of what bandwidth allows | pass over 1 / 4 / 16 rows, ms | drafts: pass, ratio"
+        " | at once: plain tok/s, ratio",
+        _on_gpu,
     ),
     SHIFT_SCHEMA: Kind(
         "Streams that change: acceptance after the first ten prompts of each task",
