@@ -274,10 +274,13 @@ class Draft:
         unread, known = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
         return torch.cat((unread, uploaded(known, device))) if known else unread
 
-    def read(self, token_ids: Sequence[float], logprobs: Sequence[float]) -> Draft:
-        """Return the draft with what was read of `unread`."""
-        tree = self.tree.read([int(token_id) for token_id in token_ids])
-        return replace(self, tree=tree, logprobs=tuple(logprobs), unread=None)
+    def read(self, numbers: Sequence[float]) -> Draft:
+        """Return the draft with what was read of `unread`, row by row; without any it is as it was."""
+        if self.unread is None:
+            return self
+        n = len(numbers) // 2
+        tree = self.tree.read([int(token_id) for token_id in numbers[:n]])
+        return replace(self, tree=tree, logprobs=tuple(numbers[n:]), unread=None)
 
     @property
     def n_steps(self) -> int:

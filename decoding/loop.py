@@ -16,7 +16,7 @@ from .context import Context, Ending, ResumePoint, Tally, TokenRule
 from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
 from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import PLAIN, Method
-from .verify import Target, TargetWalk, Verifier, token_logprobs
+from .verify import Target, TargetWalk, Verifier, reads_best, token_logprobs
 
 MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
 FEWEST_FORCED = 2  # below, the method's own draft may go further
@@ -230,8 +230,9 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     forced = _forced_draft(context, room)
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
-    logits = yield from _check(context, draft)
-    target = Target(context, draft, logits)
+    best: list[float] | None = [] if reads_best(context, draft, verifier) else None
+    logits = yield from _check(context, draft, best)
+    target = Target(context, draft, logits, best)
     draft = target.read(verifier)
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
@@ -297,21 +298,24 @@ def _forced_draft(context: Context, room: int) -> Draft | None:
     return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]), sources=sources)
 
 
-def _check(context: Context, draft: Draft) -> PassGenerator[Tensor | None]:
-    """Return the target's logits for the tree's rows and, behind them, the extra ones; by one pass, or its rest."""
+def _check(context: Context, draft: Draft, best: list[float] | None) -> PassGenerator[Tensor | None]:
+    """Return the target's logits for the tree's rows and, behind them, the extra ones; by one pass, or its rest.
+
+    Args: best: see `Pass`.
+    """
     if draft.n_checked == 0:
         return None
     if draft.staged is not None:
         return (yield from draft.staged)
     if draft.unread is not None:
         rows = tree_rows(draft.tokens(context.runtime.device), draft.tree.parents, context.root_slot)
-        return (yield Pass(context.runtime, rows, context.buffer))
+        return (yield Pass(context.runtime, rows, context.buffer, best=best, unread=draft.unread))
     tree, extra, wanted, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
     if extra is not None:
         n_rows = tree.n_nodes + len(extra.token_ids)
         wanted = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
     rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, extra)
-    return (yield Pass(context.runtime, rows, context.buffer, wanted))
+    return (yield Pass(context.runtime, rows, context.buffer, wanted, best=best))
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:

@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.types import TokenLogprob
@@ -44,15 +44,17 @@ class Target:
     Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `accepted` are the tokens between
     the root and a node, the node's own included (`above`).
 
-    Args: logits: (rows, vocab), of one pass; None: the round needed no pass.
+    Args: logits: (rows, vocab), of one pass; None: the round needed no pass. best: what was read of it, see `Pass`.
     """
 
-    def __init__(self, context: Context, draft: Draft, logits: Tensor | None) -> None:
+    def __init__(
+        self, context: Context, draft: Draft, logits: Tensor | None, best: Sequence[float] | None = None
+    ) -> None:
         self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
         self._draft = draft
         self.accept = self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
-        self._logits = logits
+        self._logits, self._best = logits, best
         self._choices: dict[int, int] = {}  # the target's own token after a node, as far as it was read already
         self.weights: list[float] | None = None  # what the verifier weighs, likewise
         self.argmaxes: list[int] = []  # of all rows, where tokens are argmaxes or the draft wants them
@@ -66,12 +68,18 @@ class Target:
         """
         import torch
 
+        from ..models.rows import best_of, read_together
+
         draft, is_argmax = self._draft, self.rule.is_argmax
         late = self.context.reads_late or draft.unread is not None
         if self._logits is None or not (late or is_argmax or draft.wants_argmaxes):
             return draft
-        # max, not argmax: the same first best index, and on a CPU in bfloat16 4 to 7 times faster
-        argmaxes = self._logits.max(dim=-1).indices if is_argmax or draft.wants_argmaxes else None
+        if self._best:
+            n_rows = len(self._logits)
+            self.argmaxes, unread = list(map(int, self._best[:n_rows])), self._best[n_rows:]
+            self._choices = dict(enumerate(self.argmaxes[: self.n_checked])) if is_argmax else {}
+            return draft.read(unread)
+        argmaxes = best_of(self._logits) if is_argmax or draft.wants_argmaxes else None
         nodes, choices, weights = list(range(self.n_checked)), None, None
         if late and not is_argmax:
             weighed = _weighed(draft, self) if verifier.weighs_offers else ()
@@ -87,8 +95,7 @@ class Target:
         if late or is_argmax:
             self._choices = dict(zip(nodes, self.argmaxes if is_argmax else map(int, own), strict=False))
         self.weights = None if weights is None else read
-        n = len(unread) // 2
-        return draft if draft.unread is None else draft.read(unread[:n], unread[n:])
+        return draft.read(unread)
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
         """Return the target's own token after a node: its argmax, or a draw."""
@@ -178,7 +185,7 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
 
     All are read in one transfer. Rows and tokens pair up as far as both go.
     """
-    from ..models.rows import uploaded
+    from ..models.rows import read_together, uploaded
 
     token_ids = token_ids[: len(rows)]
     if not token_ids:
@@ -232,14 +239,6 @@ def walk(
     return Walk(path, token_ids)
 
 
-def read_together(*parts: Tensor | None) -> list[list[float]]:
-    """Return the numbers of all parts, in one transfer from their device; none of a part that is None."""
-    import torch
-
-    numbers = iter(torch.cat([part.flatten().double() for part in parts if part is not None]).tolist())
-    return [[] if part is None else list(islice(numbers, part.numel())) for part in parts]
-
-
 class Verifier(ABC):
     """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
 
@@ -253,6 +252,14 @@ class Verifier(ABC):
     @abstractmethod
     def verify(self, draft: Draft, target: Target) -> Walk:
         """Return the accepted path, and the tokens to commit: at least one."""
+
+
+def reads_best(context: Context, draft: Draft, verifier: Verifier) -> bool:
+    """Tell whether a pass's best tokens, with the draft's own, are all that a round reads of its device."""
+    is_argmax = context.rule.is_argmax
+    if context.reads_late or draft.unread is not None:
+        return is_argmax and context.logprobs is None and type(verifier).weigh is Verifier.weigh
+    return is_argmax or draft.wants_argmaxes
 
 
 class TargetWalk(Verifier):

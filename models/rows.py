@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -107,7 +107,9 @@ class Pass:
     `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
     `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting, `beside` that a prompt is
     read or a window scored. `layers` (first, last): the rows, whose states (rows, hidden_size) after `first` layers are
-    `hidden`, run up to `last` layers only, and logits are read there.
+    `hidden`, run up to `last` layers only, and logits are read there. `best`: list that the most probable token of each
+    wanted row is appended to, the first of several, and then the numbers of `unread`, which are on the device still; of
+    all passes that run together they are moved at once.
     """
 
     runtime: PassRunner
@@ -119,6 +121,8 @@ class Pass:
     hidden: Tensor | None = None
     layers: tuple[int, int] | None = None
     beside: bool = False
+    best: list[float] | None = None
+    unread: Tensor | None = None
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants
@@ -246,6 +250,17 @@ def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64
     if tensor.device.type == "cpu" and torch.cuda.is_available():  # another GPU's cannot be pinned
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def read_together(*parts: Tensor | None) -> list[list[float]]:
+    """Return the numbers of all parts, in one transfer from their device; none of a part that is None."""
+    numbers = iter(torch.cat([part.flatten().double() for part in parts if part is not None]).tolist())
+    return [[] if part is None else list(islice(numbers, part.numel())) for part in parts]
+
+
+def best_of(logits: Tensor) -> Tensor:
+    """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,), on the device."""
+    return logits.max(dim=-1).indices  # as argmax; on a CPU in bfloat16 4 to 7 times faster
 
 
 def fetched(values: Tensor) -> Callable[[], Any]:

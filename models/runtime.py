@@ -28,7 +28,9 @@ from .rows import (
     Rows,
     SharedRows,
     TablePlan,
+    best_of,
     plans_of,
+    read_together,
     uploaded,
 )
 
@@ -59,6 +61,8 @@ class KernelPasses(Protocol):
     ) -> Tensor: ...
 
     def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
+
+    def best(self, logits: Tensor) -> Tensor: ...
 
     def forget(self) -> None: ...
 
@@ -230,7 +234,21 @@ class Runtime:
         bits are those of passes of their own.
         """
         replayed = None if self.graphs is None else self.graphs.forward(passes)
-        return self._computed(passes) if replayed is None else replayed
+        logits = self._computed(passes) if replayed is None else replayed
+        if asking := [(each, own) for each, own in zip(passes, logits, strict=True) if each.best is not None]:
+            self._note_best(asking)
+        return logits
+
+    def _note_best(self, asking: Sequence[tuple[Pass, Tensor]]) -> None:
+        """Append what passes ask for to their `best`, given the logits of each."""
+        rows = [own for _, own in asking]
+        if self.device.type == "cpu":
+            best = [best_of(own) if self.native is None else self.native.best(own) for own in rows]
+        else:  # in as few launches as can be
+            best = list(torch.split(best_of(torch.cat(rows)), [len(own) for own in rows]))
+        read = read_together(*best, *(each.unread for each, _ in asking))
+        for (each, _), tokens, numbers in zip(asking, read[: len(asking)], read[len(asking) :], strict=True):
+            cast("list[float]", each.best).extend(tokens + numbers)
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
         # Made before the layers run: on a GPU, a transfer waits for all earlier work.

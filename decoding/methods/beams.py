@@ -108,7 +108,7 @@ class BeamDrafter(Drafter):
             draft = replace(draft, n_checked=0, n_passes=length)
         elif model.reads_late:
             return draft
-        return draft.read(*unread.tolist())
+        return draft.read(unread.flatten().tolist())
 
     def _move(self, source: Tensor, n_levels: int) -> None:
         """Move the keys and values of the beams at places `source` to places 0, 1, …, on each level below the root."""

@@ -281,6 +281,13 @@ class NativePasses:
         self._check(logits)
         return likeliest(self.kernels, logits)
 
+    def best(self, logits: Tensor) -> Tensor:
+        """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,)."""
+        self._check(logits)
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        _likeliest(self.kernels, logits, token_ids.data_ptr(), None)
+        return token_ids
+
     def _check(self, hidden: Tensor) -> None:
         if hidden.dtype != self.runtime.dtype:
             raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
@@ -381,11 +388,14 @@ def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]
 
     In two walks over what lies there, where torch writes and reads copies in float32.
     """
-    logits = logits.contiguous()
-    n_rows, n = logits.shape
-    token_ids, logprobs = (ctypes.c_int64 * n_rows)(), (ctypes.c_double * n_rows)()
-    kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, n_rows, n, token_ids, logprobs)
+    token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
+    _likeliest(kernels, logits, token_ids, logprobs)
     return list(token_ids), list(logprobs)
+
+
+def _likeliest(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
+    logits = logits.contiguous()
+    kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)
 
 
 def refuse_group(module: CodedLinear) -> None:

@@ -597,8 +597,8 @@ template <class T> class Runner {
     static inline std::vector<std::vector<float>> tiles, scratch;  // per thread
 };
 
-// The first of the largest of `n` values, and the logarithm of its share of the sum of their exponentials, NaN where one
-// is no number.
+// The first of the largest of `n` values and, if it is wanted, the logarithm of its share of the sum of their
+// exponentials, NaN where one is no number.
 template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id, double* logprob) {
     constexpr int TOGETHER = 4;  // sums, so that one need not wait for the other
     const int64_t whole = n - n % LANES;
@@ -610,8 +610,10 @@ template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id,
     for (int64_t i = 0; i < n; i += LANES) most = larger(at(i), most);
     float top = most[0];
     for (int i = 1; i < LANES; i++) top = std::max(top, most[i]);
-    for (int64_t i = 0; i < n; i += LANES) sums[i / LANES % TOGETHER] += exp(at(i) - top);
-    *logprob = -std::log(double(sum(sums[0] + sums[1] + (sums[2] + sums[3]))));
+    if (logprob) {
+        for (int64_t i = 0; i < n; i += LANES) sums[i / LANES % TOGETHER] += exp(at(i) - top);
+        *logprob = -std::log(double(sum(sums[0] + sums[1] + (sums[2] + sums[3]))));
+    }
     *token_id = std::find_if(scores, scores + n, [&](T score) { return to_float(score) == top; }) - scores;
     if (*token_id == n) *token_id = 0;  // nothing is a number
 }
@@ -640,12 +642,13 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
     return 0;
 }
 
-// `likeliest` of each of `n_rows` rows of `n` values.
+// `likeliest` of each of `n_rows` rows of `n` values; `logprobs` null: they are not wanted.
 extern "C" void swiftopt_likeliest(
     const void* scores, int32_t is_bf16, int64_t n_rows, int64_t n, int64_t* token_ids, double* logprobs) {
     for (int64_t row = 0; row < n_rows; row++) {
-        if (is_bf16) likeliest((const bf16*)scores + row * n, n, token_ids + row, logprobs + row);
-        else likeliest((const float*)scores + row * n, n, token_ids + row, logprobs + row);
+        double* logprob = logprobs ? logprobs + row : nullptr;
+        if (is_bf16) likeliest((const bf16*)scores + row * n, n, token_ids + row, logprob);
+        else likeliest((const float*)scores + row * n, n, token_ids + row, logprob);
     }
 }
 
