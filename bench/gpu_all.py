@@ -52,7 +52,7 @@ def steps(device: str) -> list[DeviceStep]:
     found = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
         DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
-        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 50),
+        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
     ]
     if on_gpu:
         found += [
