@@ -75,7 +75,7 @@ class Target:
         if self._logits is None or not (late or is_argmax or draft.wants_argmaxes):
             return draft
         if self._best:
-            n_rows = len(self._logits)
+            n_rows = self._logits.shape[0]
             self.argmaxes, unread = list(map(int, self._best[:n_rows])), self._best[n_rows:]
             self._choices = dict(enumerate(self.argmaxes[: self.n_checked])) if is_argmax else {}
             return draft.read(unread)

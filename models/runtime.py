@@ -245,7 +245,7 @@ class Runtime:
         if self.device.type == "cpu":
             best = [best_of(own) if self.native is None else self.native.best(own) for own in rows]
         else:  # in as few launches as can be
-            best = list(torch.split(best_of(torch.cat(rows)), [len(own) for own in rows]))
+            best = list(torch.split(best_of(torch.cat(rows)), [own.shape[0] for own in rows]))
         read = read_together(*best, *(each.unread for each, _ in asking))
         for (each, _), tokens, numbers in zip(asking, read[: len(asking)], read[len(asking) :], strict=True):
             cast("list[float]", each.best).extend(tokens + numbers)
@@ -259,8 +259,7 @@ class Runtime:
         of_all = rows == list(range(plans[-1].first + plans[-1].n))
         at = {name: [i for i, own in enumerate(formats) if own == name] for name in dict.fromkeys(formats)}
         indices = {name: self._index([rows[i] for i in own]) for name, own in at.items()}
-        begun = [self._begun(each, plan) for each, plan in zip(passes, plans, strict=True)]
-        hidden = begun[0] if len(begun) == 1 else torch.cat(begun)
+        hidden = self._begun(passes, plans)
         first, last = passes[0].layers or (0, self.n_layers)
         hidden = self._between(hidden, passes, plans, first, last)
         if not rows:
@@ -274,11 +273,17 @@ class Runtime:
                 logits.index_copy_(0, uploaded(at[name], self.device), self.logits(hidden, name, index))
         return list(torch.split(logits, [len(own) for own, _ in wanted]))
 
-    def _begun(self, one: Pass, plan: PassPlan) -> Tensor:
-        """The states (rows, hidden_size) that a pass begins with; our kernels write over them."""
-        if one.hidden is None:
-            return self._embedded(one.rows.token_ids, plan)
-        return one.hidden if self.native is None else one.hidden.clone()
+    def _begun(self, passes: Sequence[Pass], plans: Sequence[PassPlan]) -> Tensor:
+        """The states (rows, hidden_size) that passes begin with; our kernels write over them."""
+        if all(each.hidden is None for each in passes):
+            return self._embedded(plans)
+        begun = [
+            self._embedded([plan]) if each.hidden is None else each.hidden
+            for each, plan in zip(passes, plans, strict=True)
+        ]
+        if len(begun) > 1:
+            return torch.cat(begun)
+        return begun[0] if self.native is None else begun[0].clone()
 
     def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
         """The rows of a pass that logits are wanted of, and the format of the head for each."""
@@ -320,7 +325,7 @@ class Runtime:
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int] | Tensor, first_slot: int) -> Tensor:
         """The state (rows, hidden_size) of a chain of rows before the first layer; see `run_layers`."""
-        return self._embedded(token_ids, PassPlan(self, Rows(token_ids, first_slot)))
+        return self._embedded([PassPlan(self, Rows(token_ids, first_slot))])
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, first_slot: int, buffer: KVBuffer, first: int, last: int) -> Tensor:
@@ -330,12 +335,19 @@ class Runtime:
         self._computed([Pass(self, rows, buffer, (), {last: states}, hidden=hidden, layers=(first, last))])
         return states[0]
 
-    def _embedded(self, token_ids: Sequence[int] | Tensor, plan: PassPlan) -> Tensor:
-        ids = token_ids if isinstance(token_ids, Tensor) else uploaded(token_ids, self.device)
-        return self.entered(ids, plan.positions(self.device))
+    def _embedded(self, plans: Sequence[PassPlan]) -> Tensor:
+        """The states (rows, hidden_size) of the tokens of all plans before the first layer."""
+        texts = [plan.rows.token_ids for plan in plans]
+        if any(isinstance(own, Tensor) for own in texts):
+            token_ids = torch.cat([own if isinstance(own, Tensor) else uploaded(own, self.device) for own in texts])
+        else:
+            token_ids = uploaded([token_id for own in texts for token_id in own], self.device)
+        if self._positions is None:
+            return self.entered(token_ids)
+        return self.entered(token_ids, torch.cat([plan.positions(self.device) for plan in plans]))
 
-    def entered(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The states (rows, hidden_size) of tokens before the first layer."""
+    def entered(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The states (rows, hidden_size) of tokens before the first layer, at positions if the model learnt these."""
         hidden = cast(Tensor, self._embed(token_ids))
         return hidden if self._positions is None else hidden + self._positions(positions)
 

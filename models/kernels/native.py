@@ -284,7 +284,7 @@ class NativePasses:
     def best(self, logits: Tensor) -> Tensor:
         """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,)."""
         self._check(logits)
-        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
         _likeliest(self.kernels, logits, token_ids.data_ptr(), None)
         return token_ids
 
