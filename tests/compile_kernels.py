@@ -42,7 +42,9 @@ def name_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compiled(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+def compiled(
+    kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, num_stages: int = 3, **constants: Any
+) -> None:
     """Compile in place of a launch."""
     given = dict(zip(kernel.arg_names, args, strict=False))
     signature = {name: "constexpr" if name in constants else name_of(given[name]) for name in kernel.arg_names}
@@ -56,7 +58,7 @@ def compiled(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **co
         if arch < 89 and "*fp8e4nv" in signature.values():  # which those GPUs do not read
             continue
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": num_stages})
         ptx = made.asm["ptx"]
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])

@@ -24,6 +24,7 @@ TILE = 16  # rows of a product: the smallest that tensor cores take
 SPLIT = 256  # slots that are summed by themselves
 READ_SLOTS = 64  # that a tile of attention reads at a time, at most
 READ_BYTES = 16384  # and of keys, and of values: what it holds must fit the registers
+ATTENTION_STAGES = 2  # 5 to 7 % less time on an H200 than Triton's 3, at 2,000 and 8,000 slots
 OUTPUTS, INPUTS = 64, 128  # of a weight that a program reads at a time
 PROGRAMS, CONVERTING = (
     200,
@@ -462,7 +463,7 @@ def attend(
         query, table, sums, tops, weights, layer, n_layers, table.stride(0), view, groups, heads, query.stride(0),
         scaling, ROWS_=max(TILE, triton.next_power_of_2(groups)), WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=read,
         BUFFER_=BUFFER, CAPACITY_=CAPACITY, START_=START, RUN_=RUN, LISTED_=LISTED, FIRST_=TILE_FIRST,
-        COUNT_=TILE_COUNT, LIST_=LIST,
+        COUNT_=TILE_COUNT, LIST_=LIST, num_stages=ATTENTION_STAGES,
     )  # fmt: skip
     out = torch.empty((rows, heads * width), dtype=query.dtype, device=query.device)
     _merge[(rows, heads)](
