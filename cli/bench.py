@@ -91,9 +91,7 @@ def decode(
         look_up("method", word, dict.fromkeys((*METHODS, "best", *PEERS)))
     if "hf-assisted" in chosen and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
-    request = decoding_request(values)
-    if assistant is not None:
-        options.check_model(replace(request, model=assistant))
+    request = decoding_request(values, assistant)
 
     with open_store(db) as store:
         from ..bench.decode import run_methods
@@ -148,9 +146,7 @@ def ablate(
     and not kept, on prompts behind --limit where there are any.
     """
     look_up("ablation", name, ABLATIONS)
-    request = decoding_request(values)
-    if draft_model is not None:
-        options.check_model(replace(request, model=draft_model))
+    request = decoding_request(values, draft_model)
 
     with open_store(db) as store:
         from ..bench.ablate import ablate as run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -99,8 +98,7 @@ def comparison(
     request: CompareRequest, prompts: Sequence[Prompt], others: Sequence[Prompt], pictures: Pictures, db: str | None
 ) -> Result:
     """Run a comparison; `others` are prompts that only searches and trainings may see."""
-    for model in filter(None, (request.model, request.draft_model)):
-        check_model(replace(request, model=model))
+    check_model(request, request.draft_model)
     drafts_with_model = {"hf-assisted", *(name for name, info in METHODS.items() if info.drafts_with_model)}
     if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
         note("warning: --draft-model has no effect with these methods, none of which drafts with another model")

@@ -311,9 +311,7 @@ def peers(
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
     """
     names = words.split(",")
-    request = options.decoding_request(values)
-    if assistant is not None:
-        options.check_model(replace(request, model=assistant))
+    request = options.decoding_request(values, assistant)
 
     from ..bench.peers import all_rows, chosen_rows
 

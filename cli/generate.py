@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,13 +48,7 @@ COMMANDS = """\
 @options.limit
 @option(PROMPTS, "-o", "--out", type=FILE, help="Write one JSON object per prompt to a file as well.")
 @options.method
-@option(
-    options.DRAFTING,
-    "--draft-model",
-    metavar="NAME",
-    type=MODEL,
-    help="Smaller model that drafts, for methods that draft with one.",
-)
+@options.draft_model
 @options.layer_set
 @options.stop
 @from_field(options.SAMPLING, Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]")
@@ -85,8 +79,6 @@ def generate(
     """
     prompts = _prompts(prompt, stream, limit, values["task"])
     request = decoding_request(values)
-    if request.draft_model is not None:
-        options.check_model(replace(request, model=request.draft_model))
     if request.method is not None:
         info = method_info(request.method)
         other_model = request.draft_model is not None and info.drafts_with_model

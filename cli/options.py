@@ -474,25 +474,26 @@ def pick(values: type[Any], options: dict[str, Any]) -> Any:
     return values(**{name: value for name, value in {**made, **options}.items() if name in hints})
 
 
-def decoding_request(values: dict[str, Any]) -> GenerateRequest:
-    """Make the request of a command that decodes, with its sampling.
+def decoding_request(values: dict[str, Any], *others: str | None) -> GenerateRequest:
+    """Make the request of a command that decodes, with its sampling; `others` as for `check_model`.
 
     Raises: SwiftoptError: a value is out of its range, the name of model, dtype or device is unknown, or the model's
         architecture is not supported.
     """
     request: GenerateRequest = pick(GenerateRequest, values)
-    check_model(request)
+    check_model(request, request.draft_model, *others)
     return request
 
 
-def check_model(request: ModelRequest) -> None:
-    """Check the names of model, dtype and device.
+def check_model(request: ModelRequest, *others: str | None) -> None:
+    """Check the names of model, dtype and device, and of `others`: models, if any, that are loaded likewise.
 
     Raises: SwiftoptError: one of them is unknown, or the model's architecture is not supported.
     """
     from ..models.sources import check_names
 
-    check_names(request.model, request.dtype, request.device)
+    for name in filter(None, (request.model, *others)):
+        check_names(name, request.dtype, request.device)
 
 
 def load(request: ModelRequest) -> Runtime:
