@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
@@ -108,7 +108,11 @@ class Record:
         from pydantic_core import core_schema
 
         schema: Any = handler(source)
-        _make_strict(schema)
+        for part in schemas_in(schema):  # refuse texts and numbers that are none, and numbers that are not finite
+            if part.get("type") in SCALARS:
+                part["strict"] = True
+            if part.get("type") == "float":
+                part["allow_inf_nan"] = False
         if not (cls.SCHEMA or cls.FLAT or cls.COMPUTED or cls.COMPLETE):
             return cast("CoreSchema", schema)
         written = core_schema.wrap_serializer_function_ser_schema(cls._write)
@@ -321,18 +325,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _make_strict(schema: Any) -> None:
-    """Refuse numbers that are no numbers, texts that are no texts, and numbers that are not finite."""
+def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema of pydantic's core and all that are within it; each may be changed when it is yielded."""
     if isinstance(schema, dict):
-        if schema.get("type") in SCALARS:
-            schema["strict"] = True
-        if schema.get("type") == "float":
-            schema["allow_inf_nan"] = False
-        for part in schema.values():
-            _make_strict(part)
-    elif isinstance(schema, list):
-        for part in schema:
-            _make_strict(part)
+        yield schema
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list | tuple) else ():
+        yield from schemas_in(part)
 
 
 def _key(field: dataclasses.Field[Any]) -> str:

@@ -26,7 +26,7 @@ from ..core.requests import CompletionRequest, Piece
 from .choices import Choice, TokenLogprobs, by_name, named, speculative
 from .engines import Events, next_event
 from .middleware import Shared, State, openai_error, sse, status_of
-from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, functions_of, plain_messages
+from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, plain_messages
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
@@ -69,7 +69,7 @@ class Exchange(ABC):
         try:
             for i, own in enumerate(one for each in requests for one in _seeded(each, body.n or 1)):
                 reply = self.engine.ask("decode", self._events, request=own)
-                names = [function["name"] for function in functions_of(own.tools)]
+                names = [tool["function"]["name"] for tool in own.tools]  # which `check` has seen
                 self.choices.append(Choice(i, reply, names, must_call, most_calls))
         except SwiftoptError:
             self._close()

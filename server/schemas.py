@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import CompletionRequest
-from ..core.serialization import LARGEST
+from ..core.serialization import LARGEST, schemas_in
 from ..core.types import Sampling
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
@@ -52,24 +52,15 @@ INSTEAD = {  # of fields that are not supported
 SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
 
 
-def _end_at_first_error(schema: Any) -> None:
-    if isinstance(schema, dict):
-        if schema.get("type") in ("list", "dict"):
-            schema["fail_fast"] = True
-        for part in schema.values():
-            _end_at_first_error(part)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            _end_at_first_error(part)
-
-
 class Body(BaseModel):
     """Of many wrong items the first is told: each error takes a hundred times the memory of its item."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _end_at_first_error(schema)
+        for part in schemas_in(schema):
+            if part.get("type") in ("list", "dict"):
+                part["fail_fast"] = True
         return schema
 
 
@@ -428,7 +419,7 @@ class AskedChat(GenerationFields):
         if not self.must_call:
             return None
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        functions = functions_of(self.tools or ())
+        functions = [tool["function"] for tool in self.tools or ()]
         calls = [_call_schema(each) for each in functions if wanted is None or each["name"] == wanted]
         if not calls:
             words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
@@ -448,12 +439,6 @@ def check_tool(tool: Mapping[str, Any], place: str) -> None:
         raise InvalidInput(f"{place} has no function with a name: give it one", place)
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise InvalidInput(f"{place}: its parameters are no object: give their JSON schema", place)
-
-
-def functions_of(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the functions that a request offers as tools, by name."""
-    functions = (tool.get("function") for tool in tools)
-    return [own for own in functions if isinstance(own, Mapping) and isinstance(own.get("name"), str)]
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
