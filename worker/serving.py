@@ -30,6 +30,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from ..core.errors import Conflict, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
@@ -50,11 +52,8 @@ LONG_LINE = 1 << 16  # characters of a request, beyond which its text is read be
 TAIL = 16  # tokens at a prompt's end that show whether it has begun a thought
 ANSWER_SHARE = 3 / 4  # of the memory that a prompt leaves, that an answer may take which is to end nowhere
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabularies of sentencepiece
-_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-# Vocabularies of bytes write a byte as the character of its number; unprintable ones follow from 256 on, in order.
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
-}
+# in vocabularies of bytes, which write each as a character
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 logger = logging.getLogger("swiftopt.worker.serving")  # whose own name is "__main__"
 
