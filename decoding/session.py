@@ -30,12 +30,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core.costs import CostProfile
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
-from ..core.records import LayerSetRecord, ModelInfo
+from ..core.records import LayerSetRecord
 from ..core.serialization import LARGEST
 from ..core.settings import STORED, SwiftSettings
+from ..core.streams import EMPTY_STOP
 from ..core.types import Completion, FinishReason, LayerSet, Prompt, Sampling, n_turns
 from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
-from ..models.loading import at_speed
+from ..models.loading import at_speed, info_of
 from ..models.runtime import Runtime
 from .context import Ending, ResumePoint, TokenRule
 from .draft_models import SkippedTarget
@@ -78,7 +79,7 @@ class Session:
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
-            raise SettingsError("a stop string is empty, and would end every completion at once: leave it out", "stop")
+            raise SettingsError(EMPTY_STOP, "stop")
         for name in ("max_new_tokens", "min_new_tokens"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} {getattr(self, name)} is out of range: use 0 or more", name)
@@ -370,9 +371,7 @@ class _Shared:
 
 
 def _runtime_of(model: Any) -> Runtime:
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    info = ModelInfo("", type(model).__name__, model.config.num_hidden_layers, n_parameters)
-    runtime = Runtime(model, None, info)
+    runtime = Runtime(model, None, info_of(model, ""))
     at_speed(runtime, "auto", lay_out=False)
     runtime.hf_model = cast(Any, weakref.proxy(model))  # which holds the runtime
     return runtime

@@ -24,6 +24,7 @@ from ..core.types import Prompt, Verdict
 from ..models.costs import device_name
 from ..models.fingerprint import fingerprint
 from ..models.gguf_files import gguf_of, stored_type
+from ..models.loading import info_of
 from ..models.saved import OnStep, no_step, quiet, supported_config
 from ..models.sources import Source, local_folder, resolve
 from ..optimizer.verdict import Timed, hold_out, judge, speed, speed_ratio
@@ -314,10 +315,4 @@ def model_info(folder: Path, source: Source) -> ModelInfo:
     auto: Any = AutoModelForCausalLM
     with quiet(), torch.device("meta"):
         model = auto.from_config(config)
-    return ModelInfo(
-        fingerprint=fingerprint(folder),
-        architecture=str(config.model_type),
-        n_layers=int(config.num_hidden_layers),
-        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        names=source.names,
-    )
+    return info_of(model, fingerprint(folder), source.names)

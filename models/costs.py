@@ -131,7 +131,7 @@ def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: O
 
     The copies stay in the runtime's memory, for drafts.
     """
-    draft = LayerSet(runtime.n_layers, formats=tuple((part, name) for part in ("attn", "mlp", "head")))
+    draft = LayerSet(runtime.n_layers).filled(name)
     runtime.copies.prepare(draft, on_step)
     _, costs, target = _measured(runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step)
     scale = profile.target_pass_s(1) / target  # to the profile's own seconds, which may be of another day

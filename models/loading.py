@@ -33,6 +33,7 @@ from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import are_there
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
+from .row_invariant import fuse_norms, make_row_invariant
 from .runtime import Runtime
 from .saved import (
     OnStep,
@@ -90,18 +91,18 @@ def load(
             model, n_parameters = _load_model(folder, dtype, place, doing, step)
         _take_generation_config(model, folder)
         collector.run()
-        info = ModelInfo(
-            fingerprint=fingerprint(folder),
-            architecture=str(model.config.model_type),
-            n_layers=int(model.config.num_hidden_layers),
-            n_parameters=n_parameters,
-            names=source.names,
-        )
+        info = info_of(model, fingerprint(folder), source.names, n_parameters)
         runtime = Runtime(model, load_tokenizer(folder), info)
     if speed != "eager":
         step("preparing the kernels")
     at_speed(runtime, speed)
     return runtime
+
+
+def info_of(model: Any, fingerprint: str, names: tuple[str, ...] = (), n_parameters: int | None = None) -> ModelInfo:
+    """Describe a model of transformers; `n_parameters`: what its own stand for, where these are coded."""
+    n_own = sum(parameter.numel() for parameter in model.parameters()) if n_parameters is None else n_parameters
+    return ModelInfo(fingerprint, str(model.config.model_type), int(model.config.num_hidden_layers), n_own, names)
 
 
 def use_expandable_segments() -> None:
@@ -317,7 +318,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     if "compiled" in speed:  # which fuses norms itself
         compile_functions(runtime)
     elif graphs is not None:
-        _fuse_norms(runtime)
+        fuse_norms(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
     runtime.copies.lay_out(packed=speed == "graphs" and _draft_kernels(runtime))
@@ -346,20 +347,12 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
 
 
 def _use_row_invariant(runtime: Runtime) -> str | None:
-    from .row_invariant import make_row_invariant
-
     reason = make_row_invariant(runtime)
     if reason is None:
         runtime.speed = "exact"
         runtime.copies.lay_out(packed=True)
         _use_graphs(runtime)
     return reason
-
-
-def _fuse_norms(runtime: Runtime) -> None:
-    from .row_invariant import fuse_norms
-
-    fuse_norms(runtime)
 
 
 def _use_graphs(runtime: Runtime) -> None:
@@ -376,7 +369,7 @@ def _use_graphs(runtime: Runtime) -> None:
     runtime.by_table = True
     if faster:
         if not runtime.row_invariant:
-            _fuse_norms(runtime)
+            fuse_norms(runtime)
             graphs.forget()  # which computed them by torch
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
@@ -398,9 +391,7 @@ def random_runtime(config: LlamaConfig, device: str) -> Runtime:
     """Return a model of random bfloat16 weights, for measurements."""
     with torch.device(device):
         model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    info = ModelInfo("random", "llama", int(config.num_hidden_layers), n_parameters)
-    return Runtime(model.eval().requires_grad_(False), None, info)
+    return Runtime(model.eval().requires_grad_(False), None, info_of(model, "random"))
 
 
 def outputs_first(model: nn.Module) -> list[Conv1D]:
