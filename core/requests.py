@@ -227,11 +227,9 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """One attempt on its way to a worker of `queue`."""
+class Delivery(Lease):
+    """One attempt on its way to a worker of `queue`, which may then write for it."""
 
-    job: str
-    attempt: int
     queue: str
 
     @property

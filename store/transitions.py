@@ -99,8 +99,7 @@ def due(session: Session) -> list[Delivery]:
 
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:
     """Begin a new attempt in place of one that the queue has lost; None if a worker has it."""
-    lease = Lease(lost.job, lost.attempt)
-    if change(session, lease, "queued", attempt=lost.attempt + 1) is None:
+    if change(session, lost, "queued", attempt=lost.attempt + 1) is None:
         return None
     count(session, "reconciled", "redelivered")
     return Delivery(lost.job, lost.attempt + 1, lost.queue)

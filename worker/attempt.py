@@ -82,15 +82,15 @@ class Attempts:
             self.run(delivery)
             delivery = None if self.ending.is_set() else patiently(partial(self._following, delivery))
 
-    def run(self, delivery: Delivery) -> None:
+    def run(self, lease: Delivery) -> None:
         """Claim and run one attempt, and write its outcome to the job's row.
 
         Raises: StoreUnavailable: the database stayed away; the lease runs out, and another worker continues.
         """
-        jobs, redis, lease = self.store.jobs, self.context.redis, Lease(delivery.job, delivery.attempt)
+        jobs, redis = self.store.jobs, self.context.redis
         service = JobService(self.store, RedisQueue(redis) if redis else None)
         if self.ending.is_set():
-            if patiently(lambda: jobs.redeliver(delivery)) is not None:
+            if patiently(lambda: jobs.redeliver(lease)) is not None:
                 service.deliver(jobs.get(lease.job))
             return
         claim = patiently(lambda: jobs.claim(lease, self.context.name))

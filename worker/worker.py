@@ -179,10 +179,9 @@ class JobWorker(Worker):
 
     def child_died(self, attempt: str, pid: int, reason: str) -> None:
         """Record on a job's row what ended the child at that attempt, so that the next attempt can begin."""
-        delivery = delivery_of(attempt, self.context.queue)
-        if delivery is None:
+        lease = delivery_of(attempt, self.context.queue)
+        if lease is None:
             return
-        lease = Lease(delivery.job, delivery.attempt)
         logger.warning("child=killed pid=%d job=%s attempt=%d reason=%r", pid, lease.job, lease.attempt, reason)
         try:
             self.store.jobs.claim(lease, self.name)  # where the child died before it could
