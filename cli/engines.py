@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..core.errors import InvalidInput, LayerSetNotFound, look_up
-from ..core.records import FoundPlan, Plan
+from ..core.records import FoundPlan, Plan, read_object
 from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES, EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..core.streams import read_stream
@@ -222,13 +221,13 @@ def _plan_that_ran(
     if (exported is None) == (engine is None):
         raise InvalidInput("say what was benchmarked: --exported FOLDER, or --engine with --settings FILE")
     if exported is None:
-        own = {} if settings is None else _object(settings)
+        own = {} if settings is None else read_object(settings, "an engine's settings")
         text = own.get("method") == "ngram" or str(own.get("spec-type", "")).startswith("ngram")
         return Plan("prompt-lookup" if text else "spd", settings=own, engine=engine)
     if settings is not None:
         raise InvalidInput("--exported has the settings in it: leave out --settings")
     about_file = Path(exported) / EXPORT_SUMMARY
-    about = _object(about_file)
+    about = read_object(about_file, "an exported plan")
     if about.get("schema") != EXPORT_SCHEMA or about.get("engine") not in ENGINES:
         raise InvalidInput(f"{about_file} is no exported plan: name a folder that `swiftopt export` wrote")
     record = None
@@ -236,18 +235,6 @@ def _plan_that_ran(
         record = store.plan(name.model, name.task, int(about.get("version") or 0)).plan.layer_set
     kept = {"drafts": "layers" if record is not None else about.get("kind"), "draft_tokens": about.get("draft_tokens")}
     return Plan("prompt-lookup" if about.get("kind") == "text" else "spd", record, kept, engine=str(about["engine"]))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except ValueError as error:
-        raise InvalidInput(f"{path} is not JSON ({error}): give one object") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{path} holds no JSON object: give one")
-    return found
 
 
 # --- benchmark

@@ -11,7 +11,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from .errors import FileNotFound, LayerSetError, StoreError
+from .errors import FileNotFound, InvalidInput, LayerSetError, StoreError
 from .serialization import Figure, Record
 from .settings import STORED
 from .types import DEFAULT_TASK, NOT_WRITTEN, LayerSet, VerdictWord, check_task
@@ -94,7 +94,7 @@ class LayerSetRecord(Record):
 
         Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
         """
-        return cls._unstored(_read_object(path), path)
+        return cls._unstored(_read_set(path), path)
 
     @classmethod
     def _unstored(cls, values: Mapping[str, Any], path: Path) -> LayerSetRecord:
@@ -262,7 +262,7 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
         unknown.
     """
     path = Path(path)
-    values = _read_object(path)
+    values = _read_set(path)
     if "schema" in values:
         return [LayerSetRecord._unstored(values, path)]
     if not values:
@@ -270,23 +270,28 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
     return [_published(path, key, value, n_layers_of) for key, value in values.items()]
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_set(path: Path) -> dict[str, Any]:
+    return read_object(path, "a layer set", LayerSetError, ", or export one with `swiftopt layers export`")
+
+
+def read_object(path: Path, what: str, kind: type[InvalidInput] = InvalidInput, otherwise: str = "") -> dict[str, Any]:
+    """Return the JSON object of a file, which should hold `what`.
+
+    Args:   otherwise: ends the sentence where there is no such file: another way than to check its path.
+    Raises: FileNotFound: no such file. `kind`: it cannot be read, or holds none.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FileNotFound(
-            f"there is no file {path} with a layer set: check the path, or export one with `swiftopt layers export`"
-        ) from error
+        raise FileNotFound(f"there is no file {path} with {what}: check the path{otherwise}") from error
     except OSError as error:
-        raise LayerSetError(
-            f"{path} cannot be read ({error.strerror}): check that it is a file you may read"
-        ) from error
+        raise kind(f"{path} cannot be read ({error.strerror}): check that it is a file you may read") from error
     except UnicodeDecodeError as error:
-        raise LayerSetError(f"{path} is not UTF-8 text: expected one JSON object with a layer set") from error
+        raise kind(f"{path} is not UTF-8 text: expected one JSON object with {what}") from error
     except (ValueError, RecursionError) as error:
-        raise LayerSetError(f"{path} is not JSON ({error}): expected one object with a layer set") from error
+        raise kind(f"{path} is not JSON ({error}): expected one object with {what}") from error
     if not isinstance(values, dict):
-        raise LayerSetError(f"{path} holds a {type(values).__name__}: expected one JSON object with a layer set")
+        raise kind(f"{path} holds a {type(values).__name__}: expected one JSON object with {what}")
     return values
 
 

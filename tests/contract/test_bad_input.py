@@ -33,6 +33,7 @@ from swiftopt.tasks import generate
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 GENERATE = ["generate", "--prompt", "w1"]
 TUNE = ["tune", "--model", "smollm2-135m", "--stream"]
+IMPORT = ["import", "gpt2/t", "--plain", "good.jsonl", "--drafted", "good.jsonl"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,7 @@ def home(tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) ->
         "field.jsonl": '{"text": "w1"}\n',
         "half.jsonl": '{"prompt": "w1", "id": "\\ud800"}\n',
         "letter.txt": "Dear reader, " * 100,
+        "deep.json": "[" * 100_000,
         "set.json": json.dumps(layer_set_values()),
         "range.json": json.dumps(layer_set_values(skip_attn=[30])),
         "list.json": "[1]",
@@ -137,6 +139,9 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--engine", "vllm", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),
     ([*TUNE, "good.jsonl", "--preset", "adadecode", "--limit", "1"], 2, "too few prompts to hold some out"),
     (["import", "gpt2/t", "--engine", "vllm", "--plain", "no.json", "--drafted", "no.json"], 3, "no file no.json"),
+    ([*IMPORT, "--engine", "vllm", "--settings", "deep.json"], 2, "deep.json is not JSON"),
+    ([*IMPORT, "--engine", "vllm", "--settings", "no.json"], 3, "no file no.json with an engine's settings"),
+    ([*IMPORT, "--exported", "bert"], 3, "no file bert/export.json with an exported plan"),
     (
         ["bench", "search", "--model", "gpt2", "--stream", "good.jsonl", "--record", "no/r.json"],
         1,
