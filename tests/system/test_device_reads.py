@@ -19,7 +19,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs, letter_tokenizer, results_of
 from families import VOCAB, tiny_runtime
-from native import words
+from native import quick_runtime, words
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import MinNewTokensLengthLogitsProcessor
@@ -39,6 +39,7 @@ from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Sever
 from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
+from swiftopt.models.loading import at_speed
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import score_window
@@ -152,10 +153,11 @@ def adaptive(lookup: bool, model: DraftModel | None = None) -> Method:
 
 def near_model() -> Runtime:
     """Another model, on a device of its own, that agrees with the tiny llama on many tokens: it differs in a layer."""
-    runtime, others = tiny_runtime("llama"), tiny_runtime("llama", seed=1)
+    runtime, others = (tiny_runtime("llama", torch.float32, seed) for seed in (0, 1))
     layers = (each.hf_model.get_submodule("model.layers.2") for each in (runtime, others))
     for own, other in zip(*(layer.parameters() for layer in layers), strict=True):
         own.lerp_(other, 0.3)
+    at_speed(runtime, "auto")
     runtime.reads_late, runtime.device = True, torch.device("cpu", 0)
     return runtime
 
@@ -320,7 +322,7 @@ def test_a_check_of_a_lossy_method_waits_for_the_device_once(name: str, monkeypa
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampling) -> None:
-    runtime, rule = tiny_runtime(family), TokenRule.of(sampling, None)
+    runtime, rule = quick_runtime(family), TokenRule.of(sampling, None)
     expected = decode(runtime, PROMPT, PLAIN, rule, Ending(60)).token_ids
     found = []
     for runtime.reads_late in (False, True):
@@ -332,7 +334,7 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
 
 def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[tuple[Completion, Any]]:
     """What a method of the registry decodes with drafts that are read at once, and then late, and its logprobs."""
-    runtime, found = tiny_runtime("llama"), list[Completion]()
+    runtime, found = quick_runtime("llama"), list[Completion]()
     resources = Resources(runtime, heads=predicting(runtime), probe=probed(), draft_runtime=near_model())
     n_top, logprobs = None if name == "mtjd" else 3, list[list[TokenLogprob]]()
 
@@ -381,7 +383,7 @@ def test_drafts_of_exits_and_models_that_stop_early_give_plain_tokens(name: str)
 @cache
 def plain_tokens(sampling: Sampling, n_new: int) -> tuple[int, ...]:
     """What the tiny llama decodes by itself."""
-    return decode(tiny_runtime("llama"), PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(n_new)).token_ids
+    return decode(quick_runtime("llama"), PROMPT, PLAIN, TokenRule.of(sampling, None), Ending(n_new)).token_ids
 
 
 def noted(work: Work[Completion], runtime: Runtime, seen: list[tuple[int, int]]) -> Work[Completion]:
@@ -403,7 +405,7 @@ def test_another_model_runs_no_accepted_token_again_where_its_drafts_are_read_la
     sampling: Sampling, branching: tuple[tuple[float, int], ...] | None
 ) -> None:
     """Its passes are those of drafts that are read at once: it knows which of the tokens that it ran are committed."""
-    runtime, other, found = tiny_runtime("llama"), near_model(), list[tuple[list[tuple[int, int]], Completion]]()
+    runtime, other, found = quick_runtime("llama"), near_model(), list[tuple[list[tuple[int, int]], Completion]]()
     for runtime.reads_late in (False, True):
         method, seen = Method("spd", ChainDrafter(OtherModel(other), StopRule(5), branching)), list[tuple[int, int]]()
         work = decoding(runtime, PROMPT, method, TokenRule.of(sampling, None), Ending(80))
@@ -467,7 +469,7 @@ def test_a_draft_that_is_read_late_has_one_step_more(
     kind: str, source: str, branched: bool, sampling: Sampling
 ) -> None:
     """Up to there it is the draft that is read at once; its last step has no side leaves."""
-    runtime, threshold = tiny_runtime("llama"), UNSURE[source][not sampling.greedy]
+    runtime, threshold = quick_runtime("llama"), UNSURE[source][not sampling.greedy]
     branching = [(threshold, 3), (1.0, 2)] if branched else None
     adapted = StopRule.adaptive(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
     stop = {"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind]
@@ -531,7 +533,7 @@ def test_a_drawn_draft_that_is_read_late_has_one_step_more_and_is_walked_as_if_r
     stop = StopRule(5, 0.5, probe=probed()) if source == "probe" else StopRule(5, 0.2)
     drafter = Twice(draft_model(source), stop, branching, sampled=True)
     tokens = TokenRule.of(Sampling(temperature=0.15, seed=3), None)
-    decode(tiny_runtime("llama"), PROMPT, Method("spd", drafter, verifier), tokens, Ending(100))
+    decode(quick_runtime("llama"), PROMPT, Method("spd", drafter, verifier), tokens, Ending(100))
     assert verifier.n_refused > 5
     stopped = 0
     for at_once, late, longest in drafter.pairs:
@@ -572,7 +574,7 @@ class Followed(AdaptiveDrafter):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Sampling) -> None:
-    runtime, rule = tiny_runtime("llama"), TokenRule.of(sampling, None)
+    runtime, rule = quick_runtime("llama"), TokenRule.of(sampling, None)
     costs = PassCosts(cheap_draft_costs(0.01), LayerSet(4).filled("int4"))
     drafter = Followed(SkippedTarget(SKIPPING), costs)
     done = decode(runtime, PROMPT, Method("adaptive", drafter), rule, Ending(150))
@@ -583,7 +585,7 @@ def test_adaptive_drafts_that_are_read_late_are_the_models_own(sampling: Samplin
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("with_grammar", [False, True])
 def test_a_search_knows_whether_what_it_scores_is_read_late(with_grammar: bool, sampling: Sampling) -> None:
-    runtime, found = tiny_runtime("llama"), list[bool]()
+    runtime, found = quick_runtime("llama"), list[bool]()
     for runtime.reads_late in (False, True):
         rule = TokenRule.of(sampling, None, len(PROMPT), [letters(len(PROMPT))] if with_grammar else ())
         context = Context(runtime, runtime.new_buffer(30), rule, [*PROMPT, 7, 9], len(PROMPT))
@@ -596,7 +598,7 @@ def test_a_search_knows_whether_what_it_scores_is_read_late(with_grammar: bool, 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_requests_that_are_read_late_give_plain_tokens_beside_each_other(at_once: int) -> None:
     """Those with a grammar are read at every step."""
-    runtime = tiny_runtime("llama")
+    runtime = quick_runtime("llama")
     runtime.reads_late = True
     other, early = (
         Method(kind, ChainDrafter(draft_model(kind), StopRule(5, 0.1))) for kind in ("another model", "early exit")
