@@ -143,7 +143,7 @@ class Site:
             return found()
 
         try:
-            return until(look, within_s)
+            return until(look, within_s, 0.15)  # to look takes milliseconds of two servers' time
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
 
