@@ -65,8 +65,10 @@ def ask(served: Served, task: str, n_tokens: int = 16) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Its address bar's menus are pages as well, made for each window: half of its time."""
+    options = ["--no-sandbox", "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup"]
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         yield launched
         launched.close()
 
