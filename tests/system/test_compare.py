@@ -154,6 +154,7 @@ def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
     assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1
 
 
+@pytest.mark.usefixtures("rough_costs")
 @pytest.mark.parametrize("name", list(ABLATIONS))
 def test_every_ablation_has_a_row_per_variant(
     name: str, tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
