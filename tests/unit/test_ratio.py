@@ -187,7 +187,7 @@ def outcomes(
         checked = draft.tree.n_nodes if n_checked is None else n_checked
         if way == AT_ONCE:
             return verifier.verify(draft, TableTarget(branches, checked))
-        read = draft if draft.unread is None else draft.read(*draft.unread.tolist())
+        read = draft if draft.unread is None else draft.read(draft.unread.flatten().tolist())
         target = ReadTarget(branches, checked, read)
         weights = verifier.weigh(draft, target)
         target.weights = None if weights is None else weights.tolist()
