@@ -35,7 +35,7 @@ from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..models.costs import RECORD_AT, device_name, measure_costs, measure_format
 from ..models.loading import at_speed, random_runtime, use_expandable_segments
-from ..models.rows import Rows
+from ..models.rows import Rows, best_of
 from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.bench-gpu/1"
@@ -206,7 +206,7 @@ def bytes_per_token(runtime: Runtime) -> int:
 def draft_seconds(runtime: Runtime, layer_set: LayerSet) -> float:
     buffer = runtime.new_buffer(512)
     rows = Rows([1], 256, variants=(layer_set,))
-    return seconds(lambda: runtime.forward(rows, buffer).max(dim=-1).indices.tolist(), runtime.device)
+    return seconds(lambda: best_of(runtime.forward(rows, buffer)).tolist(), runtime.device)
 
 
 def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) -> int:
@@ -306,12 +306,8 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
     name = next((each for each in reversed(FORMATS) if each in profile.formats), STORED)
     method, found = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
-        # A run reads its prompts once, in a pass that is captured like those of all rounds, plain and drafted.
-        for n_tokens in (*[1] * (RECORD_AT - 1), *[n_new] * WARM_RUNS) if runtime.graphs is not None else ():
-            n_first = runtime.n_first
-            run_together(runtime, method, n_tokens, n)
-            if n_tokens == n_new and runtime.n_first == n_first:
-                break
+        if runtime.graphs is not None:
+            _capture(runtime, method, n_new, n)
         pairs = [
             (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
             for _ in range(LOAD_REPEATS)
@@ -319,6 +315,17 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
         plain, ratio = median(slow for slow, _ in pairs), median(fast / slow for slow, fast in pairs)
         found[str(n)] = {"plain_tokens_per_s": plain, "ratio": ratio}
     return found
+
+
+def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> None:
+    """Run requests until none of their passes is captured any more; prompts are read in one pass a run."""
+    for _ in range(RECORD_AT - 1):
+        run_together(runtime, method, 1, n_requests)
+    for _ in range(WARM_RUNS):
+        n_first = runtime.n_first
+        run_together(runtime, method, n_new, n_requests)
+        if runtime.n_first == n_first:
+            break
 
 
 def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:

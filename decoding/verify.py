@@ -77,7 +77,8 @@ class Target:
         if self._best:
             n_rows = self._logits.shape[0]
             self.argmaxes, unread = list(map(int, self._best[:n_rows])), self._best[n_rows:]
-            self._choices = dict(enumerate(self.argmaxes[: self.n_checked])) if is_argmax else {}
+            if is_argmax:
+                self._choices = dict(enumerate(self.argmaxes[: self.n_checked]))
             return draft.read(unread)
         argmaxes = best_of(self._logits) if is_argmax or draft.wants_argmaxes else None
         nodes, choices, weights = list(range(self.n_checked)), None, None
@@ -85,7 +86,7 @@ class Target:
             weighed = _weighed(draft, self) if verifier.weighs_offers else ()
             nodes = [node for node in nodes if node not in weighed]
             scores = [self.context.noisy_scores(self.above(node), self._row(node)) for node in nodes]
-            choices = torch.stack(scores).max(dim=-1).indices if scores else None
+            choices = best_of(torch.stack(scores)) if scores else None
         logprobs: list[Tensor] = []
         if late:
             weights = verifier.weigh(draft, self)

@@ -90,6 +90,7 @@ def main() -> None:
         x = meta(ROWS, HIDDEN, dtype=dtype)
         device.linear(x, meta(HIDDEN, HIDDEN, dtype=dtype))
         device.linear(x, meta(32016, HIDDEN, dtype=dtype), meta(32016, dtype=dtype))
+        device.linear(x, meta(32016, HIDDEN, dtype=dtype))  # in one part, written in its own type
         scales = meta(HIDDEN, dtype=torch.float32)
         device.linear(x, meta(HIDDEN, HIDDEN, dtype=torch.float8_e4m3fn), scales=scales)
         for bits in (4, 8):

@@ -26,10 +26,8 @@ READ_SLOTS = 64  # that a tile of attention reads at a time, at most
 READ_BYTES = 16384  # and of keys, and of values: what it holds must fit the registers
 ATTENTION_STAGES = 2  # 5 to 7 % less time on an H200 than Triton's 3, at 2,000 and 8,000 slots
 OUTPUTS, INPUTS = 64, 128  # of a weight that a program reads at a time
-PROGRAMS, CONVERTING = (
-    200,
-    800,
-)  # at least, for a map, and for one whose weights are converted; H200's have 132 processors
+PROGRAMS = 200  # at least, for a map: an H200 has 132 processors
+CONVERTING = 800  # for one whose weights are converted
 MOST_PARTS = 16  # parts of a map's inputs that are summed by themselves
 CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8  # outputs, and 32-bit words of codes, that a program reads at a time
 CODED_PROGRAMS, CODED_STAGES = 700, 2
@@ -37,8 +35,6 @@ MAGIC = {  # two numbers of a type whose lowest bits may be a code's, and the nu
     torch.bfloat16: (0x43004300, 128),
     torch.float16: (0x64006400, 1024),
 }
-PROGRAMS = 512  # at least, for a map: several for each processor of the largest devices
-MOST_SPLITS = 8  # parts of a map's inputs that are summed by themselves
 
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
