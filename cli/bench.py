@@ -56,7 +56,10 @@ def bench() -> None:
 # --- methods
 
 
-@bench.command(short_help="Methods side by side on the same prompts.")
+@bench.command(
+    short_help="Methods side by side on the same prompts.",
+    common="model stream task limit max_new_tokens methods assistant png db as_json",
+)
 @options.model_and_stream
 @option(PROMPTS, "--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
 @options.layer_set
@@ -182,7 +185,10 @@ def _cell(key: str, value: float | None) -> str:
 # --- several requests at once
 
 
-@bench.command(short_help="Several requests at once: drafting beside plain batching.")
+@bench.command(
+    short_help="Several requests at once: drafting beside plain batching.",
+    common="model stream task limit max_new_tokens words rate method png db as_json",
+)
 @options.model_and_stream
 @options.limit
 @options.from_field(PROMPTS, GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]")
@@ -342,7 +348,11 @@ for command in (peers, search_strategies):  # in the order of help, before the l
 # --- a stream that changes its task
 
 
-@bench.command("stream-shift", short_help="A stream that changes its task, and how acceptance follows.")
+@bench.command(
+    "stream-shift",
+    short_help="A stream that changes its task, and how acceptance follows.",
+    common="model stream prompts max_new_tokens strategy max_steps png as_json",
+)
 @options.model
 @click.option("--stream", required=True, type=options.FILE, help="Prompts that come task by task; - is standard input.")
 @measurement("--prompts", type=positive, default=16, help="Prompts of each task.")

@@ -39,7 +39,10 @@ outside the timing. plain always runs, for the others are measured against it. M
 lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 
 
-@options.command(short_help="All decoding methods side by side; the best becomes the plan.")
+@options.command(
+    short_help="All decoding methods side by side; the best becomes the plan.",
+    common="model stream task limit max_new_tokens methods lossless presets png no_store db as_json",
+)
 @options.model_and_stream
 @click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
 @option(PROMPTS, "--limit", type=positive, help="Compare on the first prompts of the stream only.")

@@ -240,7 +240,10 @@ def _plan_that_ran(
 # --- benchmark
 
 
-@options.command(short_help="swiftopt and other engines on the same prompts.")
+@options.command(
+    short_help="swiftopt and other engines on the same prompts.",
+    common="model stream task limit max_new_tokens words base exported png db as_json",
+)
 @options.model_and_stream
 @options.option(
     options.PROMPTS, "--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"

@@ -38,7 +38,10 @@ COMMANDS = """\
 /quit         end the chat, as Ctrl-D does"""
 
 
-@options.command(short_help="Decode with what was tuned for a task.")
+@options.command(
+    short_help="Decode with what was tuned for a task.",
+    common="model task prompt stream limit out max_new_tokens temperature seed method db as_json",
+)
 @options.model
 @from_field(
     OTHER, GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
@@ -189,7 +192,10 @@ def completion_words(completion: Completion, info: GenerateInfo) -> str:
 # --- chat
 
 
-@options.command(short_help="Chat in the terminal, with a server or a model of your own.")
+@options.command(
+    short_help="Chat in the terminal, with a server or a model of your own.",
+    common="model server task system message max_new_tokens temperature seed db as_json",
+)
 @click.option(
     "--model",
     type=MODEL,

@@ -54,7 +54,10 @@ JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 on_job = options.together(click.argument("job", metavar="ID"), backend_options, options.json)
 
 
-@options.command(short_help="Find the layer set that decodes a stream fastest.")
+@options.command(
+    short_help="Find the layer set that decodes a stream fastest.",
+    common="model stream task limit max_new_tokens out concurrency preset engine png redis server detach db as_json",
+)
 @options.model_and_stream
 @from_field(OTHER, TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
 @from_field(PROMPTS, TuneRequest, "out", "File for the completions.  [default: in your data folder]", type=FILE)
@@ -72,8 +75,9 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 @option(
     options.ENGINES,
     "--engine",
+    metavar="NAME",
     type=click.Choice(ENGINES),
-    help="Tune another engine instead: what it can draft with is tried there.",
+    help=f"Tune another engine: what it can draft with is tried there. One of {', '.join(ENGINES)}.",
 )
 @option(
     options.ENGINES,
@@ -99,17 +103,17 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 def tune(pictures: Pictures, **values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
 
-    Decodes every prompt on the way, losslessly, and keeps the completions. Ends with the layer set of each task, its
-    speed against plain decoding on held-out prompts, and the verdict, all of which go to the database.
+    Every prompt is decoded on the way, losslessly, and its completion is kept. The result is a layer set per task, its
+    speed against plain decoding on held-out prompts, and a verdict. All of it goes to the database.
 
-    Runs in this process, unless a Redis or a server is named: then the job is submitted to a queue and followed, and
-    Ctrl-C leaves it running.
+    Runs in this process, unless --redis or --server is given: then it submits a job and follows it, and Ctrl-C leaves
+    the job running.
 
-    With --preset adadecode, for example, what that method needs is made on most prompts by the paper's numbers, and the
-    method is run beside plain decoding on the others.
+    With --preset adadecode, for example, what that paper's method needs is made with the paper's numbers from most of
+    the prompts, and the method is compared with plain decoding on the others.
 
-    With --engine the drafts, draft lengths and n-grams that another engine can run are tried in it by turns, and the
-    fastest is judged against its plain decoding on held-out prompts; the answer may be plain.
+    With --engine it tries the drafts, draft lengths and n-grams that another engine can run, and judges the fastest
+    against that engine's plain decoding on held-out prompts. The answer may be plain decoding.
     """
     if values["engine"] is not None:
         return tune_engine(values)

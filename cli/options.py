@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -44,10 +44,11 @@ Completer = Callable[[str], list[CompletionItem[str]]]  # what a shell offers fo
 # --- commands and their help
 
 # headings of help, where a command has many options
-MAIN, PROMPTS, MACHINE = "Main options", "Prompts and completions", "Model and machine"
+COMMON, MAIN, PROMPTS, MACHINE = "Common options", "Main options", "Prompts and completions", "Model and machine"
 DRAFTING, SAMPLING, SEARCH, SERVICES = "Drafting", "Sampling", "Search", "Jobs and database"
 MEASUREMENT, ENGINES = "Measurement", "Other engines"
 OTHER = "Other options"
+ALL_OPTIONS = "swiftopt.all-options"  # key of a context's `meta`: true where help lists the options that are not common
 MANY = 12  # options from which on they have headings
 N_MAIN = 3  # that come first: those that a command declares first
 PLACEMENT = ("dtype", "device", "speed")  # options for where and how a model runs
@@ -62,11 +63,28 @@ class HeadedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """Lists many options under headings, the first few of them before all."""
+    """Lists many options under headings, the first few of them before all.
+
+    With `common`, names of parameters, `--help` lists these alone, in that order, and `--help-all` lists all.
+    """
+
+    def __init__(self, *args: Any, common: str = "", **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.common = common.split()
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *([_HELP_ALL] if self.common else [])]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        found = [param for param in self.get_params(ctx) if param.get_help_record(ctx) is not None]
-        shown = [param for param in found if isinstance(param, click.Option)]
+        shown = self._shown(ctx)
+        if self.common and not ctx.meta.get(ALL_OPTIONS):
+            by_name = {param.name: param for param in shown}
+            listed = [*(by_name[name] for name in self.common), *shown[-2:]]  # the last two are for help
+            self._write(ctx, formatter, COMMON, listed)
+            n_more = len(shown) - len(listed)
+            formatter.write_paragraph()
+            formatter.write_text(f"{n_more} more options: {ctx.command_path} --help-all")
+            return
         if len(shown) < MANY:
             return super().format_options(ctx, formatter)
         sections: dict[str, list[click.Option]] = {MAIN: shown[:N_MAIN]}
@@ -74,8 +92,35 @@ class GroupedCommand(click.Command):
             sections.setdefault(getattr(param, "heading", OTHER), []).append(param)
         others = sections.pop(OTHER)  # --help at least
         for heading, params in [*sections.items(), (OTHER, others)]:
-            with formatter.section(heading):
-                formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+            self._write(ctx, formatter, heading, params)
+
+    def _shown(self, ctx: click.Context) -> list[click.Option]:
+        """Return the options that are not hidden."""
+        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        return [param for param in params if param.get_help_record(ctx) is not None]
+
+    def _write(
+        self, ctx: click.Context, formatter: click.HelpFormatter, heading: str, params: Sequence[click.Option]
+    ) -> None:
+        with formatter.section(heading):
+            formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+
+
+def _show_all(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[ALL_OPTIONS] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all options and exit.",
+)
 
 
 class ConfiguredGroup(click.Group):

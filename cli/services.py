@@ -47,7 +47,10 @@ except SwiftoptError as error:
 requests, learning, access = (partial(option, heading) for heading in ("Requests", "Learning", "Keys and limits"))
 
 
-@options.command(short_help="Serve models and look-ups over HTTP, and take jobs.")
+@options.command(
+    short_help="Serve models and look-ups over HTTP, and take jobs.",
+    common="models host port concurrency tune keep_prompts new_key requests_per_min redis db as_json",
+)
 @click.option(
     "--model",
     "models",

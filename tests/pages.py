@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
+from swiftopt.cli.options import ALL_OPTIONS
 from swiftopt.cli.output import INTERRUPTED
 from swiftopt.server.openapi import bare_app
 
@@ -39,7 +40,8 @@ EXIT_CODES = {
 INTRODUCTION = """\
 # Command line
 
-This page is written by `python tests/pages.py`; a test compares the two, so change the help texts instead.
+This page is written by `python tests/pages.py`; a test compares the two, so change the help texts instead. It lists
+all options. Where a command has many, `--help` lists the common ones and `--help-all` all of them.
 
 Results go to stdout; progress, remarks and errors go to stderr. `--json` makes the result one JSON object with a
 `schema` key (`generate --stream`: one object per prompt, each on its own line). An error is one sentence.\
@@ -56,6 +58,7 @@ def commands(command: click.Command, name: str, parent: click.Context | None = N
     """Yield (command line, help text) of a command and of all below it, in the order in which help lists them."""
     settings = {**command.context_settings, "terminal_width": WIDTH}
     context = click.Context(command, info_name=name, parent=parent, **settings)
+    context.meta[ALL_OPTIONS] = True
     yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
         for below in command.list_commands(context):

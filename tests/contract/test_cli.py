@@ -23,7 +23,7 @@ import torch
 
 from swiftopt.cli import doctor
 from swiftopt.cli.main import MODULES, run, swiftopt
-from swiftopt.cli.options import MANY
+from swiftopt.cli.options import MANY, GroupedCommand
 from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec
@@ -141,9 +141,9 @@ def test_start_imports_nothing_heavy(args: list[str], allowed: set[str]) -> None
     assert HEAVY & set(modules) <= allowed
 
 
-def sections_of(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+def sections_of(path: tuple[str, ...], flag: str, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """Return the options that help lists under each heading, by their first long name."""
-    assert run([*path, "--help"]) == 0
+    assert run([*path, flag]) == 0
     found: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         if re.fullmatch(r"\S.*:", line):
@@ -153,35 +153,72 @@ def sections_of(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> di
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in every_command() if not is_group(path)], ids=" ".join)
-def test_help_lists_each_option_once_and_many_under_headings(
+def declared_options(path: tuple[str, ...]) -> dict[str, str]:
+    """Return the first long name of each option, by the parameter's name."""
+    options = [param for param in command_at(path).params if isinstance(param, click.Option)]
+    return {param.name or "": next(name for name in param.opts if name.startswith("--")) for param in options}
+
+
+COMMANDS = [path for path in every_command() if not is_group(path)]
+
+
+def has_common(path: tuple[str, ...]) -> bool:
+    command = command_at(path)
+    return isinstance(command, GroupedCommand) and bool(command.common)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_full_help_lists_each_option_once_and_many_under_headings(
     path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = sections_of(path, capsys)
-    options = [param for param in command_at(path).params if isinstance(param, click.Option)]
-    declared = [next(name for name in param.opts if name.startswith("--")) for param in options] + ["--help"]
+    flag = "--help-all" if has_common(path) else "--help"
+    found = sections_of(path, flag, capsys)
+    declared = [*declared_options(path).values(), "--help", *(["--help-all"] if has_common(path) else [])]
     listed = [name for names in found.values() for name in names]
     assert sorted(listed) == sorted(declared)
     if len(declared) < MANY:
         assert [heading for heading, names in found.items() if names] == ["Options"]
     else:
         assert found["Main options"] == declared[:3]
-        assert set(found["Other options"]) <= {"--help", "--json", "--png", "--svg", "--no-store"}
+        assert set(found["Other options"]) <= {"--help", "--help-all", "--json", "--png", "--svg", "--no-store"}
 
 
-def test_help_of_tune_begins_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = sections_of(("tune",), capsys)
+@pytest.mark.parametrize("path", every_command(), ids=" ".join)
+def test_help_fits_60_lines_of_80_columns(
+    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*path, "--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("path", list(filter(has_common, COMMANDS)), ids=" ".join)
+def test_help_lists_common_options_those_that_are_required_and_how_to_see_the_others(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared, command = declared_options(path), cast(GroupedCommand, command_at(path))
+    listed = sections_of(path, "--help", capsys)["Common options"]
+    assert listed == [*(declared[name] for name in command.common), "--help", "--help-all"]
+    assert {declared[param.name or ""] for param in command.params if param.required} <= set(listed)
+    assert run([*path, "--help"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{len(declared) - len(command.common)} more options: swiftopt {' '.join(path)} --help-all"
+
+
+def test_full_help_of_tune_begins_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sections_of(("tune",), "--help-all", capsys)
     assert found["Main options"] == ["--model", "--stream", "--task"]
     assert {"--strategy", "--max-steps"} <= set(found["Search"])
     assert "--stop-threshold" in found["SWIFT's drafts, with --method swift"]
 
 
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_keeps_to_the_width(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    width: int, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert run(["tune", "--help"]) == 0
+    assert run(["tune", flag]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    swiftopt ")]
     assert width // 2 < max(map(len, lines)) <= width  # examples are not wrapped, to be copied
 

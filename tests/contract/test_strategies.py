@@ -336,7 +336,7 @@ def test_one_file_is_all_that_a_new_strategy_takes(tmp_path: Path) -> None:
         "import sys, swiftopt.optimizer\n"
         f"swiftopt.optimizer.__path__.insert(0, {str(tmp_path)!r})\n"
         "from swiftopt.cli.main import swiftopt\n"
-        "swiftopt(['tune', '--help'])\n"
+        "swiftopt(['tune', '--help-all'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "mine (draws of my own)" in " ".join(done.stdout.split())
