@@ -12,14 +12,20 @@ import numpy as np
 import torch
 from families import tiny_model
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 # w94, w95 and w96 stand before what the system, the user and the assistant say.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'w94', 'user': 'w95', 'assistant': 'w96'}[m['role']] }}"
     " {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w96{% endif %}"
+)
+BYTES_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
 )
 
 
@@ -32,6 +38,21 @@ def save(
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
     tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_bytes(folder: Path) -> Path:
+    """A tiny model of single bytes, as a folder; every byte is as likely as another."""
+    special = ["<|end|>", "<|start|>"]
+    letters = sorted(ByteLevel.alphabet())
+    model = tiny_model("llama", torch.float32, scale=0.0, vocab_size=len(letters) + 2, max_position_embeddings=8192)
+    model.save_pretrained(folder)
+    backend = Tokenizer(BPE({word: i for i, word in enumerate([*special, *letters])}, []))
+    backend.add_special_tokens(special)
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = BYTES_TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -1,0 +1,135 @@
+"""The requests of `tests/cases/*.json` to a real server, each with what its answer has to be.
+
+A file is an object of cases by name. A case has a `path`, a `body`, and what is `expected`: by the keys that `read`
+returns, a value or a JSON schema. `also` asks the same in other forms: "stream", "responses", "responses stream". A
+body gets the model's name; without a `temperature` the model of bytes writes at random, and SmolLM2 greedily.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from api import Served, serving
+from jsonschema import Draft202012Validator
+from tiny_files import save_bytes
+
+FILES = sorted((Path(__file__).parent.parent / "cases").glob("*.json"))
+START_S = 120
+SAMPLING = {"tiny": {"temperature": 1, "seed": 0}, "smollm2-135m": {"temperature": 0}}
+CASES = {f"{file.stem} {name}": case for file in FILES for name, case in json.loads(file.read_text()).items()}
+FORMS = [
+    pytest.param(case, form, id=f"{name} {form}".replace(" ", "-"))
+    for name, case in CASES.items()
+    for form in ("whole", *case.get("also", ()))
+]
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2-135m", marks=pytest.mark.model)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Served]]:
+    """The name of a model, and its server."""
+    where = tmp_path_factory.mktemp("cases")
+    model = f"tiny={save_bytes(where / 'tiny')}" if request.param == "tiny" else request.param
+    options = ["--model", model, "--rate", "0", "--threads", "1", "--no-tune"]
+    with serving(str(where / "a.db"), where / "log", *options) as served:
+        until = time.monotonic() + START_S
+        while served.client.get("/health").status_code != 200:
+            assert time.monotonic() < until, served.log.read_text()
+            time.sleep(0.1)
+        yield request.param, served
+
+
+@pytest.mark.parametrize(("case", "form"), FORMS)
+def test_answer_is_what_the_case_expects(server: tuple[str, Served], case: Mapping[str, Any], form: str) -> None:
+    name, served = server
+    path, body = case["path"], {**SAMPLING[name], **case["body"], "model": name}
+    if "responses" in form:
+        path, body = "/v1/responses", as_response(body)
+    if "stream" in form:
+        body["stream"] = True
+    answer = read(served.client.post(path, json=body, timeout=120))
+    expected = {key: value if isinstance(value, dict) else {"const": value} for key, value in case["expected"].items()}
+    wrong = Draft202012Validator({"properties": expected, "required": [*expected]}).iter_errors(answer)
+    assert not [f"{error.json_path}: {error.message}" for error in wrong], answer
+
+
+def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat in the form of Responses."""
+    body = {**chat, "input": chat["messages"], "max_output_tokens": chat.get("max_tokens")}
+    form, choice = chat.get("response_format"), chat.get("tool_choice")
+    if form is not None:
+        body["text"] = {"format": {"type": form["type"], **form.get("json_schema", {})}}
+    if isinstance(choice, dict):
+        body["tool_choice"] = {"type": "function", **choice["function"]}
+    body["tools"] = [{"type": tool["type"], **tool["function"]} for tool in chat.get("tools", ())]
+    return {key: value for key, value in body.items() if key not in ("messages", "max_tokens", "response_format")}
+
+
+def read(response: httpx2.Response) -> dict[str, Any]:
+    """What an answer says, by one key in all forms.
+
+    Its `status`, the fields that were `ignored`, and its `error`; or its `text`, the same as `json`, its
+    `finish_reason`, its `calls`, and the `name` and `arguments` of the first; beside it the `answer` as it came.
+    """
+    ignored = response.headers.get("x-swiftopt-ignored")
+    told = {"status": response.status_code, "ignored": ignored.split(", ") if ignored else []}
+    if response.headers["content-type"].startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        whole = whole_of([json.loads(event) for event in events if event != "[DONE]"])
+    else:
+        whole = response.json()
+    if "error" in whole and response.status_code >= 400:
+        return {**told, "error": whole["error"], "answer": whole}
+    told |= {"answer": whole} | (of_response(whole) if "output" in whole else of_chat(whole))
+    with suppress(KeyError, ValueError):
+        told["json"] = json.loads(told["text"])
+    if told.get("calls"):
+        told |= told["calls"][0]
+    return told
+
+
+def of_chat(whole: Mapping[str, Any]) -> dict[str, Any]:
+    if "choices" not in whole:
+        return {}
+    choice = whole["choices"][0]
+    message = choice.get("message", choice)
+    text = message["content"] if "message" in choice else choice["text"]
+    calls = [call_of(call["function"]) for call in message.get("tool_calls", ())]
+    return {"text": text or "", "finish_reason": choice["finish_reason"], "calls": calls}
+
+
+def of_response(whole: Mapping[str, Any]) -> dict[str, Any]:
+    text = "".join(part["text"] for item in whole["output"] for part in item.get("content", ()))
+    calls = [call_of(item) for item in whole["output"] if item["type"] == "function_call"]
+    reason = "length" if whole["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    return {"text": text, "finish_reason": reason, "calls": calls}
+
+
+def call_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's name and arguments, these read where they are JSON."""
+    arguments = function["arguments"]
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    return {"name": function["name"], "arguments": arguments}
+
+
+def whole_of(events: list[Any]) -> dict[str, Any]:
+    """The whole answer that a stream of a chat or a response is in pieces."""
+    if events[-1].get("type", "").startswith("response."):
+        return dict(events[-1]["response"])
+    text, reason, calls = "", None, list[dict[str, str]]()
+    for choice in (choice for event in events for choice in event["choices"]):
+        delta, reason = choice["delta"], choice["finish_reason"]
+        text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            if "name" in call["function"]:
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    message = {"content": text, "tool_calls": [{"function": call} for call in calls]}
+    return {"choices": [{"message": message, "finish_reason": reason}]}
