@@ -27,7 +27,7 @@ _EXPORTS = {
     "TuningSettings": "core.settings",
     "Runtime": "models.runtime",
     "Store": "store",
-    "custom_generate": "decoding.session",
+    "custom_generate": "decoding.transformers_hook",
     "LiveEngine": "tasks.model",
     "Model": "tasks.model",
     "Ticket": "tasks.model",
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from .core.requests import TuneRequest
     from .core.settings import SwiftSettings, TuningSettings
     from .core.types import Completion, LayerSet, Prompt, Sampling
-    from .decoding.session import custom_generate
+    from .decoding.transformers_hook import custom_generate
     from .models.runtime import Runtime
     from .store import Store
     from .tasks.model import LiveEngine, Model, Ticket, load, tune

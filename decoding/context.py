@@ -78,11 +78,19 @@ class TokenRule:
     of the two distributions allows (Daliri et al., arXiv:2408.07978): sampling is greedy decoding of noisy scores.
     """
 
-    def __init__(self, sampling: Sampling, processors: LogitsProcessorList) -> None:
+    def __init__(
+        self, sampling: Sampling, processors: LogitsProcessorList, drafting: LogitsProcessorList | None = None
+    ) -> None:
+        """Args: drafting: those of the processors that drafts go through, too; None: all.
+
+        Any other sees the target's scores alone, once for each token that is committed, in the order of the text.
+        """
         self.greedy = sampling.greedy
         self._seed = sampling.seed % 2**64
         self._noises: dict[int, Tensor] = {}  # by position, the latest
         self.processors = processors
+        self.drafting = processors if drafting is None else drafting
+        self.in_order = len(self.drafting) < len(processors)  # whether scores have to be computed token by token
         self.grammar = next((each for each in processors if isinstance(each, GrammarMask)), None)
         self.reads_text = any(not _is_blind(each) for each in processors)  # whether scores depend on the tokens before
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
@@ -131,13 +139,17 @@ class TokenRule:
         """Whether the target's token is just the argmax of its logits."""
         return self.greedy and not self.processors
 
-    def scores(self, token_ids: Sequence[int] | Tensor, logits: Tensor) -> Tensor:
-        """Return `logits` (vocab,) after all processors, in the context of `token_ids`: float32 (vocab,)."""
-        scores = logits.float()
-        if self.processors:
+    def scores(self, token_ids: Sequence[int] | Tensor, logits: Tensor, of_target: bool = False) -> Tensor:
+        """Return `logits` (vocab,) after the processors, in the context of `token_ids`: float32 (vocab,).
+
+        Args: of_target: the logits are the target's, and the token that they give will be committed.
+        """
+        processors = self.processors if of_target else self.drafting
+        scores = logits.to(torch.float32, copy=of_target and self.in_order)  # a caller's processor may write into them
+        if processors:
             context: Any = uploaded(token_ids, logits.device)[None]
             processed: Any = scores[None]
-            for processor in self.processors:  # the list's own call reads each one's signature for every token
+            for processor in processors:  # the list's own call reads each one's signature for every token
                 processed = processor(context, processed)
             scores = processed[0]
         return scores
@@ -354,7 +366,8 @@ class Context:
     @property
     def reads_late(self) -> bool:
         """Whether tokens can stay on the device, and are worth reading together."""
-        return self.runtime.reads_late and self.rule.grammar is None  # which reads tokens on this machine
+        # A grammar reads tokens on this machine.
+        return self.runtime.reads_late and self.rule.grammar is None and not self.rule.in_order
 
     def text(self, device: torch.device) -> Tensor:
         """Return the committed tokens, int64 (tokens,), on the device of the request's logits."""
@@ -371,24 +384,24 @@ class Context:
             return self.rule.confidences(logits.float())
         return [(token_id, math.exp(value)) for token_id, value in zip(*native.likeliest(logits), strict=True)]
 
-    def scores(self, drafted: Drafted, logits: Tensor) -> Tensor:
+    def scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones.
 
         For a rule that reads no text the number of `drafted` tokens is enough: they may be anything.
         """
         if not self.rule.reads_text:
-            return self.rule.scores((), logits)
+            return self.rule.scores((), logits, of_target)
         late = len(drafted) > 0 and isinstance(drafted[0], Tensor)
         own: Any = drafted if late else [uploaded(drafted, logits.device)]
-        return self.rule.scores(torch.cat((self.text(logits.device), *own)), logits)
+        return self.rule.scores(torch.cat((self.text(logits.device), *own)), logits, of_target)
 
-    def noisy_scores(self, drafted: Drafted, logits: Tensor) -> Tensor:
+    def noisy_scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
-        return self.rule.noisy(self.scores(drafted, logits), len(self.token_ids) + len(drafted))
+        return self.rule.noisy(self.scores(drafted, logits, of_target), len(self.token_ids) + len(drafted))
 
     def choose(self, drafted: Drafted, logits: Tensor) -> int:
         """Return the target's own token behind `drafted` ones, given its `logits` (vocab,): their argmax, or a draw."""
-        return int(self.noisy_scores(drafted, logits).argmax())
+        return int(self.noisy_scores(drafted, logits, of_target=True).argmax())
 
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""

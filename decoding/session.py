@@ -1,53 +1,29 @@
-"""From a prompt to token ids and back: chat templates, turns, stop tokens, and the model's own defaults.
-
-`custom_generate` is the entry for transformers users: `model.generate(..., custom_generate=swiftopt.custom_generate,
-layer_set=…)`. transformers 5.23 passes a callable only the options that it names as parameters, and never the
-`streamer`: pass `on_tokens` instead. Logits processors and stopping criteria are the caller's own; a processor is
-applied to each tree row that is visited, with the ids that lead to that row, and a criterion to each committed token.
-"""
+"""From a prompt to token ids and back: chat templates, turns, stop tokens, and the model's own defaults."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
-from pathlib import Path
-from threading import RLock
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    StoppingCriteriaList,
-)
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 
-from ..core.costs import CostProfile
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
-from ..core.records import LayerSetRecord
 from ..core.serialization import LARGEST
-from ..core.settings import STORED, SwiftSettings
 from ..core.streams import EMPTY_STOP
-from ..core.types import Completion, FinishReason, LayerSet, Prompt, Sampling, n_turns
-from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
-from ..models.loading import at_speed, info_of
+from ..core.types import Completion, Prompt, Sampling, n_turns
 from ..models.runtime import Runtime
 from .context import Ending, ResumePoint, TokenRule
-from .draft_models import SkippedTarget
-from .engine import Work, alone, intercept
+from .engine import Work, alone
 from .grammar import Grammar
-from .loop import Prefilled, Round, decoding
-from .methods import Method, swift
-from .methods.adaptive import AdaptiveSettings, adaptive
+from .loop import decoding
+from .methods import Method
 
 LONG, PIECE = 16, 4  # characters per position of the context: beyond, a text is looked at first; of a piece then
-KEPT = "_swiftopt"  # under which a model object has what its calls of `custom_generate` share
 
 
 class Turn(NamedTuple):
@@ -270,147 +246,6 @@ class Session:
 def turn_of(prompt: Prompt, number: int) -> Prompt:
     """Return the prompt under the id of one of its turns (0-based), which is its own where there is only one."""
     return prompt if len(prompt.turns) < 2 else replace(prompt, id=f"{prompt.id}#{number + 1}")
-
-
-def custom_generate(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    layer_set: LayerSet | LayerSetRecord | str | Path | None = None,
-    swift_settings: SwiftSettings | None = None,
-    on_tokens: Callable[[Sequence[int]], None] | None = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Decode as `generate` would, drafting with the sub-layers of `layer_set` left out.
-
-    A record or file drafts as it was tuned for. For adaptive drafts, costs are measured at the first call; they, the
-    quantised copies, CUDA graphs and what was learnt of acceptance stay with the model object for the next one, until
-    its weights are others. Calls on one object run one after the other.
-
-    Args:    layer_set: a `LayerSet`, a record, or the path of an exported file.
-    Returns: int64 (1, prompt + completion), or a `DraftedOutput` with `return_dict_in_generate`.
-    Raises:  SettingsError: no layer set, beams, or several sequences at once.
-             InvalidInput: padding in the prompt. UnsupportedModel, LayerSetError, ContextOverflow as in `decode`.
-    """
-    skipped, settings = _layer_set(layer_set)
-    if input_ids.shape[0] != 1 or generation_config.num_beams != 1:
-        raise SettingsError(
-            f"custom_generate decodes one sequence without beams, not a batch of {input_ids.shape[0]} with"
-            f" {generation_config.num_beams} beams: call generate once per prompt"
-        )
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise InvalidInput("the prompt has padding (zeros in attention_mask): pass it without padding")
-    shared, prompt_ids = _Shared.of(model), input_ids[0].tolist()
-    # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
-    seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
-    rule = TokenRule(Sampling(temperature=float(generation_config.do_sample), seed=seed), logits_processor)
-    room = generation_config.max_length - len(prompt_ids)
-    ending = CriteriaEnding(room, prompt_ids=prompt_ids, criteria=stopping_criteria)
-
-    def report(event: Prefilled | Round) -> Iterator[Any]:
-        if on_tokens is not None:
-            on_tokens(event.token_ids)
-        yield from ()
-
-    with shared.lock:
-        method = shared.method(skipped, swift_settings or settings)
-        done = alone(intercept(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
-    sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return DraftedOutput(sequences=sequences, drafted=done.drafted, accepted=done.accepted)
-
-
-@dataclass
-class DraftedOutput(GenerateDecoderOnlyOutput):
-    """transformers' output, with the draft tokens that were judged and the accepted ones of them."""
-
-    drafted: int | None = None
-    accepted: int | None = None
-
-
-@dataclass(slots=True)
-class _Shared:
-    """What calls on one model object share: a runtime, costs of its drafts, and what was learnt of their acceptance.
-
-    It lies in the object's `__dict__`, to be freed with the model, and counts for the weights that the model had.
-    """
-
-    runtime: Runtime  # with copies and captured passes, one at a time
-    parts: Sequence[Any]
-    lock: RLock = field(default_factory=RLock)
-    costs: CostProfile | None = None
-    adaptive: dict[LayerSet, Method] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, model: Any) -> _Shared:
-        """Return that of earlier calls, unless the model was moved, cast or changed since."""
-        known, parts = vars(model).get(KEPT), _parts(model)
-        if known is None or known.parts != parts:
-            known = vars(model)[KEPT] = cls(_runtime_of(model), parts)
-        return cast(_Shared, known)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model begins anew
-
-    def method(self, layer_set: LayerSet, settings: SwiftSettings) -> Method:
-        """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""
-        runtime = self.runtime
-        if settings.method != "adaptive":
-            return swift(layer_set, settings)
-        if layer_set not in self.adaptive:
-            runtime.check_layer_set(layer_set)
-            if self.costs is None:
-                self.costs = measure_costs(runtime, SMALLEST_BUCKET)
-            self.costs = with_formats(runtime, self.costs, self.costs.missing(layer_set))
-            self.adaptive[layer_set] = adaptive(SkippedTarget(layer_set), self.costs, AdaptiveSettings(STORED))
-        return self.adaptive[layer_set]
-
-
-def _runtime_of(model: Any) -> Runtime:
-    runtime = Runtime(model, None, info_of(model, ""))
-    at_speed(runtime, "auto", lay_out=False)
-    runtime.hf_model = cast(Any, weakref.proxy(model))  # which holds the runtime
-    return runtime
-
-
-def _parts(model: Any) -> list[Any]:
-    """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
-    found: list[Any] = []
-    for module in islice(model.modules(), 1, None):
-        hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
-        own = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
-        found.append((module, hooks, own))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class CriteriaEnding(Ending):
-    """Ends where transformers' stopping criteria say so, asked after every token."""
-
-    prompt_ids: Sequence[int] = ()
-    criteria: Any = None
-
-    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """See `Ending.crop`; the reason is "length" where the room is used up, else "stop"."""
-        for n in range(1, len(block) + 1):
-            context = torch.tensor([[*self.prompt_ids, *generated, *block[:n]]])
-            if bool(self.criteria(context, None).all()):
-                reason: FinishReason = "length" if len(generated) + n >= self.max_new_tokens else "stop"
-                return list(block[:n]), reason
-        return list(block), None
-
-
-def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:
-    if given is None:
-        raise SettingsError("custom_generate needs layer_set=: a LayerSet, a record, or the path of an exported file")
-    if isinstance(given, LayerSet):
-        return given, SwiftSettings()
-    record = given if isinstance(given, LayerSetRecord) else LayerSetRecord.load(Path(given))
-    return record.layer_set, SwiftSettings.from_json(record.settings)
 
 
 def hf_generate(

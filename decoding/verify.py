@@ -85,7 +85,7 @@ class Target:
         if late and not is_argmax:
             weighed = _weighed(draft, self) if verifier.weighs_offers else ()
             nodes = [node for node in nodes if node not in weighed]
-            scores = [self.context.noisy_scores(self.above(node), self._row(node)) for node in nodes]
+            scores = [self.context.noisy_scores(self.above(node), self._row(node), of_target=True) for node in nodes]
             choices = best_of(torch.stack(scores)) if scores else None
         logprobs: list[Tensor] = []
         if late:
@@ -124,7 +124,7 @@ class Target:
 
     def probs(self, node: int, accepted: Drafted) -> Tensor:
         """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
-        return self.rule.probs(self.context.scores(accepted, self._row(node)))
+        return self.rule.probs(self.context.scores(accepted, self._row(node), of_target=True))
 
     def draw(self, left: Tensor | float) -> int:
         """Draw a token of `left` (vocab,); a number is the token that was drawn with `peek`."""

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes import letter_tokenizer
 from families import CONFIGS, VOCAB, tiny_model
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 import swiftopt
 from swiftopt.core.errors import InvalidInput, SettingsError
-from swiftopt.decoding import session
+from swiftopt.decoding import transformers_hook
+from swiftopt.decoding.generate_options import MODES, OBEYED, REFUSED, WITHOUT_EFFECT
 from swiftopt.models import quantised
 
 LAYERS = swiftopt.LayerSet(4, frozenset({1}), frozenset({1, 2}))
@@ -24,13 +39,16 @@ def prompt(length: int = 9) -> torch.Tensor:
     return torch.arange(2, 2 + length)[None] * 7 % VOCAB
 
 
-def both(model: Any, inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+OURS = {"custom_generate": swiftopt.custom_generate, "layer_set": LAYERS, "swift_settings": SETTINGS}
+
+
+def both(
+    model: Any, inputs: torch.Tensor, make: Callable[[], dict[str, Any]] = dict, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain decoding and ours; `make` gives each options of its own, which keep a state."""
     options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 30, **options}
-    plain = model.generate(inputs, **options)
-    ours = model.generate(
-        inputs, custom_generate=swiftopt.custom_generate, layer_set=LAYERS, swift_settings=SETTINGS, **options
-    )
-    return plain, ours
+    plain = model.generate(inputs, **options, **make())
+    return plain, model.generate(inputs, **options, **make(), **OURS)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -51,6 +69,50 @@ def test_logits_processors_apply_per_tree_row() -> None:
     plain, ours = both(model, prompt(), do_sample=False, logits_processor=LogitsProcessorList([NoRepeat()]))
     unprocessed, _ = both(model, prompt(), do_sample=False)
     assert plain.tolist() == ours.tolist() != unprocessed.tolist()
+
+
+class Rotating(LogitsProcessor):
+    """Forbids, in place, 40 tokens that depend on how often it was called, and notes the lengths that it has seen."""
+
+    def __init__(self, lengths: list[int] | None = None) -> None:
+        self.lengths = [] if lengths is None else lengths
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.lengths.append(input_ids.shape[1])
+        scores[:, (len(self.lengths) * 13 + torch.arange(40)) % VOCAB] = float("-inf")
+        return scores
+
+
+SYNTHID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836], context_history_size=16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.5},
+        {"guidance_scale": 3.0, "repetition_penalty": 1.3},
+        {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]])},
+        {"guidance_scale": 1.5, "use_cache": False},
+        {"prefix_allowed_tokens_fn": lambda _, ids: [(int(ids[-1]) * k + 3) % VOCAB for k in range(1, 30)]},
+        {"watermarking_config": WatermarkingConfig(bias=4.0)},
+        {"watermarking_config": SYNTHID},
+        {"logits_processor": LogitsProcessorList([Rotating()])},
+    ],
+)
+def test_ids_are_those_of_generate_when_a_processor_depends_on_its_calls(options: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    plain, ours = both(model, prompt(), lambda: copy.deepcopy(options), do_sample=False)
+    assert plain.tolist() == ours.tolist() != both(model, prompt(), do_sample=False)[0].tolist()
+
+
+def test_a_callers_processor_sees_each_token_once_and_in_order() -> None:
+    lengths: list[int] = []
+    processors = LogitsProcessorList([Rotating(lengths)])
+    model = tiny_model("llama")
+    out = model.generate(
+        prompt(), max_new_tokens=20, do_sample=False, logits_processor=processors, return_dict_in_generate=True, **OURS
+    )
+    assert lengths[:20] == list(range(9, 29)) and out.drafted > 0
 
 
 def test_stop_token_inside_an_accepted_block_ends_the_text() -> None:
@@ -125,17 +187,132 @@ def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
     assert statistic < chi2.ppf(1 - 1e-4, df=len(large))
 
 
-def test_what_cannot_be_decoded_is_refused_in_a_sentence() -> None:
+def test_stop_strings_end_the_text_with_the_tokenizer_that_generate_is_given() -> None:
+    model, tokenizer = tiny_model("llama"), letter_tokenizer()
+    full = model.generate(prompt(), max_new_tokens=30, do_sample=False)[0, 9:]
+    stop = tokenizer.decode(full[10:12])
+    at = {"stop_strings": [stop], "tokenizer": tokenizer}
+    plain, ours = both(model, prompt(), do_sample=False, **at)
+    assert plain.tolist() == ours.tolist() and ours.shape[1] <= 9 + 12
+    function = partial(swiftopt.custom_generate, layer_set=LAYERS)
+    again = model.generate(prompt(), max_new_tokens=30, do_sample=False, custom_generate=function, **at)
+    assert again.tolist() == ours.tolist()
+
+
+def test_streamer_gets_each_token_and_the_end() -> None:
+    class Streamer(list[Any]):
+        def put(self, token_ids: torch.Tensor) -> None:
+            self.extend(token_ids.flatten().tolist())
+
+        def end(self) -> None:
+            self.append("end")
+
+    streamers = Streamer(), Streamer()
+    made = iter(streamers)
+    plain, _ = both(tiny_model("llama"), prompt(), lambda: {"streamer": next(made)}, do_sample=False)
+    assert streamers[0] == streamers[1] == [*plain[0].tolist(), "end"]
+
+
+def test_scores_and_logits_are_those_of_generate() -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     model = tiny_model("llama")
-    batch = torch.cat((prompt(), prompt()))
-    with pytest.raises(SettingsError, match="batch of 2"):
-        both(model, batch, do_sample=False)
-    with pytest.raises(SettingsError, match="needs layer_set="):
-        model.generate(prompt(), max_new_tokens=4, custom_generate=swiftopt.custom_generate)
-    padded = torch.ones_like(prompt())
-    padded[0, 0] = 0
-    with pytest.raises(InvalidInput, match="padding"):
-        both(model, prompt(), do_sample=False, attention_mask=padded)
+    plain, ours = both(model, prompt(), do_sample=False, repetition_penalty=1.3, **wanted)
+    pairs: Any = ((plain, ours), (ours, plain))
+    for kind in ("scores", "logits"):
+        (expected, found), _ = ([getattr(each, kind) for each in pair] for pair in pairs)
+        assert len(found) == 30
+        torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+    assert not torch.equal(ours.scores[0], ours.logits[0])  # type: ignore[attr-defined]
+
+
+class Unsure(StoppingCriteria):
+    """Ends a text at its fifth unlikely token, by the scores that it is given."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        self.n += float(scores[-1].softmax(dim=-1)[0, input_ids[0, -1]]) < 0.9
+        return torch.full((1,), self.n >= 5)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("make", "at_least", "less_than"), [(Unsure, 5, 30), (lambda: MaxLengthCriteria(9 + 45), 45, 46)]
+)
+def test_callers_stopping_criteria_end_the_text_where_they_end_generates(
+    make: Callable[[], StoppingCriteria], at_least: int, less_than: int
+) -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    plain, ours = both(
+        tiny_model("llama"),
+        prompt(),
+        lambda: {"stopping_criteria": StoppingCriteriaList([make()])},
+        do_sample=False,
+        **wanted,
+    )
+    texts: Any = (plain, ours)
+    assert texts[0].sequences.tolist() == texts[1].sequences.tolist()
+    assert at_least <= texts[1].sequences.shape[1] - 9 < less_than
+
+
+def test_each_field_of_a_generation_config_is_obeyed_refused_or_without_effect_and_in_the_manual() -> None:
+    kinds = [OBEYED, WITHOUT_EFFECT, MODES, frozenset(name for name in REFUSED if "=" not in name)]
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert fields <= frozenset().union(*kinds)
+    assert sum(map(len, kinds)) == len(frozenset().union(*kinds))
+    manual = (Path(swiftopt.__file__).parent / "docs" / "python.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(frozenset().union(*kinds)) if f"`{name}`" not in manual] == []
+
+
+EMBEDDED = torch.zeros((1, 3, 32), dtype=torch.float64)
+PADDED = torch.tensor([[0] + [1] * 8])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"inputs": torch.cat((prompt(), prompt()))}, "not a batch of 2: call generate once per prompt"),
+        ({"inputs": torch.zeros((1, 0), dtype=torch.long)}, "has no tokens: pass input_ids"),
+        ({"inputs": None, "inputs_embeds": EMBEDDED}, "not inputs_embeds: pass input_ids"),
+        ({"attention_mask": PADDED}, "has padding"),
+        ({"attention_mask": None, "pad_token_id": int(prompt()[0, 0])}, "has padding"),
+        ({"position_ids": torch.arange(3, 12)[None]}, "leave position_ids out"),
+        ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
+        ({"labels": prompt()}, "does not take labels"),
+        ({"layer_set": None}, "needs layer_set="),
+        ({"num_beams": 2}, "not by beam search: leave num_beams out"),
+        ({"penalty_alpha": 0.6}, "not by contrastive search: leave penalty_alpha out"),
+        ({"dola_layers": "high"}, "not by dola generation: leave dola_layers out"),
+        ({"prompt_lookup_num_tokens": 3}, "leave prompt_lookup_num_tokens out"),
+        ({"assistant_model": tiny_model("llama", seed=2)}, "leave assistant_model out"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences 2, as one sequence is decoded"),
+        ({"output_attentions": True}, "does not take output_attentions"),
+        ({"output_hidden_states": True}, "does not take output_hidden_states"),
+    ],
+)
+def test_what_is_not_obeyed_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    given = {"inputs": prompt(), "max_new_tokens": 4, "do_sample": False, **OURS, **options}
+    with pytest.raises((SettingsError, InvalidInput), match=sentence):
+        tiny_model("llama").generate(**given)
+
+
+def test_a_field_that_a_newer_transformers_adds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = GenerationConfig.__init__
+
+    def newer(self: Any, **options: Any) -> None:
+        self.backwards = options.pop("backwards", None)
+        make(self, **options)
+
+    monkeypatch.setattr(GenerationConfig, "__init__", newer)
+    with pytest.raises(SettingsError, match="does not know backwards"):
+        tiny_model("llama").generate(prompt(), max_new_tokens=4, backwards=True, **OURS)
+
+
+def test_a_model_in_training_mode_is_refused_where_it_drops_values() -> None:
+    with pytest.raises(SettingsError, match=r"transformer\.drop drops values at random.*call model\.eval"):
+        both(tiny_model("gpt2").train(), prompt(), do_sample=False)
+    plain, ours = both(tiny_model("llama").train(), prompt(), do_sample=False)
+    assert plain.tolist() == ours.tolist()
 
 
 @pytest.mark.usefixtures("rough_costs")
@@ -166,7 +343,9 @@ def test_set_tuned_for_adaptive_drafts_is_drafted_with_adaptively_and_its_copies
 def test_calls_on_one_model_share_a_runtime_until_its_weights_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU graphs are captured, and timed against none, when a runtime is made: seconds."""
     made: list[Any] = []
-    monkeypatch.setattr(session, "at_speed", lambda runtime, *args, **options: made.append(weakref.ref(runtime)))
+    monkeypatch.setattr(
+        transformers_hook, "at_speed", lambda runtime, *args, **options: made.append(weakref.ref(runtime))
+    )
     model, inputs = tiny_model("llama"), prompt()
 
     def check(n_made: int) -> None:

@@ -1,0 +1,128 @@
+"""What transformers' `generate` can be asked for, and what of it `custom_generate` obeys or refuses.
+
+`generate` itself makes logits processors and stopping criteria of most fields of a `GenerationConfig`, and these hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import logits_process
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..core.errors import InvalidInput, SettingsError
+
+WITHOUT = "or call generate without custom_generate"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Fields of a GenerationConfig that have the effect that they have in plain decoding.
+OBEYED = _names("""
+    max_length max_new_tokens min_length min_new_tokens max_time stop_strings eos_token_id do_sample temperature top_k
+    top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens begin_suppress_tokens
+    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty guidance_scale watermarking_config
+    remove_invalid_values renormalize_logits token_healing bos_token_id pad_token_id decoder_start_token_id
+    return_dict_in_generate output_scores output_logits
+""")
+# Fields that no greedy or sampled token depends on: of caches and compilers, and details of the modes below.
+WITHOUT_EFFECT = _names("""
+    use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile
+    continuous_batching_config early_stopping length_penalty diversity_penalty low_memory num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    assistant_ensemble_weight max_matching_ngram_size speculation_type transformers_version
+""")
+# Fields by which `generate` decodes in another mode than greedily or by sampling; such a mode is refused.
+MODES = _names("""
+    num_beams num_beam_groups constraints force_words_ids penalty_alpha dola_layers use_mtp prompt_lookup_num_tokens
+    assistant_early_exit
+""")
+# What else is refused, as a field or as a field's value, and why.
+REFUSED = {
+    "num_return_sequences": "one sequence is decoded at a time",
+    "output_attentions": "the weights of attention are not kept",
+    "output_hidden_states": "hidden states are not kept",
+    "is_assistant": "it drafts for no other model",
+    "cache_implementation=quantized": "keys and values are kept as they are computed",
+}
+# Arguments of the model's forward pass that `generate` adds itself, or that change nothing.
+USUAL_INPUTS = _names("attention_mask position_ids past_key_values cache_position use_cache logits_to_keep")
+
+# Logits processors that read scores and text and keep nothing. Any other may keep a state from call to call.
+STATELESS = frozenset(
+    getattr(logits_process, name)
+    for name in _names("""
+        EncoderNoRepeatNGramLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper
+        ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
+        InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
+        MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor RepetitionPenaltyLogitsProcessor
+        SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
+        TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
+        WatermarkLogitsProcessor
+    """)
+)
+
+
+def refuse_options(config: Any, assistant_model: Any, synced_gpus: bool) -> None:
+    """Raises: SettingsError: `generate` was asked for what is not obeyed here."""
+    defaults = GenerationConfig._get_default_generation_params()
+    values = {name: value for name, value in vars(config).items() if value is not None and value is not False}
+    given = {name: value for name, value in values.items() if value != defaults.get(name)}
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asking = sorted(MODES & given.keys()) + ["assistant_model"] * (assistant_model is not None)
+        raise SettingsError(
+            f"custom_generate decodes greedily or samples, and not by {str(mode.value).replace('_', ' ')}: leave"
+            f" {' and '.join(asking)} out, {WITHOUT}"
+        )
+    for name, value in given.items():
+        reason = REFUSED.get(name) or REFUSED.get(f"{name}={value}")
+        if reason is not None:
+            raise SettingsError(f"custom_generate does not take {name} {value!r}, as {reason}: leave it out, {WITHOUT}")
+    unknown = vars(cast(Any, GenerationConfig)()).keys() & given.keys() - OBEYED - WITHOUT_EFFECT - MODES
+    for name in sorted(name for name in unknown if not name.startswith("_")):
+        raise SettingsError(
+            f"custom_generate does not know {name}, an option of this transformers: leave it out, {WITHOUT}"
+        )
+    if synced_gpus:
+        raise SettingsError(
+            f"custom_generate does not take synced_gpus, as it keeps no other process in step: leave it out, {WITHOUT}"
+        )
+
+
+def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
+    """Raises: SettingsError, InvalidInput: the input is more, or less, than the token ids of one prompt."""
+    given = {name: value for name, value in inputs.items() if value is not None}
+    if "inputs_embeds" in given:
+        raise InvalidInput(f"custom_generate reads token ids, not inputs_embeds: pass input_ids, {WITHOUT}")
+    for name in sorted(given.keys() - set(USUAL_INPUTS)):
+        raise SettingsError(f"custom_generate does not take {name}, an input of the model: leave it out, {WITHOUT}")
+    if input_ids.shape[0] != 1:
+        raise SettingsError(
+            f"custom_generate decodes one sequence, not a batch of {input_ids.shape[0]}: call generate once per prompt"
+        )
+    if input_ids.shape[1] == 0:
+        raise InvalidInput("the prompt has no tokens: pass input_ids with at least one")
+    mask, positions, cache = (given.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    if mask is not None and not bool(mask.all()):
+        raise InvalidInput(
+            "the prompt has padding (zeros in attention_mask, which generate makes where a token is pad_token_id):"
+            " pass it without padding, or attention_mask=torch.ones_like(input_ids)"
+        )
+    if getattr(cache, "_is_user_defined", False):
+        raise SettingsError(f"custom_generate keeps keys and values of its own: leave past_key_values out, {WITHOUT}")
+    if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
+        raise SettingsError(f"custom_generate numbers positions from 0 on: leave position_ids out, {WITHOUT}")
+
+
+def refuse_dropout(model: Any) -> None:
+    """Raises: SettingsError: a module of the model drops values at random."""
+    for name, module in model.named_modules() if model.training else ():
+        own = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if isinstance(own, float) and own > 0.0 and module.training:
+            raise SettingsError(f"{name} drops values at random, as the model is in training mode: call model.eval()")

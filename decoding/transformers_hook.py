@@ -1,0 +1,256 @@
+"""transformers' `generate` with drafts: `model.generate(..., custom_generate=swiftopt.custom_generate, layer_set=…)`.
+
+Everything that `generate` takes is obeyed or refused in a sentence; `generate_options` says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from threading import RLock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..core.costs import CostProfile
+from ..core.errors import SettingsError
+from ..core.records import LayerSetRecord
+from ..core.settings import STORED, SwiftSettings
+from ..core.types import FinishReason, LayerSet, Sampling
+from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
+from ..models.loading import at_speed, info_of
+from ..models.runtime import Runtime
+from .context import Ending, TokenRule
+from .draft_models import SkippedTarget
+from .engine import alone, intercept
+from .generate_options import STATELESS, refuse_dropout, refuse_inputs, refuse_options
+from .loop import Prefilled, Round, decoding
+from .methods import Method, swift
+from .methods.adaptive import AdaptiveSettings, adaptive
+
+KEPT = "_swiftopt"  # under which a model object has what its calls of `custom_generate` share
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    layer_set: LayerSet | LayerSetRecord | str | Path | None = None,
+    swift_settings: SwiftSettings | None = None,
+    on_tokens: Callable[[Sequence[int]], None] | None = None,
+    streamer: Any = None,
+    assistant_model: Any = None,
+    synced_gpus: bool = False,
+    tokenizer: Any = None,
+    **model_inputs: Any,
+) -> Any:
+    """Decode as `generate` would, drafting with the sub-layers of `layer_set` left out.
+
+    A record or file drafts as it was tuned for. For adaptive drafts, costs are measured at the first call; they, the
+    quantised copies, CUDA graphs and what was learnt of acceptance stay with the model object for the next one, until
+    its weights are others. Calls on one object run one after the other.
+
+    Args:    layer_set: a `LayerSet`, a record, or the path of an exported file. on_tokens: gets each block of tokens
+             as it is committed. streamer: of transformers; gets each token. tokenizer: read by `generate`, for
+             `stop_strings`.
+    Returns: int64 (1, prompt + completion), or a `DraftedOutput` with `return_dict_in_generate`.
+    Raises:  SettingsError: no layer set, several sequences at once, or an option that is not obeyed.
+             InvalidInput: a prompt that is empty, padded or not of token ids. UnsupportedModel, LayerSetError,
+             ContextOverflow as in `decode`.
+    """
+    skipped, settings = _layer_set(layer_set)
+    refuse_options(generation_config, assistant_model, synced_gpus)
+    refuse_inputs(input_ids, model_inputs)
+    refuse_dropout(model)
+    shared, prompt_ids = _Shared.of(model), input_ids[0].tolist()
+    # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
+    seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
+    steps = _Steps(logits_processor, generation_config)
+    rule = TokenRule(Sampling(temperature=float(bool(generation_config.do_sample)), seed=seed), *steps.processors)
+    room = (stopping_criteria.max_length or generation_config.max_length) - len(prompt_ids)
+    ending = CriteriaEnding(room, criteria=stopping_criteria, prompt=input_ids, steps=steps)
+
+    def report(event: Prefilled | Round) -> Iterator[Any]:
+        if on_tokens is not None:
+            on_tokens(event.token_ids)
+        for token_id in event.token_ids if streamer is not None else ():
+            streamer.put(torch.tensor([token_id]))
+        yield from ()
+
+    with shared.lock:
+        method = shared.method(skipped, swift_settings or settings)
+        done = alone(intercept(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
+    if streamer is not None:
+        streamer.end()
+    sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return DraftedOutput(
+        sequences=sequences,
+        scores=cast(Any, steps.scores(done.n_tokens)),
+        logits=cast(Any, steps.logits(done.n_tokens)),
+        drafted=done.drafted,
+        accepted=done.accepted,
+    )
+
+
+@dataclass
+class DraftedOutput(GenerateDecoderOnlyOutput):
+    """transformers' output, with the draft tokens that were judged and the accepted ones of them."""
+
+    drafted: int | None = None
+    accepted: int | None = None
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(scores.clone())
+        return scores
+
+
+class _Steps:
+    """The processors of a call, and the scores (1, vocab) of its tokens, before and after them, where wanted."""
+
+    def __init__(self, processors: LogitsProcessorList, config: Any) -> None:
+        self._before, self._after = (
+            _Recorder() if config.return_dict_in_generate and wanted else None
+            for wanted in (config.output_logits, config.output_scores)
+        )
+        every = [each for each in (self._before, *processors, self._after) if each is not None]
+        drafting = [each for each in every if type(each) in STATELESS]
+        self.processors = LogitsProcessorList(every), LogitsProcessorList(drafting)
+
+    def logits(self, n: int) -> tuple[Tensor, ...] | None:
+        return None if self._before is None else tuple(self._before.seen[:n])
+
+    def scores(self, n: int) -> tuple[Tensor, ...] | None:
+        return None if self._after is None else tuple(self._after.seen[:n])
+
+
+@dataclass(frozen=True, slots=True)
+class CriteriaEnding(Ending):
+    """Ends where transformers' stopping criteria say so, asked after every token.
+
+    `prompt` is int64 (1, tokens), on the device where the caller's own criteria expect ids.
+    """
+
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    prompt: Tensor | None = None
+    steps: _Steps | None = None
+
+    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """See `Ending.crop`; the reason is "length" where the room is used up, else "stop"."""
+        assert self.prompt is not None and self.steps is not None
+        known = all(type(each).__module__.startswith("transformers.") for each in self.criteria)
+        prompt = self.prompt.cpu() if known else self.prompt  # asking a GPU waits for it
+        for n in range(1, len(block) + 1):
+            own = torch.tensor([[*generated, *block[:n]]], device=prompt.device)
+            scores: Any = self.steps.scores(len(generated) + n)
+            if bool(self.criteria(cast(Any, torch.cat((prompt, own), dim=1)), scores).all()):
+                reason: FinishReason = "length" if len(generated) + n >= self.max_new_tokens else "stop"
+                return list(block[:n]), reason
+        return list(block), None
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What calls on one model object share: a runtime, costs of its drafts, and what was learnt of their acceptance.
+
+    It lies in the object's `__dict__`, to be freed with the model, and counts for the weights that the model had.
+    """
+
+    runtime: Runtime  # with copies and captured passes, one at a time
+    parts: Sequence[Any]
+    lock: RLock = field(default_factory=RLock)
+    costs: CostProfile | None = None
+    adaptive: dict[LayerSet, Method] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> _Shared:
+        """Return that of earlier calls, unless the model was moved, cast or changed since."""
+        known, parts = vars(model).get(KEPT), _parts(model)
+        if known is None or known.parts != parts:
+            known = vars(model)[KEPT] = cls(_runtime_of(model), parts)
+        return cast(_Shared, known)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model begins anew
+
+    def method(self, layer_set: LayerSet, settings: SwiftSettings) -> Method:
+        """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""
+        runtime = self.runtime
+        if settings.method != "adaptive":
+            return swift(layer_set, settings)
+        if layer_set not in self.adaptive:
+            runtime.check_layer_set(layer_set)
+            if self.costs is None:
+                self.costs = measure_costs(runtime, SMALLEST_BUCKET)
+            self.costs = with_formats(runtime, self.costs, self.costs.missing(layer_set))
+            self.adaptive[layer_set] = adaptive(SkippedTarget(layer_set), self.costs, AdaptiveSettings(STORED))
+        return self.adaptive[layer_set]
+
+
+def _runtime_of(model: Any) -> Runtime:
+    runtime = Runtime(model, None, info_of(model, ""))
+    at_speed(runtime, "auto", lay_out=False)
+    runtime.hf_model = cast(Any, weakref.proxy(model))  # which holds the runtime
+    return runtime
+
+
+def _parts(model: Any) -> list[Any]:
+    """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
+    found: list[Any] = []
+    for module in islice(model.modules(), 1, None):
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
+        own = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
+        found.append((module, hooks, own))
+    return found
+
+
+def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:
+    if given is None:
+        raise SettingsError("custom_generate needs layer_set=: a LayerSet, a record, or the path of an exported file")
+    if isinstance(given, LayerSet):
+        return given, SwiftSettings()
+    record = given if isinstance(given, LayerSetRecord) else LayerSetRecord.load(Path(given))
+    return record.layer_set, SwiftSettings.from_json(record.settings)
+
+
+def _pass_all_options() -> None:
+    """Let `generate` pass on to `custom_generate` what it drops for functions: tokenizer, streamer, assistant.
+
+    It takes `tokenizer` out of its arguments and forgets it, so that `stop_strings` finds none, and `streamer` would
+    never end. No public way leads to either; where this private method is not there, all stays as transformers has it.
+    """
+    extract = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    names = ["self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"]
+    if extract is None or list(inspect.signature(extract).parameters) != names:
+        return
+
+    @functools.wraps(extract)
+    def extracting(self: Any, function: Any, kwargs: dict[str, Any], *options: Any) -> Any:
+        ours = (function.func if isinstance(function, functools.partial) else function) is custom_generate
+        tokenizer = kwargs.get("tokenizer")
+        passed = extract(self, function, kwargs, *options)
+        dropped = dict(zip(names[3:], options, strict=True), tokenizer=tokenizer) if ours else {}
+        return passed | {name: value for name, value in dropped.items() if value is not None}
+
+    cast(Any, GenerationMixin)._extract_generation_mode_kwargs = extracting
+
+
+_pass_all_options()
