@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..core.costs import CostProfile
+from ..core.costs import SMALLEST_BUCKET, CostProfile
 from ..core.records import LayerSetRecord
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
@@ -31,7 +31,7 @@ from ..core.types import LayerSet, Prompt, Sampling, n_skipped_for, n_turns, sea
 from ..decoding.methods import PLAIN, Method, Resources, build, swift
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session, hf_generate, turn_of
-from ..models.costs import SMALLEST_BUCKET, machine_name, measure_costs, with_formats
+from ..models.costs import machine_name, measure_costs, with_formats
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime

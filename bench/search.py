@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, context_bucket
 from ..core.errors import InvalidInput
 from ..core.serialization import Record
 from ..core.settings import SwiftSettings
@@ -27,7 +27,7 @@ from ..decoding.engine import alone
 from ..decoding.loop import Round
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
-from ..models.costs import context_bucket, machine_name, measure_costs
+from ..models.costs import machine_name, measure_costs
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
+from ..core.costs import QUALITIES
 from ..core.errors import SwiftoptError, safe_url
 from ..core.settings import n_threads, usable_cores
 from . import options
@@ -55,8 +57,8 @@ class Check:
 def doctor(model: str | None, db: str | None, redis: str | None, server: str | None, queue: str) -> Result:
     """Check this machine and what it is told to use; ends with 1 if something fails.
 
-    Versions, devices, memory, cache, the database with its schema and clock; and where they are named, Redis with how
-    it keeps its data, the workers of the queue, and the server. Nothing is changed.
+    Versions, devices, memory, cache, the database with its schema, clock and measured costs; and where they are named,
+    Redis with how it keeps its data, the workers of the queue, and the server. Nothing is changed.
     """
     checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
@@ -88,6 +90,7 @@ def examine_services(db: str | None, redis: str | None, server: str | None, queu
     yield (found := run_check("database", check_database, url))
     if found.status != "fail":
         yield run_check("clock", check_clock, url)
+        yield run_check("costs", check_costs, url)
     if redis is not None:
         yield (found := run_check("redis", check_redis, redis))
         if found.status != "fail":
@@ -247,6 +250,24 @@ def check_database(url: str) -> Finding:
         n_sets, states = len(store.layer_sets()), store.jobs.states()
     jobs = ", ".join(f"{n} {word}" for word, n in states.items()) or "none"
     return "ok", f"{state.database}, schema {state.revision}, {n_sets} layer sets, jobs: {jobs}"
+
+
+def check_costs(url: str) -> Finding:
+    """Check the measured costs of passes, by which drafts are weighed, for those taken beside other work."""
+    from ..store import Store
+    from ..store.migrations import look
+
+    if not look(url).ok:
+        return "ok", "none are stored"
+    with Store.open(url) as store:
+        profiles = store.cost_profiles()
+    counts = Counter(profile.quality for profile in profiles)
+    text = ", ".join(f"{counts[quality]} {quality}" for quality in QUALITIES if counts[quality]) or "none are stored"
+    disturbed = next((profile for profile in profiles if profile.quality == "disturbed"), None)
+    if disturbed is None:
+        return "ok", text
+    model = f"model {disturbed.fingerprint[:8]}, {disturbed.context_bucket} tokens"
+    return "warn", f"{text} ({model}: {disturbed.remark or 'not known'}): the next load measures these again"
 
 
 def check_clock(url: str) -> Finding:

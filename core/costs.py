@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol, Self, get_args
 
 from .serialization import BY_NUMBER, Record
 from .settings import STORED
 from .types import Completion, LayerSet
 
-PROFILED_PASSES = 64  # of decoding, that weigh as much as the measurement before it
+SMALLEST_BUCKET = 256  # slots
+
+# Measured beside other work, measured alone, or followed through the passes of decoding: the better, the later.
+Quality = Literal["disturbed", "quiet", "refined"]
+QUALITIES: tuple[Quality, ...] = get_args(Quality)
+
+
+def context_bucket(n_positions: int) -> int:
+    """Return the context length that costs are measured at: the next power of two, at least 256."""
+    return max(SMALLEST_BUCKET, 1 << (max(1, n_positions) - 1).bit_length())
+
+
+class CostSource(Protocol):
+    """Where the costs of passes come from: one profile, or profiles that follow what passes take."""
+
+    def at(self, n_positions: int | None = None) -> CostProfile:
+        """Return the costs of passes in a context of that many tokens; None: of a typical context."""
+
+    def missing(self, layer_set: LayerSet) -> frozenset[str]:
+        """Return the formats of a draft whose costs were not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +55,8 @@ class CostProfile(Record):
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
-    draft in that format; `software`: what computed them, empty where it is not known.
+    draft in that format; `software`: what computed them, empty where it is not known. `quality`: how far the figures
+    can be trusted, with the reason in `remark`, empty for "quiet".
     """
 
     fingerprint: str
@@ -51,9 +71,23 @@ class CostProfile(Record):
     pass_s: Annotated[Mapping[int, float], BY_NUMBER]
     formats: Mapping[str, FormatCosts] = field(default_factory=dict)
     software: str = ""
+    quality: Quality = "quiet"
+    remark: str = ""
+
+    def at(self, n_positions: int | None = None) -> Self:
+        """Return the profile itself, which holds for one context."""
+        return self
+
+    def may_replace(self, other: CostProfile) -> bool:
+        """Tell whether this profile may be stored in place of another one of the same passes.
+
+        One of a better quality stays, unless other software computed it.
+        """
+        is_worse = QUALITIES.index(self.quality) < QUALITIES.index(other.quality)
+        return not is_worse or self.software != other.software
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
-        """Formats of a draft whose costs were not measured."""
+        """Return the formats of a draft whose costs were not measured."""
         return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats)
 
     def target_pass_s(self, n_rows: int) -> float:
@@ -107,34 +141,6 @@ class CostProfile(Record):
         """
         return tokens / self.passes_of(layer_set, draft_steps, widths)
 
-    def refined(self, plain: Sequence[Completion], drafted: Sequence[Completion]) -> CostProfile:
-        """Costs nearer to what decoding took, of the same prompts plainly and with drafts, interleaved, one at a time.
-
-        What a pass over several rows, and a draft in a format, cost beside a plain pass moves from the profile's figure
-        towards the one seen, the further the more passes were seen.
-        """
-        done = [each for each in drafted if each.verified_widths and each.layer_set is not None]
-        n_plain, plain_s = sum(each.target_passes for each in plain), sum(each.timings.verify_s for each in plain)
-        if not done or not plain_s:
-            return self
-        pass_s = plain_s / n_plain
-        checks = sum(sum(each.verified_widths.values()) for each in done)
-        checked = sum(self._verified(each.verified_widths) for each in done)
-        drafts = sum(self._drafted(each) for each in done)
-        wider = _towards(sum(each.timings.verify_s for each in done) / pass_s / checked, checks)
-        one = self.target_pass_s(1)
-        widths = {n: seconds if n == 1 else max(one, seconds * wider) for n, seconds in self.pass_s.items()}
-        seen = _towards(sum(each.timings.draft_s for each in done) / pass_s / drafts, drafts) if drafts else 1.0
-        used = {name for each in done if each.layer_set for _, name in each.layer_set.formats}
-        formats = {name: costs.scaled(seen) if name in used else costs for name, costs in self.formats.items()}
-        return replace(self, pass_s=widths, formats=formats)
-
-    def _drafted(self, done: Completion) -> float:
-        """Plain passes' times of a completion's drafts: as its drafter estimated, or each step a pass of its set."""
-        if done.estimated_cost is not None:
-            return max(0.0, done.estimated_cost - self._verified(done.verified_widths))
-        return 0.0 if done.layer_set is None else done.drafted * self.draft_cost(done.layer_set)
-
     def _verified(self, widths: Mapping[int, float]) -> float:
         """Plain passes' times of target passes, so many per width."""
         return sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
@@ -161,12 +167,6 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
         tokens += done.n_tokens - done.first_tokens
         spent += cost
     return tokens / spent if spent else None
-
-
-def _towards(ratio: float, n_passes: float) -> float:
-    """From 1 towards the ratio measured over so many passes; a ratio below a half or above 2 is machine noise."""
-    share = n_passes / (n_passes + PROFILED_PASSES)
-    return 1 + share * (min(2.0, max(0.5, ratio)) - 1)
 
 
 def _between(known: Mapping[int, float], n: int) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from .costs import Quality
 from .errors import StoreError, SwiftoptError
 from .records import LayerSetRecord
 from .serialization import Figure, Form, Record
@@ -342,12 +343,26 @@ class TaskTuning(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class CostStatus(Record):
+    """The costs that drafts are weighed by: their `quality`, with the reason in `remark`, and a pass's seconds.
+
+    `pass_s` is that of a pass of the model over one row, in a context of up to `context_bucket` tokens.
+    """
+
+    quality: Quality
+    remark: str
+    context_bucket: int
+    pass_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTuning(Record):
-    """The tasks of one model; `unavailable` says why its engine cannot tell."""
+    """The tasks of one model, and its costs; `unavailable` says why its engine cannot tell."""
 
     paused: bool = False
     tasks: tuple[TaskTuning, ...] = ()
     unavailable: str | None = None
+    costs: CostStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ STORED: Final = "stored"  # the model's own weights, where a wider entry of `Lay
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
 THREADS = "SWIFTOPT_THREADS"  # environment: overrules what is found
+MEASURING = "SWIFTOPT_MEASURING"  # environment: "together" trusts measurements that are made at the same time
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container: "max 100000" or microseconds per period
 
 Branching = tuple[tuple[float, int], ...]
@@ -257,3 +258,14 @@ def n_threads() -> int:
     if not given.isdecimal() or not 1 <= int(given) <= 255:
         raise SettingsError(f"{THREADS} is {given!r}: give a number of threads from 1 to 255")
     return int(given)
+
+
+def measures_alone() -> bool:
+    """Whether measurements wait for each other and are checked, which the processes of a test suite must not do.
+
+    Raises: SettingsError: SWIFTOPT_MEASURING is neither "alone" nor "together".
+    """
+    given = os.environ.get(MEASURING, "alone")
+    if given not in ("alone", "together"):
+        raise SettingsError(f"{MEASURING} is {given!r}: use alone or together")
+    return given == "alone"

@@ -28,6 +28,7 @@ from ..models.buffer import KVBuffer
 from ..models.costs import is_out_of_memory
 from ..models.rows import Load, Pass
 from ..models.runtime import Runtime
+from .pass_clock import PassClock
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -315,6 +316,7 @@ class Engine:
         self.requests: list[Request[Any]] = []
         self.memory, self.at_once, self.by_time = memory, at_once, by_time
         self.load = Load()
+        self._clock = PassClock(self.load)
         self._trials: dict[int, DraftTrials] = {}  # by the number of sequences
         self._drafting, self._checked = False, (Load(checked=0), 0.0)  # since the latest check; the load and time then
         self._kept: list[_Prefix] = []  # the latest used last
@@ -386,8 +388,10 @@ class Engine:
 
     def _run(self, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
         logits, kept = None, self._kept
+        passes, runtime = [wanted for _, wanted in some], some[0][1].runtime
+        started, away, n_first = perf_counter(), 0.0, runtime.n_first
         try:
-            logits = some[0][1].runtime.forward_together([wanted for _, wanted in some])
+            logits = runtime.forward_together(passes)
         except Exception as error:
             kept = kept if is_out_of_memory(error) else []
             if len(some) == 1 and not kept:
@@ -400,9 +404,14 @@ class Engine:
             for each in again:
                 yield from self._run(each)
             return
-        for (request, wanted), own in zip(some, logits, strict=True):
+        for number, ((request, wanted), own) in enumerate(zip(some, logits, strict=True)):
             if request.wanted is wanted:  # not cancelled meanwhile
-                yield from request.send(own)
+                for event in request.send(own):
+                    left = perf_counter()
+                    yield event
+                    away += perf_counter() - left
+            if number == 0:  # whose reader waited for the logits of all
+                self._clock.add(passes, started, perf_counter() - away, runtime.n_first == n_first)
 
     def _compare(self) -> None:
         """Learn what the round that ends here took, if all of it was decoding, and whether the next one may draft."""

@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..core.costs import CostProfile
+from ..core.costs import SMALLEST_BUCKET, CostProfile
 from ..core.errors import SettingsError
 from ..core.records import LayerSetRecord
 from ..core.settings import STORED, SwiftSettings
 from ..core.types import FinishReason, LayerSet, Sampling
-from ..models.costs import SMALLEST_BUCKET, measure_costs, with_formats
+from ..models.costs import measure_costs, with_formats
 from ..models.loading import at_speed, info_of
 from ..models.runtime import Runtime
 from .context import Ending, TokenRule

@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, context_bucket
 from ..core.errors import InvalidInput, LayerSetError, UnsupportedModel
 from ..core.records import FoundPlan, LayerSetRecord
 from ..core.settings import FORMATS, SwiftSettings
 from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
-from ..models.costs import context_bucket
 from ..models.families import is_parallel
 from ..models.fingerprint import fingerprint
 from ..models.loading import load

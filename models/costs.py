@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from statistics import median
+from itertools import accumulate, pairwise
+from statistics import median, quantiles
 from time import perf_counter
 
 import torch
 
 from .. import __version__
 from ..core.costs import CostProfile, FormatCosts
-from ..core.settings import STORED, cpu_words
+from ..core.settings import STORED, cpu_words, measures_alone
 from ..core.types import LayerSet
 from .buffer import KVBuffer, free_bytes
+from .measuring import DisturbanceMeter, measuring_turn
 from .rows import Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
@@ -29,15 +30,15 @@ DRAFT_WIDTHS = (1, 2, 4, 8, 16)  # rows of a quantised draft's pass
 BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
 EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice
-SMALLEST_BUCKET = 256  # slots
+AGAIN_S = 10.0  # a disturbed measurement is repeated until so many seconds have gone by
+MOST_SHARE = 0.1  # of the processors' time, that others may have while a measurement counts as quiet
+MOST_SPREAD = 1.3  # upper ÷ lower quartile of the base passes
+MOST_REVERSED = 0.93  # a wider pass ÷ a narrower one: below, one of them was disturbed
+MOST_ERROR = 0.1  # of the prediction for a pass that the fit has not seen, and of parts that exceed their whole
+UNSEEN_ROWS = 4  # of that pass, which leaves out half of the sub-layers
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
 RECORDED_ROWS = 128  # of the widest pass that is captured
 MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
-
-
-def context_bucket(n_positions: int) -> int:
-    """Return the context length that costs are measured at: the next power of two, at least 256."""
-    return max(SMALLEST_BUCKET, 1 << (max(1, n_positions) - 1).bit_length())
 
 
 def device_name(device: torch.device) -> str:
@@ -62,23 +63,51 @@ def software_of(runtime: Runtime) -> str:
     return f"torch {torch.__version__}, {own}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """What one round of measuring gave: a context length, costs, the base pass's seconds, and reasons for doubt."""
+
+    bucket: int
+    costs: FormatCosts
+    base_s: float
+    doubts: tuple[str, ...]
+
+
 def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> CostProfile:
-    """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones."""
-    bucket, costs, one = _measured(runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step)
-    pass_s = {n: one * wider for n, wider in costs.wider.items()}
+    """Time passes of several widths and with sub-layers skipped, interleaved; `measure_format` does quantised ones.
+
+    One process of a machine measures on a device at a time. A measurement that was disturbed is repeated, and where
+    every one was, the profile's quality says so.
+    """
+    with measuring_turn(runtime.device, on_step):
+        measured = _trusted(partial(_measured, runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step))
+        costs = measured.costs
+        pass_s = {n: measured.base_s * wider for n, wider in costs.wider.items()}
+        pass_s |= _wider(runtime, measured.bucket, *max(pass_s.items()))
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=machine_name(runtime),
         dtype=runtime.dtype_name,
-        context_bucket=bucket,
+        context_bucket=measured.bucket,
         n_layers=runtime.n_layers,
         attn_s=costs.attn_s,
         mlp_s=costs.mlp_s,
         head_s=costs.head_s,
         fixed_s=costs.fixed_s,
-        pass_s=pass_s | _wider(runtime, bucket, *max(pass_s.items())),
+        pass_s=pass_s,
         software=software_of(runtime),
+        quality="disturbed" if measured.doubts else "quiet",
+        remark="; ".join(measured.doubts),
     )
+
+
+def _trusted(measure: Callable[[], _Measurement]) -> _Measurement:
+    """Measure until nothing casts doubt on the result, for a bounded time; return that, or the least doubtful one."""
+    until = perf_counter() + AGAIN_S
+    best = measure()
+    while best.doubts and perf_counter() < until:
+        best = min(best, measure(), key=lambda each: len(each.doubts))
+    return best
 
 
 @torch.inference_mode()
@@ -133,9 +162,14 @@ def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: O
     """
     draft = LayerSet(runtime.n_layers).filled(name)
     runtime.copies.prepare(draft, on_step)
-    _, costs, target = _measured(runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step)
-    scale = profile.target_pass_s(1) / target  # to the profile's own seconds, which may be of another day
-    return replace(profile, formats={**profile.formats, name: costs.scaled(scale)})
+    with measuring_turn(runtime.device, on_step):
+        measured = _trusted(partial(_measured, runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step))
+    scale = profile.target_pass_s(1) / measured.base_s  # to the profile's own seconds, which may be of another day
+    profile = replace(profile, formats={**profile.formats, name: measured.costs.scaled(scale)})
+    if not measured.doubts:
+        return profile
+    remark = "; ".join(filter(None, (profile.remark, f"{name}: {'; '.join(measured.doubts)}")))
+    return replace(profile, quality="disturbed", remark=remark)
 
 
 def with_formats(
@@ -150,33 +184,67 @@ def with_formats(
 @torch.inference_mode()
 def _measured(
     runtime: Runtime, bucket: int, widths: Sequence[int], layer_set: LayerSet, on_step: OnStep
-) -> tuple[int, FormatCosts, float]:
-    """Time passes with a layer set that skips nothing, together with one row's pass of the whole model.
-
-    Returns: the context length, the costs, and the seconds of the whole model's pass.
-    """
+) -> _Measurement:
+    """Time passes with a layer set that skips nothing, together with one row's pass of the whole model, the base."""
     widths = [n for n in widths if n < runtime.max_positions]
     bucket = min(bucket, runtime.max_positions - widths[-1])
     timed = partial(_pass, runtime, runtime.new_buffer(bucket + widths[-1]), bucket)
     inner = frozenset(range(1, runtime.n_layers - 1))
+    unseen = replace(layer_set, skip_attn=frozenset(sorted(inner)[::2]), skip_mlp=frozenset(sorted(inner)[1::2]))
     runs = {f"rows {n}": timed(n, layer_set) for n in widths}
     # What a pass without the inner ones of a kind, or without logits, is faster by is their cost.
     runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
     runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
     runs["no head"] = timed(1, layer_set, wanted=())
+    if UNSEEN_ROWS in widths and len(inner) > 1:
+        runs["unseen"] = timed(UNSEEN_ROWS, unseen)
     base = "rows 1" if layer_set.is_whole else "target"
     runs = {base: timed(1, LayerSet(runtime.n_layers)), **runs}
     for run in runs.values():
         _warm(run, runtime)
-    seconds = _beside(base, runs, on_step)
+    meter = DisturbanceMeter()
+    seconds, bases = _beside(base, runs, on_step)
     one, n_inner = seconds["rows 1"], max(1, len(inner))
     attn = max(0.0, (one - seconds["no attention"]) / n_inner)
     mlp = max(0.0, (one - seconds["no mlp"]) / n_inner)
     head = max(0.0, one - seconds["no head"])
-    rest = max(0.0, one - head - runtime.n_layers * (attn + mlp))
+    rest = one - head - runtime.n_layers * (attn + mlp)
     # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
-    return bucket, FormatCosts(attn, mlp, head, rest, wider), seconds[base]
+    costs = FormatCosts(attn, mlp, head, max(0.0, rest), wider)
+    doubts: list[str] = []
+    if measures_alone():
+        predicted = (one - len(unseen.skip_attn) * attn - len(unseen.skip_mlp) * mlp) * wider.get(UNSEEN_ROWS, 1.0)
+        doubts += _doubts_of_machine(meter, bases)
+        doubts += _doubts_of_passes({n: seconds[f"rows {n}"] for n in widths}, rest, predicted, seconds.get("unseen"))
+    return _Measurement(bucket, costs, seconds[base], tuple(doubts))
+
+
+def _doubts_of_machine(meter: DisturbanceMeter, bases: Sequence[float]) -> Iterator[str]:
+    """Yield what the machine did beside a measurement, if it was too much."""
+    disturbance = meter.read()
+    if disturbance.share > MOST_SHARE:
+        own = f"{disturbance.own:.0%} were swiftopt's"
+        yield f"other programs had {disturbance.share:.0%} of the processors' time, {own}"
+    if len(bases) > 3:
+        low, _, high = quantiles(bases, n=4)
+        if high > MOST_SPREAD * low:
+            yield f"the same pass took from {1000 * low:.1f} to {1000 * high:.1f} ms (quartiles)"
+
+
+def _doubts_of_passes(rows: Mapping[int, float], rest: float, predicted: float, unseen: float | None) -> Iterator[str]:
+    """Yield what cannot be true of raw seconds, before they are made monotonous or fitted.
+
+    Args: rows: seconds by number of rows. rest: what no part accounts for. predicted, unseen: seconds of a pass that
+          leaves out half of the sub-layers, by the fit and as measured.
+    """
+    for (narrow, fewer_s), (wide, more_s) in pairwise(rows.items()):
+        if more_s < MOST_REVERSED * fewer_s:
+            yield f"a pass over {wide} rows seemed faster than one over {narrow}"
+    if rest < -MOST_ERROR * rows[1]:
+        yield f"the parts of a pass took {1 - rest / rows[1]:.2f} times the whole"
+    if unseen is not None and abs(predicted / unseen - 1) > MOST_ERROR:
+        yield f"a pass that the fit has not seen took {unseen / predicted:.2f} times its prediction"
 
 
 def _pass(
@@ -203,8 +271,9 @@ def _warm(run: Callable[[], None], runtime: Runtime) -> None:
         run()
 
 
-def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) -> dict[str, float]:
-    """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it.
+def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) -> tuple[dict[str, float], list[float]]:
+    """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it; and
+    the seconds of all base passes.
 
     What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
     decoding pays for the slow moments as well.
@@ -222,7 +291,7 @@ def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) 
         repeats += 1
         on_step(f"measuring costs, round {repeats}")
     usual = median(bases)
-    return {base: usual, **{name: usual * median(values) for name, values in ratios.items()}}
+    return {base: usual, **{name: usual * median(values) for name, values in ratios.items()}}, bases
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -20,9 +20,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..core.costs import context_bucket
 from ..core.errors import SettingsError
 from ..core.types import LayerSet
-from .costs import RECORD_AT, RECORDED_ROWS, context_bucket
+from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
 from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of, uploaded
 from .runtime import Runtime

@@ -9,8 +9,9 @@ buffers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..core.observed_costs import PassTiming
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, BufferRows, HeadLayout, RotationTables, RowGroup
 from .buffer import KVBuffer
@@ -27,6 +29,7 @@ from .kernels import device as kernels
 
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # first slot, slots from there on, and slots behind these
+MOST_TIMINGS = 256  # passes whose times are kept until somebody takes them
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Load:
 
     `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
     those that will be replayed but are not yet, and what else took time beside rounds; `n_tokens` what rounds
-    committed. `drafts` says whether drafts pay beside so many others.
+    committed. `drafts` says whether drafts pay beside so many others. `timings` are the latest passes that were timed,
+    for whoever learns from them and takes them out.
     """
 
     checked: int = 1
@@ -44,6 +48,13 @@ class Load:
     n_beside: int = 0
     n_tokens: int = 0
     drafts: bool = True
+    timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
+
+    def take_timings(self) -> list[PassTiming]:
+        """Return the passes that were timed since the last call, oldest first, `MOST_TIMINGS` at most."""
+        taken = list(self.timings)
+        self.timings.clear()
+        return taken
 
 
 class PassRunner(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, CostSource
 from ..core.errors import SettingsError
 from ..core.events import FormatTried, PhaseChanged
 from ..core.settings import AUTO, STORED, Branching, SwiftSettings
@@ -43,7 +43,7 @@ Trying = FormatTried | PhaseChanged  # a window that a format was tried on
 MeasureFormats = Callable[..., CostProfile]  # (*formats): the costs here with theirs; their copies are then made
 
 
-def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostProfile | None) -> Method:
+def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSource | None) -> Method:
     """Build the method of `settings`, drafting with `draft`; without costs there is nothing to adapt by."""
     if settings.method == "adaptive" and costs is not None:
         return adaptive(draft, costs, ADAPTIVE)

@@ -8,7 +8,7 @@ from itertools import count
 from time import perf_counter
 from typing import Any, TypeVar
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, CostSource
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
@@ -52,26 +52,27 @@ class Search:
         n_layers: int,
         settings: SwiftSettings,
         skip_ratio: float,
-        costs: CostProfile | None,
+        costs: CostSource | None,
         start: LayerSet | None = None,
         n_tokens: int | None = None,
         parallel: bool = False,
     ) -> None:
-        self.task, self.settings, self.costs = task, settings, costs
+        self.task, self.settings, self._cost_source = task, settings, costs
         self._longest_draft = settings.max_draft_length  # the bound of what is chosen later
         self.skip_ratio, self.n_layers, self._parallel = skip_ratio, n_layers, parallel
-        start = self._allowed(start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, costs)))
+        profile = self.costs
+        start = self._allowed(start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile)))
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
-        self.batch = settings.candidates or candidates_per_pass(costs, settings.context_window)
+        self.batch = settings.candidates or candidates_per_pass(profile, settings.context_window)
         self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
         self.stopped_because = self._switched_off
         self._most = settings.max_steps  # candidates of one search
         self._sparing = n_tokens is not None and strategy_info(settings.strategy).chooses_size
         if n_tokens is not None and self._sparing:
-            self._most = min(self._most, affordable(costs, start, settings.context_window, n_tokens))
+            self._most = min(self._most, affordable(profile, start, settings.context_window, n_tokens))
         self._contest = Contest(Incumbent(start))
         self._candidate_rows = 0
         self._n_rounds = 0  # of all requests
@@ -246,7 +247,7 @@ class Search:
 
     def _draft_by(self, settings: SwiftSettings) -> None:
         self.settings = settings
-        self.method = drafting_with(self._draft, settings, self.costs)
+        self.method = drafting_with(self._draft, settings, self._cost_source)
 
     def close(self) -> None:
         """Free what the strategy holds, whether the search has ended or was cut short."""
@@ -287,6 +288,11 @@ class Search:
             for trial in self.trials[self._contest.opened_at :]:
                 self._proposer.strategy.observe(trial)
             self._proposer.strategy.restore(state["strategy"])
+
+    @property
+    def costs(self) -> CostProfile | None:
+        """The costs of passes in a typical context, as far as they are known by now."""
+        return None if self._cost_source is None else self._cost_source.at()
 
     @property
     def _budget(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, CostSource
 from ..core.errors import SettingsError
 from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.records import KnownSet, LayerSetRecord
@@ -41,7 +41,7 @@ class TunedTask:
         name: str,
         runtime: Runtime,
         settings: SwiftSettings,
-        costs: CostProfile,
+        costs: CostSource,
         known: Sequence[KnownSet],
         start: LayerSet | None = None,
         n_tokens: int | None = None,

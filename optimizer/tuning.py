@@ -20,6 +20,7 @@ from ..core.events import (
     TaskFinished,
     TrialsDone,
 )
+from ..core.observed_costs import ObservedCosts
 from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, Verdict, n_turns
@@ -32,7 +33,6 @@ from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import (
     FIRST_ERROR,
     SECOND_ERROR,
-    Pair,
     by_prompt,
     faster,
     hold_out,
@@ -75,12 +75,12 @@ class Tuner:
         self._next = 0  # place in the stream of the first prompt that was not begun
         self._in_progress: dict[int, PromptInProgress] = {}  # by their places in the stream
         self._next_beat = 0.0
-        self._pairs: list[Pair] = []  # of all verdicts
+        self._observed = ObservedCosts(costs)  # by the passes of all verdicts
 
     @property
-    def refined_costs(self) -> CostProfile:
-        """The costs refined by the verdicts' pairs, for later runs; this one keeps its own, to stay reproducible."""
-        return self.costs.refined([pair.plain for pair in self._pairs], [pair.tuned for pair in self._pairs])
+    def refined_costs(self) -> list[CostProfile]:
+        """The costs refined by the verdicts' passes, for later runs; this one keeps its own, to stay reproducible."""
+        return self._observed.refined()
 
     def run(
         self,
@@ -272,7 +272,6 @@ class Tuner:
             again = timed_pairs(task.pairs[n_turns_held:])
             slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
             verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected, SECOND_ERROR)
-        self._pairs += task.pairs
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
 
     def _measure_pairs(self, task: TaskState, n_before: int) -> Iterator[Event]:
@@ -295,6 +294,7 @@ class Tuner:
                 for event in in_pairs(self.session, prompt, method, tuned_first, earlier):
                     if isinstance(event, Round):
                         clock = perf_counter()
+                        self._observed.learn(event.context.load.take_timings())
                         yield from self._beat(task)
                         event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
                         continue

@@ -98,11 +98,11 @@ def _create(op: Operations, *tables: str) -> None:
 
 
 def _adding(**columns: str) -> Callable[[Operations], None]:
-    """Return the step that adds a column to each of these tables; null in rows that were there before."""
+    """Return the step that adds the named columns to each of these tables; null in rows that were there before."""
 
     def step(op: Operations) -> None:
-        for table, column in columns.items():
-            _add(op, table, column)
+        for table, names in columns.items():
+            _add(op, table, *names.split())
 
     return step
 
@@ -129,6 +129,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0007_engines": _adding(plans="engine"),
     "0008_jobs_in_their_order": _jobs_in_their_order,
     "0009_software_of_costs": _adding(cost_profiles="software"),
+    "0010_quality_of_costs": _adding(cost_profiles="quality remark"),
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

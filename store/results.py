@@ -143,9 +143,14 @@ def list_comparisons(
 
 
 def save_cost_profile(session: Session, profile: CostProfile) -> None:
-    """Store measured costs in place of those of the same model, device, dtype and context bucket."""
-    same = ("fingerprint", "device", "dtype", "context_bucket", "n_layers")
-    session.execute(delete(CostProfileRow).filter_by(**{name: getattr(profile, name) for name in same}))
+    """Store measured costs in place of those of the same model, device, dtype and context bucket.
+
+    Those of a better quality stay, unless other software computed them.
+    """
+    same = {name: getattr(profile, name) for name in ("device", "dtype", "context_bucket", "n_layers")}
+    if any(not profile.may_replace(other) for other in list_cost_profiles(session, profile.fingerprint, **same)):
+        return
+    session.execute(delete(CostProfileRow).filter_by(fingerprint=profile.fingerprint, **same))
     values = profile.to_json()
     session.add(CostProfileRow(**{**values, "formats": values["formats"] or None}, created_at=now()))
 
@@ -158,13 +163,17 @@ def find_cost_profile(
     return found[0] if found else None
 
 
-def list_cost_profiles(session: Session, /, fingerprint: str, **where: str | int) -> list[CostProfile]:
-    """Return all measured costs of a model, newest first; `where` names columns that they must have."""
-    query = select(CostProfileRow).filter_by(fingerprint=fingerprint, **where).order_by(CostProfileRow.id.desc())
+def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **where: str | int) -> list[CostProfile]:
+    """Return all measured costs of a model, or of all models, newest first; `where` names columns and their values."""
+    query = select(CostProfileRow).filter_by(**where).order_by(CostProfileRow.id.desc())
+    if fingerprint is not None:
+        query = query.filter_by(fingerprint=fingerprint)
     found = []
     for row in session.scalars(query):
         values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
-        later = {"formats": row.formats or {}, "software": row.software or ""}  # None: measured before there were any
+        # None: measured before the column was there. Whether such a measurement was disturbed is not known.
+        later = {"formats": row.formats or {}, "software": row.software or ""}
+        later |= {"quality": row.quality or "disturbed", "remark": row.remark or ""}
         found.append(CostProfile.from_json({**values, **later}))
     return found
 

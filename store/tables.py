@@ -335,6 +335,8 @@ class CostProfileRow(Base):
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
     formats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     software: Mapped[str | None]
+    quality: Mapped[str | None]
+    remark: Mapped[str | None]
     created_at: Mapped[str]
 
 

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, get_args
 
 from .. import __version__
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, context_bucket
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import GenerateRequest, ModelRequest
@@ -26,7 +26,7 @@ from ..decoding.loop import Round
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
-from ..models.costs import context_bucket, machine_name, measure_costs, software_of, with_formats
+from ..models.costs import machine_name, measure_costs, software_of, with_formats
 from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
@@ -328,15 +328,15 @@ def stored_costs(
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    What other versions of torch or of our kernels took is measured again. It measures in a `turn` of the model, where
-    others use it too, and waits `patience_s` for a database that is away.
+    What other versions of torch or of our kernels took is measured again, and so is what was disturbed. It measures in
+    a `turn` of the model, where others use it too, and waits `patience_s` for a database that is away.
 
     Raises: StoreUnavailable: it stayed away.
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
     found = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
-    if found is not None and found.software not in ("", software_of(runtime)):
+    if found is not None and (found.quality == "disturbed" or found.software not in ("", software_of(runtime))):
         found = None
     wanted = set(formats) - {STORED}
     if found is not None and wanted <= set(found.formats):

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.events import ModelTuning, ShiftStatus, TrialsDone, TuningVerb, Way
+from ..core.events import CostStatus, ModelTuning, ShiftStatus, TrialsDone, TuningVerb, Way
+from ..core.observed_costs import ObservedCosts
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
@@ -43,6 +44,7 @@ from .served_task import RoundTimings, TaskTraffic
 
 DRAFT_FORMAT = "int4"
 LEASE_S = 30.0  # that a replica holds a task's search; it renews the lease after a third of that
+SAVE_COSTS_S = 60.0  # between two times that costs which followed decoding are stored
 REFRESH_S = 5.0  # between two look-ups of what other replicas stored
 MAX_TASKS = 64  # of one model; where all are tuned, requests of further names count as the default's
 MIN_SIMILARITY = 0.8  # cosine of a text's state and a task's, to be taken for that task
@@ -136,7 +138,8 @@ class Traffic:
     ) -> None:
         self.model, self.runtime, self.store = model, runtime, store
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
-        self.costs: CostProfile = stored_costs(runtime, store, TYPICAL_POSITIONS, on_step, [self.settings.draft_format])
+        self.costs = self._stored_costs(on_step)
+        self._costs_saved_at = time.monotonic()
         runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
         runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
@@ -156,6 +159,18 @@ class Traffic:
             if each.task and each.task not in self._tasks and len(self._tasks) < MAX_TASKS:
                 self._tasks[each.task] = self._new_task(each.task)
                 self._tasks[each.task].shift.total = each.state
+
+    def _stored_costs(self, on_step: OnStep) -> ObservedCosts:
+        """Return stored costs of the model's passes in all contexts, those of a typical one measured if need be."""
+        runtime, draft_format = self.runtime, self.settings.draft_format
+        profile = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
+        stored: Sequence[CostProfile] = []
+        if self.store is not None:
+            with suppress(StoreError):  # the typical context's are enough
+                device, dtype = profile.device, profile.dtype
+                stored = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
+        alike = (other for other in stored if other.software == profile.software and draft_format in other.formats)
+        return ObservedCosts(profile, (other for other in alike if other.context_bucket != profile.context_bucket))
 
     def work(
         self, session: Session, prompt: Prompt, task: str | None, learn: bool = True, **options: Any
@@ -177,6 +192,8 @@ class Traffic:
         def handle(event: Any) -> Iterator[Any]:
             nonlocal own, rounds, read
             self._queries.take()
+            if isinstance(event, Prefilled | Round):
+                self._learn_costs(event.context.load)
             if isinstance(event, Prefilled):
                 own = self._task(task or self._nearest_task(event))
                 if learn:
@@ -222,11 +239,25 @@ class Traffic:
             self._compared, self._compared_drafts = range(first, first + n_rounds), not rounds.drafts
         return rounds
 
+    def _learn_costs(self, load: Load) -> None:
+        """Let the costs follow the passes that were timed since the last event, and store them from time to time."""
+        self.costs.learn(load.take_timings())
+        now = time.monotonic()
+        if self.store is None or now < self._costs_saved_at + SAVE_COSTS_S:
+            return
+        self._costs_saved_at = now
+        if refined := self.costs.refined():
+            self._queries.ask("costs", "", partial(self._save_costs, self.store, refined), lambda _: None)
+
+    def _save_costs(self, store: Store, profiles: Sequence[CostProfile]) -> None:
+        for profile in profiles:
+            store.save_cost_profile(profile)
+
     def _may_search(self, task: TaskTraffic) -> bool:
         rows = self.settings.context_window * (1 + task.search.batch)
         if self.paused or self._is_busy() or not task.search.optimising:
             return False
-        return task.may_search(self.costs.target_pass_s(rows)) and self._has_lease(task.name)
+        return task.may_search(self.costs.at().target_pass_s(rows)) and self._has_lease(task.name)
 
     def _has_lease(self, task: str) -> bool:
         """Whether this replica alone, among those on machines alike, surely searches for a task."""
@@ -336,13 +367,22 @@ class Traffic:
     def status(self) -> ModelTuning:
         """Return what is in use, what is being tried, what it costs and what it brings."""
         self._queries.take()
-        return ModelTuning(self.paused, tuple(task.status() for task in self._tasks.values()))
+        return ModelTuning(
+            self.paused, tuple(task.status() for task in self._tasks.values()), costs=self._cost_status()
+        )
+
+    def _cost_status(self) -> CostStatus:
+        profile = self.costs.at()
+        return CostStatus(profile.quality, profile.remark, profile.context_bucket, profile.target_pass_s(1))
 
     def close(self) -> None:
         """End all searches, so that another replica can take them over."""
         self._queries.close()
         for task in self._tasks.values():
             task.search.close()
+        if self.store is not None:
+            with suppress(StoreError):  # the next engine measures again
+                self._save_costs(self.store, self.costs.refined())
         for name, until in self._leases.items():
             if self.store is not None and time.monotonic() < until:
                 with suppress(StoreError):  # it ends by itself

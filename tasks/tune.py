@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -150,8 +151,8 @@ class TuningRun:
                     break
         if self._is_stopped:
             finished += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
-        if (refined := self.tuner.refined_costs) != costs:
-            patiently(lambda: self.store.save_cost_profile(refined))
+        for refined in self.tuner.refined_costs:
+            patiently(partial(self.store.save_cost_profile, refined))
         self._write()
         return finished
 

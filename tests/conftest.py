@@ -35,6 +35,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 # Containers set it, and every program that a test starts would compile all of swiftopt again, for a second or two.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ["SWIFTOPT_MEASURING"] = (
+    "together"  # its processes share the cores: to wait for a quiet moment takes for ever
+)
 gc.disable()  # until all modules and tests are there, which stay: to walk them again and again takes seconds
 
 

@@ -24,12 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..core.errors import Conflict, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
@@ -41,6 +42,7 @@ from ..decoding.engine import Work
 from ..decoding.grammar import Grammar
 from ..decoding.session import LONG, Session
 from ..models.costs import machine_name
+from ..models.measuring import measuring_turn
 from ..models.runtime import Runtime
 from ..tasks import model as models
 from ..tasks.generate import Generated, TextAdded, as_planned
@@ -189,15 +191,18 @@ class EngineHost:
         def loading(step: str) -> None:
             wire.send(None, "loading", step=step)
 
-        loading("reading its weights")
-        self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
         self.traffic: Traffic | None = None
-        runtime, store = self.model.runtime, self.model.store
+        on_cpu = served.device == "cpu" or not torch.cuda.is_available()
+        # Models of one server start at the same time, and reading weights would disturb another one's measurement.
+        with measuring_turn(torch.device("cpu"), loading) if on_cpu else nullcontext():
+            loading("reading its weights")
+            self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
+            runtime, store = self.model.runtime, self.model.store
+            if served.tune:
+                self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         with suppress(InvalidInput):  # a request reports it; the first grammar is slow and must not delay rounds
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
-        if served.tune:
-            self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
-        else:
+        if not served.tune:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
         self.engine = self.model.engine(served.concurrency, served.memory)
         self.model.turn = self.engine.turn

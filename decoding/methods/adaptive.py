@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
@@ -37,7 +37,7 @@ from . import Method, Resources, method
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...core.costs import CostProfile
+    from ...core.costs import CostProfile, CostSource
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
@@ -77,13 +77,13 @@ def _adaptive(resources: Resources, settings: AdaptiveSettings) -> tuple[Drafter
     return AdaptiveDrafter(model, PassCosts(costs, model), settings), TargetWalk()
 
 
-def adaptive(model: DraftModel, costs: CostProfile, settings: AdaptiveSettings) -> Method:
+def adaptive(model: DraftModel, costs: CostSource, settings: AdaptiveSettings) -> Method:
     """Build adaptive drafting with that model, whose layer set may change between rounds."""
     return Method("adaptive", AdaptiveDrafter(model, PassCosts(costs, model), settings))
 
 
 class PassCosts:
-    """Costs in plain passes of the target, from a measured profile; looked up once per layer set and number of rows.
+    """Costs in plain passes of the target, from measured profiles; looked up once per layer set and number of rows.
 
     With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
     are weighed against the time of all, for the others do the same.
@@ -91,9 +91,23 @@ class PassCosts:
     Args: drafts: the draft model, or its layer set; None: there is none.
     """
 
-    def __init__(self, costs: CostProfile, drafts: DraftModel | LayerSet | None) -> None:
-        self._drafts, self._draft_cost, self._verify_cost = drafts, cache(costs.draft_cost), cache(costs.verify_cost)
+    def __init__(self, costs: CostSource, drafts: DraftModel | LayerSet | None) -> None:
+        self._costs, self._drafts = costs, drafts
+        self._lookups: dict[int, _Lookups] = {}  # by context bucket
         self.load = 1
+        self._use(costs.at())
+
+    def follow(self, n_positions: int, load: int) -> None:
+        """Go by the newest costs of a context of that many tokens, with `load` sequences side by side."""
+        self.load = load
+        self._use(self._costs.at(n_positions))
+
+    def _use(self, profile: CostProfile) -> None:
+        known = self._lookups.get(profile.context_bucket)
+        if known is None or known.profile is not profile:
+            known = _Lookups(profile, cache(profile.draft_cost), cache(profile.verify_cost))
+            self._lookups[profile.context_bucket] = known
+        self._draft_cost, self._verify_cost = known.draft_cost, known.verify_cost
 
     def draft(self, n_rows: int) -> float:
         """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
@@ -114,6 +128,14 @@ class PassCosts:
     def verify(self, n_rows: int) -> float:
         """Return the cost of a target pass over `n_rows` rows of each sequence."""
         return self._verify_cost(n_rows * self.load)
+
+
+class _Lookups(NamedTuple):
+    """A profile and its costs, each computed once."""
+
+    profile: CostProfile
+    draft_cost: Callable[[LayerSet, int], float]
+    verify_cost: Callable[[int], float]
 
 
 @dataclass(slots=True)
@@ -307,7 +329,7 @@ class AdaptiveDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Read what was committed, at the first call the prompt, so that this counts as drafting, and draft."""
-        self.costs.load = self.context.load.checked
+        self.costs.follow(self.context.root_slot, self.context.load.checked)
         self.matches.read(self.context.token_ids)
         self.context.n_learnt = len(self.context.token_ids)
         most = min(room, self.settings.max_draft_length)

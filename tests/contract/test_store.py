@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
+from fakes import flat_costs
 from job_table import finished, running
 
 from swiftopt.core.costs import CostProfile, FormatCosts
@@ -411,6 +412,22 @@ def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -
     assert store.cost_profile("f", H200, "bfloat16", 2048) == newer
     assert store.cost_profile("f", A100, "bfloat16", 2048) is None
     assert store.cost_profiles("f") == [newer, longer] and store.cost_profiles("g") == []
+    assert store.cost_profiles() == [newer, longer], "of all models"
+
+
+def test_cost_profile_stays_when_a_disturbed_one_of_the_same_software_comes(store: Store) -> None:
+    quiet = dataclasses.replace(flat_costs(), fingerprint="f", software="torch 1")
+    key = ("f", quiet.device, quiet.dtype, quiet.context_bucket)
+    disturbed = dataclasses.replace(quiet, pass_s={1: 99.0}, quality="disturbed", remark="others had 40 %")
+    store.save_cost_profile(disturbed)
+    assert store.cost_profile(*key) == disturbed
+    for better in (quiet, dataclasses.replace(quiet, quality="refined", remark="900 passes of decoding")):
+        store.save_cost_profile(better)
+        store.save_cost_profile(disturbed)
+        assert store.cost_profile(*key) == better
+    other = dataclasses.replace(disturbed, software="torch 2")
+    store.save_cost_profile(other)
+    assert store.cost_profile(*key) == other
 
 
 def test_trials_come_back_in_step_order_and_unchanged(store: Store) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -467,3 +468,26 @@ def test_change_from_code_to_summaries_is_noticed_and_shown(
     assert shift_line(shift) == f"the traffic changed at request {found['at_request']} of task mixed: {found['latest']}"
     assert new_shifts(traffic.status().to_json(), [shift]) == []
     traffic.close()
+
+
+def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
+    model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile has drafts for nothing and checks at a hundred times their cost; passes say otherwise."""
+    real = costs_of(model.runtime)
+    free = {name: costs.scaled(1e-3) for name, costs in real.formats.items()}
+    dear = {1: real.pass_s[1], 8: 100 * real.pass_s[1]}
+    wrong = replace(real, formats=free, pass_s=dear, quality="disturbed", remark="others had 40 %")
+    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: wrong)
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    draft = LayerSet(model.runtime.n_layers).filled(SETTINGS.draft_format)
+    before = traffic.costs.at()
+    for _ in range(6):
+        answers(traffic, model.runtime, "code")
+    after = traffic.costs.refined()[0]
+    assert after.draft_cost(draft) > 20 * before.draft_cost(draft)
+    assert after.verify_cost(2) < before.verify_cost(2)
+    shown = traffic.status().costs
+    assert shown is not None and shown.quality == "refined" and shown.pass_s == traffic.costs.at().target_pass_s(1)
+    traffic.close()
+    assert after in store.cost_profiles(after.fingerprint)

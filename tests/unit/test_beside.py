@@ -28,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, slowness: Callable[[int], float]) 
     machine = Machine(slowness)
     monkeypatch.setattr(costs, "perf_counter", lambda: machine.now)
     monkeypatch.setattr(costs, "BUDGET_S", 1e9)
-    return costs._beside("one", {name: machine.run(seconds) for name, seconds in SECONDS.items()}, no_step)
+    return costs._beside("one", {name: machine.run(seconds) for name, seconds in SECONDS.items()}, no_step)[0]
 
 
 def test_a_quiet_machine_is_measured_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile, FormatCosts, expected_of
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay
 
 CHAIN = SwiftSettings(dynamic_verification=False)
@@ -132,31 +132,3 @@ def test_expected_speedup_of_runs_with_several_sets_is_that_of_their_times_toget
     assert expected_of(costs, runs) == pytest.approx(24 / sum(times))
     assert expected_of(costs, [*runs, replace(runs[0], layer_set=None)]) is None
     assert expected_of(None, runs) is None and expected_of(costs, []) is None
-
-
-def test_costs_move_towards_what_interleaved_decoding_took_the_further_the_more_was_seen() -> None:
-    """A check of 4 rows took 1.5 times its cost, and each int4 draft pass twice; the plain pass stays the unit."""
-    formats = {"int4": FormatCosts(1.0, 1.0, 1.0, 1.0, {1: 1.0, 4: 1.1}), "int8": FormatCosts(2.0, 2.0, 2.0, 2.0)}
-    costs = CostProfile("f", "d", "float32", 256, 4, 2, 2, 2, 2, {1: 20.0, 4: 22.0, 8: 24.0}, formats)
-    draft = LayerSet(4).filled("int4")
-    n, pass_s = 64, 0.5  # a machine that is 40 times faster today: only ratios count
-    plain = Completion((1,) * n, "", "length", "plain", n, n, timings=Timings(verify_s=n * pass_s))
-    spent = Timings(draft_s=3 * n * 2 * costs.draft_cost(draft) * pass_s, verify_s=n * 1.5 * 1.1 * pass_s)
-    drafted = replace(plain, drafted=3 * n, verified_widths={4: n}, layer_set=draft, timings=spent)
-    once = costs.refined([plain], [drafted])
-    assert once.pass_s == pytest.approx({1: 20.0, 4: 22.0 * 1.25, 8: 24.0 * 1.25})  # half of the way, with 64 passes
-    share = costs.draft_cost(draft) * 3 * n
-    assert once.draft_cost(draft) == pytest.approx(costs.draft_cost(draft) * (1 + share / (share + 64)))
-    assert once.formats["int8"] == formats["int8"]  # nobody used it
-    twice = once.refined([plain], [drafted])
-    assert once.verify_cost(4) < twice.verify_cost(4) < 1.5 * 1.1
-
-
-def test_costs_stay_where_nothing_was_drafted_and_no_disturbance_moves_them_far() -> None:
-    costs = flat_costs(n_layers=4)
-    plain = Completion((1,) * 8, "", "length", "plain", 8, 8, timings=Timings(verify_s=1.0))
-    assert costs.refined([plain], [plain]) is costs and costs.refined([], []) is costs
-    stalled = replace(plain, verified_widths={4: 10**6}, layer_set=LayerSet(4), timings=Timings(verify_s=1e12))
-    assert costs.refined([plain], [stalled]).verify_cost(4) <= 2 * costs.verify_cost(4)
-    idle = replace(stalled, timings=Timings(verify_s=1e-12))
-    assert costs.refined([plain], [idle]).verify_cost(4) >= 1  # more rows cannot cost less

@@ -1,0 +1,194 @@
+"""Costs that follow decoding: every pass is timed, and the profile moves to what passes of its kind take.
+
+Seconds of a pass over one row are the base. Everything else is kept as a quotient to it, as in a measurement, because
+the speed of a machine drifts by the minute and slows all passes alike. Each context bucket has a base and quotients of
+its own; one that no pass has reached has those of the nearest one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TypeVar
+
+from .costs import CostProfile, context_bucket
+from .settings import STORED
+from .types import LayerSet
+
+BASE_MEMORY = 16  # one-row passes that the base is a mean of; few, so that it follows a drifting machine
+MEMORY = 256  # passes that a quotient is a mean of
+PRIOR = {"disturbed": 4, "quiet": 64, "refined": 64}  # passes that the profile's own figure weighs as much as
+FEWEST_BASES = 2  # one-row passes before another pass is compared with them
+REFINED_AFTER = 64  # passes besides the base's that make a profile "refined", with `BASE_MEMORY` of the base's
+LARGEST_STEP = math.log(2.0)  # of one pass: a pass that was interrupted must not move the mean by its whole length
+REBUILD_EVERY = 16  # passes between two profiles that are given out
+MOST_KEPT = 512  # costs of kinds of passes that a bucket remembers
+
+K = TypeVar("K", int, str)
+Part = tuple[int, LayerSet | None]  # rows of a pass, and the set that it drafts with; None: the target's
+
+
+@dataclass(frozen=True, slots=True)
+class PassTiming:
+    """Seconds of one pass, or of several whose end is known of the last one only, with a mean context length."""
+
+    parts: Sequence[Part]
+    n_positions: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Quotient:
+    """The logarithm of observed ÷ profiled quotients: a mean that forgets."""
+
+    log: float = 0.0
+    n: float = 0.0
+
+    def add(self, residual: float, weight: float, prior: float) -> None:
+        self.n += weight
+        self.log += weight * residual / min(MEMORY, prior + self.n)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One context bucket: its profile as it was before decoding, and what passes have changed since."""
+
+    profile: CostProfile
+    base: _Quotient = field(default_factory=_Quotient)  # log seconds of a one-row pass of the target
+    widths: dict[int, _Quotient] = field(default_factory=dict)  # by measured number of rows
+    formats: dict[str, _Quotient] = field(default_factory=dict)  # by format of a draft
+    current: CostProfile | None = None
+    n_since: int = 0  # passes since `current` was made
+    profiled: dict[Part, float] = field(default_factory=dict)  # costs of passes by the profile
+
+    def learn(self, parts: Sequence[Part], seconds: float) -> None:
+        """Move the base by a one-row pass of the target, and the quotients by any other."""
+        if list(parts) == [(1, None)]:
+            self.base.n += 1
+            step = math.log(seconds) - self.base.log
+            # The first passes of a process wait for memory that later ones have.
+            self.base.log += step if self.base.n <= FEWEST_BASES else _clipped(step) / min(BASE_MEMORY, self.base.n)
+        elif self.base.n >= FEWEST_BASES:
+            expected = [self._expected(*part) for part in parts]
+            residual = _clipped(math.log(seconds) - self.base.log - math.log(sum(expected)))
+            prior = PRIOR[self.profile.quality]
+            for (n_rows, layer_set), cost in zip(parts, expected, strict=True):
+                for quotient, weight in self._quotients(n_rows, layer_set):
+                    quotient.add(residual, weight * cost / sum(expected), prior)
+        else:
+            return
+        self.n_since += 1
+        if self.n_since >= REBUILD_EVERY:
+            self.current = None
+
+    def _expected(self, n_rows: int, layer_set: LayerSet | None) -> float:
+        """Return the cost of a pass in one-row passes of the target, as far as it is known."""
+        profile, part = self.profile, (n_rows, layer_set)
+        if part not in self.profiled:
+            if len(self.profiled) >= MOST_KEPT:
+                self.profiled.clear()
+            cost = profile.verify_cost(n_rows) if layer_set is None else profile.draft_cost(layer_set, n_rows)
+            self.profiled[part] = cost
+        return self.profiled[part] * math.exp(
+            sum(weight * quotient.log for quotient, weight in self._quotients(n_rows, layer_set))
+        )
+
+    def _quotients(self, n_rows: int, layer_set: LayerSet | None) -> Iterator[tuple[_Quotient, float]]:
+        """Yield the quotients that a pass depends on, with weights whose sum is 1; none for the base."""
+        if layer_set is not None:
+            names = {name for _, name in layer_set.formats} or {STORED}
+            for name in names:
+                yield self.formats.setdefault(name, _Quotient()), 1 / len(names)
+            return
+        known = [n for n in self.profile.pass_s if n > 1]
+        if n_rows == 1 or not known:
+            return
+        at = min(bisect_left(known, n_rows), len(known) - 1)
+        high = known[at]
+        low = known[at - 1] if at else 1
+        share = min(1.0, (n_rows - low) / (high - low))
+        for n, weight in ((low, 1 - share), (high, share)):
+            if n > 1 and weight > 0:
+                yield self.widths.setdefault(n, _Quotient()), weight
+
+    def updated(self) -> CostProfile:
+        """Return the profile with what was observed; the same object until more passes were."""
+        if self.current is None:
+            self.current, self.n_since = self._updated(), 0
+        return self.current
+
+    def _updated(self) -> CostProfile:
+        profile = self.profile
+        if not self.base.n:
+            return profile
+        by = math.exp(self.base.log) / profile.target_pass_s(1)
+        seconds = {n: s * by * _factor(self.widths, n) for n, s in profile.pass_s.items()}
+        own = by * _factor(self.formats, STORED)
+        n_others = sum(quotient.n for quotient in (*self.widths.values(), *self.formats.values()))
+        is_refined = self.base.n >= BASE_MEMORY and n_others >= REFINED_AFTER
+        return replace(
+            profile,
+            attn_s=profile.attn_s * own,
+            mlp_s=profile.mlp_s * own,
+            head_s=profile.head_s * own,
+            fixed_s=profile.fixed_s * own,
+            # More rows cannot cost less: a width that few passes had is less sure than its narrower neighbour.
+            pass_s=dict(zip(seconds, accumulate(seconds.values(), max), strict=True)),
+            formats={name: costs.scaled(by * _factor(self.formats, name)) for name, costs in profile.formats.items()},
+            quality="refined" if is_refined else profile.quality,
+            remark=f"{self.base.n + n_others:.0f} passes of decoding" if is_refined else profile.remark,
+        )
+
+
+class ObservedCosts:
+    """Costs by context length that follow the passes of decoding.
+
+    Args: profile: of a typical context. others: further profiles of the same model, device, dtype and software.
+    """
+
+    def __init__(self, profile: CostProfile, others: Iterable[CostProfile] = ()) -> None:
+        self.typical = profile.context_bucket
+        self._buckets = {other.context_bucket: _Bucket(other) for other in others}
+        self._buckets[self.typical] = _Bucket(profile)
+
+    def learn(self, timings: Iterable[PassTiming]) -> None:
+        """Learn from passes that were timed, oldest first."""
+        for timing in timings:
+            if any(layer_set is not None and self.missing(layer_set) for _, layer_set in timing.parts):
+                continue
+            size = context_bucket(math.ceil(timing.n_positions))
+            if size not in self._buckets:
+                self._buckets[size] = _Bucket(replace(self.at(size), context_bucket=size))
+            self._buckets[size].learn(timing.parts, timing.seconds)
+
+    def at(self, n_positions: int | None = None) -> CostProfile:
+        """Return the costs of passes in a context of that many tokens, or the nearest known; None: a typical one.
+
+        It is the same object until passes have changed it.
+        """
+        wanted = self.typical if n_positions is None else context_bucket(n_positions)
+        if wanted not in self._buckets:
+            wanted = min(self._buckets, key=lambda size: abs(math.log(size / wanted)))
+        return self._buckets[wanted].updated()
+
+    def missing(self, layer_set: LayerSet) -> frozenset[str]:
+        """Return the formats of a draft whose costs were not measured."""
+        return self.at().missing(layer_set)
+
+    def refined(self) -> list[CostProfile]:
+        """Return the profiles of all contexts that enough passes were observed in."""
+        for bucket in self._buckets.values():
+            bucket.current = None
+        profiles = [(bucket.profile, bucket.updated()) for bucket in self._buckets.values()]
+        return [after for before, after in profiles if after.quality == "refined" and after != before]
+
+
+def _factor(quotients: Mapping[K, _Quotient], key: K) -> float:
+    return math.exp(quotients[key].log) if key in quotients else 1.0
+
+
+def _clipped(step: float) -> float:
+    return max(-LARGEST_STEP, min(LARGEST_STEP, step))

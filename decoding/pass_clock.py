@@ -1,0 +1,56 @@
+"""Times the passes of an engine, for costs that follow decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.observed_costs import Part, PassTiming
+from ..models.rows import Load, Pass
+
+
+class PassClock:
+    """Notes in an engine's load what each pass of decoding took.
+
+    On a CUDA device logits are computed while their reader goes on. Draft passes then count with the check of the
+    target that waits for them all.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._waiting: list[Part] = []
+        self._began: float | None = None
+
+    def add(self, passes: Sequence[Pass], started: float, ended: float, is_usual: bool) -> None:
+        """Note passes that ran together from `started` on, and of which the first was read by `ended`.
+
+        Args: is_usual: whether later passes of the kind will take as long. It is False for those that are captured.
+        """
+        part = part_of(passes)
+        if part is None or not is_usual:
+            self._waiting, self._began = [], None
+            return
+        self._waiting.append(part)
+        began = started if self._began is None else self._began
+        if passes[0].drafts and passes[0].runtime.blocks[0].device.type == "cuda":
+            self._began = began
+            return
+        n_positions = sum(each.rows.first_slot for each in passes) / len(passes)
+        self._load.timings.append(PassTiming(tuple(self._waiting), n_positions, ended - began))
+        self._waiting, self._began = [], None
+
+
+def part_of(passes: Sequence[Pass]) -> Part | None:
+    """Return the rows and the layer set of passes that run together; None where a cost profile has no such pass.
+
+    It has checks of the whole target, and drafts of one layer set of it.
+    """
+    first = passes[0]
+    kind = (first.drafts, first.rows.variants)
+    if any((each.drafts, each.rows.variants) != kind for each in passes[1:]):
+        return None
+    if any(each.beside or each.layers is not None or each.capture is not None for each in passes):
+        return None
+    if len(first.rows.variants) != first.drafts:  # a draft by another model has none, and a scored window has several
+        return None
+    n_rows = sum(len(each.rows.token_ids) for each in passes)
+    return n_rows, first.rows.variants[0] if first.drafts else None

@@ -1,0 +1,169 @@
+"""Measurements take turns, know when they were disturbed, and are made again where they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_runtime
+
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.settings import measures_alone
+from swiftopt.models import costs
+from swiftopt.models.costs import _doubts_of_machine, _doubts_of_passes, measure_costs
+from swiftopt.models.measuring import DisturbanceMeter, measuring_turn
+from swiftopt.store import Store
+from swiftopt.tasks.recipes import stored_costs
+
+CPU = torch.device("cpu")
+HOLDER = """
+import sys, torch
+from swiftopt.models.measuring import measuring_turn
+with measuring_turn(torch.device("cpu")):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measure as outside of a test suite, with locks in a folder of the test's own."""
+    monkeypatch.setenv("SWIFTOPT_MEASURING", "alone")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the turn, until it is sent a line."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.communicate("\n")
+
+
+def test_one_process_measures_at_a_time(holder: subprocess.Popen[str]) -> None:
+    steps: list[str] = []
+    entered = threading.Event()
+
+    def measure() -> None:
+        with measuring_turn(CPU, steps.append):
+            entered.set()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    assert not entered.wait(0.5) and steps == ["waiting for another process that measures on this device"]
+    assert holder.stdin is not None
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    assert entered.wait(30)
+    thread.join()
+
+
+@pytest.mark.usefixtures("holder")
+def test_the_wait_for_another_measurement_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    with measuring_turn(CPU, wait_s=0.2):
+        assert "measuring=beside-another" in caplog.text
+
+
+def test_a_process_that_has_the_turn_may_measure_within_it() -> None:
+    with measuring_turn(CPU), measuring_turn(CPU, wait_s=0.0):
+        pass
+    with measuring_turn(CPU, wait_s=0.0):
+        pass
+
+
+@pytest.mark.usefixtures("holder")
+def test_processes_of_a_test_suite_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_MEASURING", "together")
+    steps: list[str] = []
+    with measuring_turn(CPU, steps.append):
+        assert not steps
+    monkeypatch.setenv("SWIFTOPT_MEASURING", "maybe")
+    with pytest.raises(SettingsError, match="SWIFTOPT_MEASURING is 'maybe': use alone or together"):
+        measures_alone()
+
+
+def test_work_of_other_processes_is_seen_and_own_work_is_not_taken_for_it() -> None:
+    cores = len(os.sched_getaffinity(0))
+    meter, until = DisturbanceMeter(), time.monotonic() + 1.0
+    hog = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(cores)]
+    try:
+        while time.monotonic() < until:
+            pass
+        beside = meter.read()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert beside.others > 0.2 and beside.own > 0.05 and beside.others + beside.own < 1.2
+
+
+@pytest.mark.parametrize(
+    ("change", "doubt"),
+    [
+        ({}, None),
+        ({"rows": {1: 10.0, 2: 9.6, 4: 12.0}}, None),  # as near as passes that cost the same come
+        ({"rows": {1: 10.0, 2: 9.0, 4: 12.0}}, "a pass over 2 rows seemed faster than one over 1"),
+        ({"rows": {1: 10.0, 2: 15.0, 4: 12.0}}, "a pass over 4 rows seemed faster than one over 2"),
+        ({"rest": -0.9}, None),
+        ({"rest": -6.0}, "the parts of a pass took 1.60 times the whole"),
+        ({"unseen": 6.5}, None),
+        ({"unseen": 8.0}, "a pass that the fit has not seen took 1.33 times its prediction"),
+        ({"unseen": 5.0}, "a pass that the fit has not seen took 0.83 times its prediction"),
+        ({"unseen": None}, None),
+    ],
+)
+def test_raw_seconds_that_cannot_be_true_cast_doubt(change: dict[str, object], doubt: str | None) -> None:
+    raw = {"rows": {1: 10.0, 2: 10.5, 4: 12.0}, "rest": 0.5, "predicted": 6.0, "unseen": 6.0}
+    assert list(_doubts_of_passes(**{**raw, **change})) == ([] if doubt is None else [doubt])  # type: ignore[arg-type]
+
+
+def test_base_passes_that_differ_much_cast_doubt() -> None:
+    meter = DisturbanceMeter()
+    assert "the same pass took from 10.0 to 20.0 ms (quartiles)" in [*_doubts_of_machine(meter, [0.01, 0.02] * 8)]
+    assert not any("quartiles" in doubt for doubt in _doubts_of_machine(meter, [0.010, 0.012] * 8))
+
+
+def test_a_disturbed_measurement_is_made_again_and_says_why_where_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def doubts(meter: DisturbanceMeter, bases: object) -> Iterator[str]:
+        calls.append(1)
+        if len(calls) <= n_disturbed:
+            yield "other programs had 40% of the processors' time, 60% were swiftopt's"
+
+    monkeypatch.setattr(costs, "_doubts_of_machine", doubts)
+    monkeypatch.setattr(costs, "_doubts_of_passes", lambda *_: iter(()))
+    monkeypatch.setattr(costs, "BUDGET_S", 0.0)
+    runtime, n_disturbed = tiny_runtime("llama"), 1
+    quiet = measure_costs(runtime, 256)
+    assert (quiet.quality, quiet.remark, len(calls)) == ("quiet", "", 2)
+    monkeypatch.setattr(costs, "AGAIN_S", 0.0)
+    calls.clear()
+    disturbed = measure_costs(runtime, 256)
+    assert disturbed.quality == "disturbed" and disturbed.remark.startswith("other programs had 40%")
+
+
+def test_stored_costs_that_were_disturbed_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTOPT_MEASURING", "together")
+    monkeypatch.setattr(costs, "BUDGET_S", 0.0)
+    runtime = tiny_runtime("llama")
+    with Store.open("sqlite://") as store:
+        first = stored_costs(runtime, store, 32)
+        assert first.quality == "quiet" and stored_costs(runtime, store, 32) == first
+        store.save_cost_profile(replace(first, software="torch 0", quality="disturbed"))
+        store.save_cost_profile(replace(first, quality="disturbed"))
+        again = stored_costs(runtime, store, 32)
+        assert again.quality == "quiet" and again != first
+        assert stored_costs(runtime, store, 32) == again

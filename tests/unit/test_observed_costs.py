@@ -1,0 +1,157 @@
+"""Laws of costs that follow decoding: they reach what passes take, whatever the profile said before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.observed_costs import BASE_MEMORY, REFINED_AFTER, ObservedCosts, PassTiming
+from swiftopt.core.types import LayerSet
+
+N_LAYERS = 4
+DRAFT = LayerSet(N_LAYERS).filled("int4")
+SKIPS = LayerSet(N_LAYERS, frozenset({1}), frozenset({2}))
+INT4 = FormatCosts(0.25, 0.25, 0.25, 0.25, {1: 1.0, 4: 1.2})
+PROFILE = CostProfile("f", "d", "bfloat16", 512, N_LAYERS, 1, 1, 1, 1, {1: 10.0, 4: 12.0, 8: 16.0}, {"int4": INT4})
+
+
+def passes(
+    plain_s: float, others: dict[tuple[int, LayerSet | None], float], n: int = 200, at: int = 400
+) -> list[PassTiming]:
+    """`n` times a plain pass and one of each other kind, whose cost is given in plain passes."""
+    timings = []
+    for _ in range(n):
+        timings.append(PassTiming(((1, None),), at, plain_s))
+        timings += [PassTiming((part,), at, plain_s * cost) for part, cost in others.items()]
+    return timings
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 2.0, 5.9, 30.0])
+@pytest.mark.parametrize("quality", ["disturbed", "quiet"])
+def test_costs_reach_what_passes_take_however_wrong_the_profile_was(factor: float, quality: str) -> None:
+    costs = ObservedCosts(replace(PROFILE, quality=quality))
+    checks = {(4, None): 1.3 * factor, (1, DRAFT): 0.3 * factor}
+    costs.learn(passes(0.05, checks, n=1500))
+    (known,) = costs.refined()
+    assert known.target_pass_s(1) == pytest.approx(0.05, rel=0.01)
+    assert known.verify_cost(4) == pytest.approx(max(1.0, 1.3 * factor), rel=0.1), "more rows cannot cost less"
+    assert known.draft_cost(DRAFT) == pytest.approx(0.3 * factor, rel=0.1)
+    assert known.quality == "refined" and "passes of decoding" in known.remark
+
+
+def test_a_disturbed_profile_is_left_sooner_than_a_quiet_one() -> None:
+    errors = {}
+    for quality in ("disturbed", "quiet"):
+        costs = ObservedCosts(replace(PROFILE, quality=quality))  # type: ignore[arg-type]
+        costs.learn(passes(10.0, {(4, None): 2.4}, n=20))
+        errors[quality] = abs(costs.at().verify_cost(4) - 2.4)
+    assert errors["disturbed"] < 0.5 * errors["quiet"]
+
+
+def test_quotients_do_not_depend_on_how_fast_the_machine_is_at_the_moment() -> None:
+    """Its speed drifts by a factor of four within some hundred passes, and slows all passes alike."""
+    rng, timings, slowness = random.Random(1), list[PassTiming](), 1.0
+    for _ in range(2000):
+        slowness = min(2.0, max(0.5, slowness * rng.uniform(0.97, 1.03)))
+        noise = [rng.uniform(0.9, 1.1) for _ in range(3)]
+        timings.append(PassTiming(((1, None),), 400, 10 * slowness * noise[0]))
+        timings.append(PassTiming(((4, None),), 400, 18 * slowness * noise[1]))
+        timings.append(PassTiming(((1, DRAFT),), 400, 4 * slowness * noise[2]))
+    costs = ObservedCosts(PROFILE)
+    costs.learn(timings)
+    assert costs.at().verify_cost(4) == pytest.approx(1.8, rel=0.07)
+    assert costs.at().draft_cost(DRAFT) == pytest.approx(0.4, rel=0.07)
+
+
+def test_one_pass_that_was_interrupted_moves_little() -> None:
+    costs = ObservedCosts(PROFILE)
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=100))
+    costs.learn([PassTiming(((4, None),), 400, 1e6), PassTiming(((1, None),), 400, 1e6)])
+    known = costs.refined()[0]
+    assert known.verify_cost(4) == pytest.approx(1.2, rel=0.02) and known.target_pass_s(1) == pytest.approx(
+        10, rel=0.06
+    )
+
+
+def test_a_width_between_measured_ones_moves_both_of_them() -> None:
+    costs = ObservedCosts(PROFILE)
+    costs.learn(passes(10.0, {(6, None): 2.8}, n=1500))
+    assert costs.at().verify_cost(6) == pytest.approx(2.8, rel=0.1)
+
+
+def test_passes_that_are_read_together_move_their_parts_by_their_shares() -> None:
+    """Three draft passes and a check take twice their profile's time: so does each of them in the end."""
+    costs = ObservedCosts(PROFILE)
+    parts = [(1, DRAFT), (1, DRAFT), (1, DRAFT), (4, None)]
+    expected = 3 * PROFILE.draft_cost(DRAFT) + PROFILE.verify_cost(4)
+    for _ in range(3000):
+        costs.learn([PassTiming(((1, None),), 400, 10.0), PassTiming(parts, 400, 20 * expected)])
+    known = costs.at()
+    assert 3 * known.draft_cost(DRAFT) + known.verify_cost(4) == pytest.approx(2 * expected, rel=0.02)
+
+
+def test_drafts_of_the_models_own_weights_move_its_parts_and_not_its_passes() -> None:
+    costs = ObservedCosts(PROFILE)
+    before = PROFILE.draft_cost(SKIPS)
+    costs.learn(passes(10.0, {(1, SKIPS): 2 * before}, n=1500))
+    assert costs.at().draft_cost(SKIPS) == pytest.approx(2 * before, rel=0.1)
+    assert costs.at().verify_cost(4) == pytest.approx(PROFILE.verify_cost(4), rel=1e-9)
+
+
+def test_each_context_length_has_costs_of_its_own_and_an_unknown_one_those_of_the_nearest() -> None:
+    costs = ObservedCosts(PROFILE)
+    costs.learn(passes(10.0, {(4, None): 1.2}, at=400))
+    costs.learn(passes(30.0, {(4, None): 2.0}, at=3000, n=1500))
+    assert costs.at(4096).verify_cost(4) == pytest.approx(2.0, rel=0.1)
+    assert costs.at(4096).target_pass_s(1) == pytest.approx(30, rel=0.01)
+    assert costs.at() is costs.at(512) and costs.at().verify_cost(4) == pytest.approx(1.2, rel=0.02)
+    assert costs.at(100_000) is costs.at(4096), "the nearest that is known"
+    assert sorted(known.context_bucket for known in costs.refined()) == [512, 4096]
+
+
+def test_costs_are_the_same_object_until_passes_have_changed_them() -> None:
+    costs = ObservedCosts(PROFILE)
+    assert costs.at() is costs.at() and costs.at() == PROFILE and costs.refined() == []
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=40))
+    assert costs.at() is costs.at() != PROFILE
+
+
+def test_a_profile_is_refined_when_enough_passes_were_seen() -> None:
+    costs = ObservedCosts(PROFILE)
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=BASE_MEMORY))
+    assert costs.at().quality == "quiet" and costs.refined() == []
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=REFINED_AFTER))
+    assert [known.quality for known in costs.refined()] == ["refined"]
+
+
+def test_passes_of_a_format_that_was_not_measured_teach_nothing() -> None:
+    costs = ObservedCosts(PROFILE)
+    costs.learn(passes(10.0, {(1, LayerSet(N_LAYERS).filled("int8")): 0.5}, n=3))
+    assert costs.at().formats.keys() == {"int4"}
+
+
+Change = Callable[[CostProfile], CostProfile]
+
+
+@pytest.mark.parametrize(
+    ("stored", "new", "is_replaced"),
+    [
+        ("quiet", "disturbed", False),
+        ("refined", "disturbed", False),
+        ("refined", "quiet", False),
+        ("disturbed", "disturbed", True),
+        ("disturbed", "quiet", True),
+        ("quiet", "refined", True),
+        ("refined", "refined", True),
+    ],
+)
+def test_a_profile_never_replaces_one_of_better_quality_by_the_same_software(
+    stored: str, new: str, is_replaced: bool
+) -> None:
+    before, after = replace(PROFILE, quality=stored), replace(PROFILE, quality=new)
+    assert after.may_replace(before) == is_replaced
+    assert replace(after, software="torch 9").may_replace(before), "other software takes other times"
