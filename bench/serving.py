@@ -83,9 +83,9 @@ def measure(
                 walls, texts = {}, {}
                 for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
                     clock = time.perf_counter()
-                    texts[way] = list(pool.map(partial(_ask, client, max_new_tokens, way), block))
+                    texts[way] = list(pool.map(partial(ask, client, max_new_tokens, way), block))
                     walls[way] = time.perf_counter() - clock
-                tuning = _tuning(client)
+                tuning = model_tuning(client)
                 times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
                 n_tokens = sum(n for _, n in texts["best"])
                 n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
@@ -117,7 +117,7 @@ def measure(
     }
 
 
-def _tuning(client: httpx2.Client) -> dict[str, Any]:
+def model_tuning(client: httpx2.Client) -> dict[str, Any]:
     found: dict[str, Any] = client.get("/v1/tuning").json()["models"]["model"]
     return found
 
@@ -149,7 +149,7 @@ def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _ask(client: httpx2.Client, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
+def ask(client: httpx2.Client, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
     """Return text and number of tokens of one completion, for chats that of the first turn."""
     common: dict[str, Any] = {
         "model": "model",

@@ -36,10 +36,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
+from swiftopt.bench.disturbed_start import N_WARM, start
 from swiftopt.core.errors import InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
+from swiftopt.core.types import Prompt
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
@@ -1361,3 +1363,10 @@ def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) 
         assert process.wait(30) == 0
     refused = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert refused.returncode == 2 and "choose one" in refused.stderr
+
+
+def test_benchmark_of_a_disturbed_start_serves_all_prompts_and_ends_its_programs(folder: Path) -> None:
+    prompts = [Prompt(f"p{n}", "shown", text=f"w{n} w3") for n in range(N_WARM + 2)]
+    run = start(str(folder), prompts, 8, is_disturbed=True)
+    assert run["disturbed"] and run["equal"] == 2 and run["ratio"] > 0 and all(seconds > 0 for seconds in run["pass_s"])
+    assert not [child for child in psutil.Process().children() if "copyto" in " ".join(child.cmdline())]
