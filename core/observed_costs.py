@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from .costs import CostProfile, context_bucket
+from .costs import CostProfile, Quality, context_bucket
 from .settings import STORED
 from .types import LayerSet
 
@@ -63,6 +63,16 @@ class _Bucket:
     current: CostProfile | None = None
     n_since: int = 0  # passes since `current` was made
     profiled: dict[Part, float] = field(default_factory=dict)  # costs of passes by the profile
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the profile may stand for its context before any pass was observed there."""
+        return self.profile.quality != "disturbed"
+
+    @property
+    def n_passes(self) -> float:
+        """How many passes were observed."""
+        return self.base.n + sum(quotient.n for quotient in (*self.widths.values(), *self.formats.values()))
 
     def learn(self, parts: Sequence[Part], seconds: float) -> None:
         """Move the base by a one-row pass of the target, and the quotients by any other."""
@@ -127,8 +137,7 @@ class _Bucket:
         by = math.exp(self.base.log) / profile.target_pass_s(1)
         seconds = {n: s * by * _factor(self.widths, n) for n, s in profile.pass_s.items()}
         own = by * _factor(self.formats, STORED)
-        n_others = sum(quotient.n for quotient in (*self.widths.values(), *self.formats.values()))
-        is_refined = self.base.n >= BASE_MEMORY and n_others >= REFINED_AFTER
+        is_refined = self.base.n >= BASE_MEMORY and self.n_passes - self.base.n >= REFINED_AFTER
         return replace(
             profile,
             attn_s=profile.attn_s * own,
@@ -139,7 +148,7 @@ class _Bucket:
             pass_s=dict(zip(seconds, accumulate(seconds.values(), max), strict=True)),
             formats={name: costs.scaled(by * _factor(self.formats, name)) for name, costs in profile.formats.items()},
             quality="refined" if is_refined else profile.quality,
-            remark=f"{self.base.n + n_others:.0f} passes of decoding" if is_refined else profile.remark,
+            remark=f"{self.n_passes:.0f} passes of decoding" if is_refined else profile.remark,
         )
 
 
@@ -150,29 +159,44 @@ class ObservedCosts:
     """
 
     def __init__(self, profile: CostProfile, others: Iterable[CostProfile] = ()) -> None:
-        self.typical = profile.context_bucket
+        self._typical = profile.context_bucket
         self._buckets = {other.context_bucket: _Bucket(other) for other in others}
-        self._buckets[self.typical] = _Bucket(profile)
+        self._buckets[self._typical] = _Bucket(profile)
 
     def learn(self, timings: Iterable[PassTiming]) -> None:
         """Learn from passes that were timed, oldest first."""
         for timing in timings:
             if any(layer_set is not None and self.missing(layer_set) for _, layer_set in timing.parts):
                 continue
-            size = context_bucket(math.ceil(timing.n_positions))
-            if size not in self._buckets:
-                self._buckets[size] = _Bucket(replace(self.at(size), context_bucket=size))
-            self._buckets[size].learn(timing.parts, timing.seconds)
+            bucket = self._begun(context_bucket(math.ceil(timing.n_positions)))
+            bucket.learn(timing.parts, timing.seconds)
+            if bucket.n_passes > self._buckets[self._typical].n_passes:
+                self._typical = bucket.profile.context_bucket
+
+    def _begun(self, size: int) -> _Bucket:
+        """Return a context bucket for its passes to teach; an unknown one begins with the costs of the nearest."""
+        bucket = self._buckets.get(size)
+        if bucket is None or not (bucket.n_passes or bucket.is_trusted):
+            nearest = self._nearest(size).updated()
+            # What was refined in another context is no more than measured in this one.
+            quality: Quality = "disturbed" if nearest.quality == "disturbed" else "quiet"
+            bucket = self._buckets[size] = _Bucket(replace(nearest, context_bucket=size, quality=quality))
+        return bucket
+
+    def _nearest(self, size: int) -> _Bucket:
+        """Return the bucket with the nearest context among those that passes or a quiet measurement have taught."""
+        taught = [known for known in self._buckets.values() if known.n_passes or known.is_trusted]
+        return min(
+            taught or self._buckets.values(), key=lambda known: abs(math.log(known.profile.context_bucket / size))
+        )
 
     def at(self, n_positions: int | None = None) -> CostProfile:
-        """Return the costs of passes in a context of that many tokens, or the nearest known; None: a typical one.
+        """Return the costs of passes in a context of that many tokens, or the nearest known; None: in the usual one.
 
-        It is the same object until passes have changed it.
+        The usual context is the one that most passes were in, and before any the one that was measured. The profile is
+        the same object until passes have changed it.
         """
-        wanted = self.typical if n_positions is None else context_bucket(n_positions)
-        if wanted not in self._buckets:
-            wanted = min(self._buckets, key=lambda size: abs(math.log(size / wanted)))
-        return self._buckets[wanted].updated()
+        return self._nearest(self._typical if n_positions is None else context_bucket(n_positions)).updated()
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Return the formats of a draft whose costs were not measured."""

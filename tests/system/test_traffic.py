@@ -473,10 +473,10 @@ def test_change_from_code_to_summaries_is_noticed_and_shown(
 def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile has drafts for nothing and checks at a hundred times their cost; passes say otherwise."""
+    """The profile has drafts for nothing and dear checks; passes say otherwise."""
     real = costs_of(model.runtime)
     free = {name: costs.scaled(1e-3) for name, costs in real.formats.items()}
-    dear = {1: real.pass_s[1], 8: 100 * real.pass_s[1]}
+    dear = {1: real.pass_s[1], 8: 4 * real.pass_s[1]}
     wrong = replace(real, formats=free, pass_s=dear, quality="disturbed", remark="others had 40 %")
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: wrong)
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)

@@ -108,9 +108,22 @@ def test_each_context_length_has_costs_of_its_own_and_an_unknown_one_those_of_th
     costs.learn(passes(30.0, {(4, None): 2.0}, at=3000, n=1500))
     assert costs.at(4096).verify_cost(4) == pytest.approx(2.0, rel=0.1)
     assert costs.at(4096).target_pass_s(1) == pytest.approx(30, rel=0.01)
-    assert costs.at() is costs.at(512) and costs.at().verify_cost(4) == pytest.approx(1.2, rel=0.02)
+    assert costs.at(512).verify_cost(4) == pytest.approx(1.2, rel=0.02)
+    assert costs.at() is costs.at(4096), "the usual context is the one of most passes"
     assert costs.at(100_000) is costs.at(4096), "the nearest that is known"
     assert sorted(known.context_bucket for known in costs.refined()) == [512, 4096]
+
+
+def test_passes_of_one_context_take_a_disturbed_profile_of_another_out_of_use() -> None:
+    """Nearly all passes are short; the first long ones must not be priced by the disturbed measurement."""
+    costs = ObservedCosts(replace(PROFILE, quality="disturbed"))
+    costs.learn(passes(10.0, {(4, None): 5.9 * 1.2}, at=100, n=1500))
+    assert costs.at(512).verify_cost(4) == pytest.approx(5.9 * 1.2, rel=0.1)
+    costs.learn(passes(11.0, {(4, None): 5.9 * 1.2}, at=400, n=3))
+    assert costs.at(512).verify_cost(4) == pytest.approx(5.9 * 1.2, rel=0.1)
+    quiet = ObservedCosts(PROFILE)
+    quiet.learn(passes(10.0, {(4, None): 5.9 * 1.2}, at=100, n=1500))
+    assert quiet.at(512).verify_cost(4) == PROFILE.verify_cost(4), "a quiet measurement stands for its own context"
 
 
 def test_costs_are_the_same_object_until_passes_have_changed_them() -> None:
