@@ -7,6 +7,8 @@ SwiftoptError                         exit 1
 │   │   └── DeviceMissing                          the device is not on this machine
 │   ├── ShapeError                             tensors or tree arrays do not fit together
 │   ├── StreamError                            a stream of prompts has a line that cannot be read
+│   ├── UnsupportedField                       a request has a field that cannot be obeyed here
+│   │   └── UnsupportedValue                       the field can be obeyed with other values
 │   ├── UnsupportedModel                       the architecture is not one that swiftopt can skip in
 │   └── ContextOverflow                        prompt and completion do not fit the model's context
 ├── NotFound (LookupError)            exit 3
@@ -69,6 +71,12 @@ class ShapeError(InvalidInput): ...
 
 
 class StreamError(InvalidInput): ...
+
+
+class UnsupportedField(InvalidInput): ...
+
+
+class UnsupportedValue(UnsupportedField): ...
 
 
 class UnsupportedModel(InvalidInput): ...

@@ -269,14 +269,16 @@ def explained(place: list[str], kind: str, message: str, value: Any, known: Sequ
     return f"{at or 'it'} is {_short(value)}: {_advice(message)}"
 
 
-def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
-    """Return the first of pydantic's errors of a body as a sentence, and its place; `loc` is that within the body.
+def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, Sequence[Mapping[str, Any]]]:
+    """Return the first thing wrong with a body as a sentence, its place, and pydantic's errors that are about it.
+
+    Args: found: pydantic's errors, each with its `loc` within the body.
 
     Where a value fits none of several types, the sentence is about the one that it comes nearest to, or names them all.
     """
     first, depth = found[0], len(_place_in(body, found[0]))
     if first["type"] == "missing" and not first["loc"]:
-        return "there is no body: send one JSON object", ""
+        return "there is no body: send one JSON object", "", [first]
     if depth < len(first["loc"]) and first["loc"][-1] != KEY:  # the next part is pydantic's name of a type
         prefix = first["loc"][:depth]
         rivals = [each for each in found if each["loc"][:depth] == prefix]
@@ -288,12 +290,13 @@ def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, 
     place = _place_in(body, first)
     at = _dotted(place)
     if first["loc"] and first["loc"][-1] == KEY:
-        return f"{_dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", _dotted(place[:-1])
+        return f"{_dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", _dotted(place[:-1]), rivals
     advice = list(dict.fromkeys(_advice(each["msg"]) for each in rivals))
     if len(advice) > 1 and all(each.startswith("use ") for each in advice):
-        return f"{at} is {_short(first['input'])}: {', or '.join([advice[0], *(each[4:] for each in advice[1:])])}", at
+        words = ", or ".join([advice[0], *(each[4:] for each in advice[1:])])
+        return f"{at} is {_short(first['input'])}: {words}", at, rivals
     outer = [_dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
-    return explained(outer, first["type"], first["msg"], first["input"]), at
+    return explained(outer, first["type"], first["msg"], first["input"]), at, rivals
 
 
 def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:

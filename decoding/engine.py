@@ -545,6 +545,7 @@ class Engine:
 
 def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
     return ContextOverflow(
-        f"a text of {wanted.capacity} tokens needs {wanted.n_bytes / 1e6:.0f} MB of keys and values, but they may take"
-        f" {memory / 1e6:.0f} MB: shorten the prompt or ask for fewer new tokens"
+        f"the prompt is too long, or too many new tokens are to follow ({wanted.capacity} tokens need"
+        f" {wanted.n_bytes / 1e6:.0f} MB of keys and values, which may take {memory / 1e6:.0f} MB):"
+        " shorten the prompt or ask for fewer new tokens"
     )

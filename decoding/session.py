@@ -225,7 +225,8 @@ class Session:
             n_tokens += len(tokenizer(text[start : start + PIECE * most], add_special_tokens=False)["input_ids"])
             if n_tokens - n_pieces > most:  # where a word is cut it may have a token more
                 raise ContextOverflow(
-                    f"a prompt of more than {n_tokens} tokens does not fit the model's context of {most}: shorten it"
+                    f"this model's maximum context length is {most} tokens, but the prompt has more than {n_tokens}:"
+                    " shorten it"
                 )
 
     def _stop_token_ids(self) -> frozenset[int]:

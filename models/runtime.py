@@ -148,8 +148,8 @@ class Runtime:
         """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
         if n_prompt + max_new_tokens > self.max_positions:
             raise ContextOverflow(
-                f"a prompt of {n_prompt} tokens with {max_new_tokens} new ones does not fit the model's context of"
-                f" {self.max_positions}: shorten the prompt or ask for fewer new tokens"
+                f"this model's maximum context length is {self.max_positions} tokens, but the prompt has {n_prompt} and"
+                f" {max_new_tokens} new ones are to follow: shorten the prompt or ask for fewer new tokens"
             )
 
     def check_layer_set(self, layer_set: LayerSet) -> None:

@@ -25,7 +25,8 @@ from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, Swiftopt
 from ..core.requests import CompletionRequest, Piece
 from .choices import Choice, TokenLogprobs, by_name, named, speculative
 from .engines import Events, next_event
-from .middleware import Shared, State, openai_error, sse, status_of
+from .errors import answer_to, refused_by
+from .middleware import Shared, State, sse
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, plain_messages
 
 PING_S = 15
@@ -133,7 +134,9 @@ class Exchange(ABC):
         except SwiftoptError as error:
             if not self._is_begun:
                 raise
-            for event in self.failed(openai_error(status_of(error), str(error))):
+            if error.param is not None:
+                error.param = self.body.name_of(error.param)
+            for event in self.failed(refused_by(error).openai()):
                 yield event
 
     @contextmanager
@@ -142,7 +145,7 @@ class Exchange(ABC):
         try:
             yield
         except SwiftoptError as error:
-            if self._is_begun or status_of(error) >= 500:
+            if self._is_begun or answer_to(error)[0] >= 500:
                 self._metrics.fail(self.body.model, sum(choice.done is None for choice in self.choices))
             raise
         finally:

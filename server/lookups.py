@@ -24,7 +24,8 @@ from ..core.errors import NotFound
 from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..store import Store
-from .middleware import MEDIA_TYPE, Problem, Shared, as_problem, kind_of
+from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
+from .middleware import Shared
 from .schemas import Depth, Strict, Word
 
 FRESH_S = 0.5  # after which a look-up also asks the database again

@@ -11,7 +11,8 @@ from fastapi.openapi.utils import get_openapi
 from .. import __version__
 from ..optimizer.strategies import STRATEGIES
 from . import completions, jobs, lookups, operation, responses
-from .middleware import GUARDED, MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
+from .errors import MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
+from .settings import GUARDED
 
 
 def _errors(description: str, media_type: str, schema: str) -> dict[int | str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, UnsupportedField
 from ..core.serialization import LARGEST, explained_body
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
@@ -54,10 +54,10 @@ class AskedResponse(CommonFields):
         for name in STORED:
             if self.extra.get(name):
                 words = f"{name} is not supported, for no response is stored here: send the whole input"
-                raise InvalidInput(words, name)
+                raise UnsupportedField(words, name)
         for name in ("return_metrics", "return_token_ids"):
             if getattr(self, name):
-                raise InvalidInput(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
+                raise UnsupportedField(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
 
     def name_of(self, field: str) -> str:
         if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):
@@ -106,7 +106,7 @@ class AskedResponse(CommonFields):
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
-            words, place = explained_body(error.errors(include_url=False), values)
+            words, place, _ = explained_body(error.errors(include_url=False), values)
             raise InvalidInput(f"as a chat: {words}", place) from error
 
     def _format(self) -> dict[str, Any] | None:
@@ -203,7 +203,7 @@ class ResponseExchange(Exchange):
         response = {
             **self._head("failed"),
             "output": [self._text_item("incomplete")] if self.choices[0].text else [],
-            "error": {"code": "server_error", "message": error["error"]["message"]},
+            "error": {"code": error["error"]["code"] or "server_error", "message": error["error"]["message"]},
         }
         return [self._event("failed", response=response)]
 

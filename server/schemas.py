@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
 from pydantic_core import CoreSchema
 
-from ..core.errors import InvalidInput, SwiftoptError
+from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, schemas_in
 from ..core.types import Sampling
@@ -178,7 +178,8 @@ class CommonFields(Lenient):
             value = self.extra.get(name)
             if value is not None and not any(type(value) is type(each) and value == each for each in usual):
                 advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
-                raise InvalidInput(f"{name} is not supported here: {advice}", name)
+                kind = UnsupportedValue if usual else UnsupportedField
+                raise kind(f"{name} is not supported here: {advice}", name)
 
     @property
     def extra(self) -> dict[str, Any]:

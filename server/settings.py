@@ -22,6 +22,7 @@ VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
 MIB = 1024 * 1024
+GUARDED = ("/v1/", "/tokenize", "/detokenize")  # prefixes of routes that need a key, where keys are set
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")

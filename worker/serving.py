@@ -33,7 +33,7 @@ from typing import Any, TextIO
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..core.errors import Conflict, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
+from ..core.errors import Conflict, ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
@@ -124,7 +124,9 @@ class _Sent(Ticket):
 
     def end(self, error: BaseException | None = None) -> None:
         super().end(error)
-        if isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
+        if isinstance(error, ContextOverflow):
+            error.param = error.param or prompt_field(self.request)
+        elif isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
             error = InvalidInput(str(error), "method")  # the method cannot be used, or not with such a request
         if error is not None:
             self._wire.fail(self.number, error)
@@ -385,7 +387,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
             grammar = Grammar.json_schema(request.json_schema)
     ends = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
     session = Session(model.runtime, request.sampling, 1, *ends, grammar)
-    source = "messages" if request.messages else "text"
+    source = prompt_field(request)
     with about(source):
         if request.token_ids:
             ids = list(request.token_ids)
@@ -403,6 +405,11 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
+
+
+def prompt_field(request: CompletionRequest) -> str:
+    """Return the field of a request that errors about its prompt name."""
+    return "messages" if request.messages else "text"
 
 
 def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> None:

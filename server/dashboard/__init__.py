@@ -31,7 +31,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from ...core.errors import SwiftoptError
-from ..middleware import Refused, Shared, is_foreign, refused_by, state_of
+from ..errors import Refused, refused_by
+from ..middleware import Shared, is_foreign, state_of
 from ..settings import KeyRing
 
 HERE = Path(__file__).parent

@@ -21,7 +21,8 @@ from ...core.records import PlanVersion
 from ...core.types import KINDS, Kind, LayerSet, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
-from ..middleware import Refused, Shared, State
+from ..errors import Refused
+from ..middleware import Shared, State
 from ..schemas import Depth
 from . import CurrentSession, FormSession, number, pages, shown_page, templates
 

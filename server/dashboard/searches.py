@@ -21,7 +21,8 @@ from ...core.settings import STORED
 from ...core.types import KINDS, Kind, LayerSet
 from ...store import Store
 from ...store.results import StoredSearch, Tried
-from ..middleware import Refused, Shared
+from ..errors import Refused
+from ..middleware import Shared
 from . import CurrentSession, live, pages, render, shown_page
 from .plans import SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
 from .served import served_now

@@ -26,7 +26,8 @@ from ...core.events import ModelTuning
 from ...core.requests import CompletionRequest, Piece
 from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
 from ..engines import EngineProcess, Period, Reply, next_event
-from ..middleware import Refused, Shared, State, refused_by
+from ..errors import Refused, refused_by
+from ..middleware import Shared, State
 from ..schemas import Task, Word
 from . import LIVE_S, CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 

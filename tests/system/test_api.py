@@ -285,7 +285,7 @@ def test_unexpected_error_tells_nothing_of_the_inside(store: Store, monkeypatch:
     monkeypatch.setattr(store, "models", broken)
     with client_of(store) as client:
         answer = client.get("/v1/models")
-        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "inside" not in answer.text
 
 

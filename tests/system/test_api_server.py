@@ -100,7 +100,8 @@ def test_keys_guard_everything_under_v1_and_rotate_without_a_restart(database: s
                 assert refused.status_code == 401 and refused.headers["www-authenticate"].startswith("Bearer")
                 said = refused.json()  # in OpenAI's form where the route is none of ours
                 if said.get("type") != "urn:swiftopt:problem:unauthorised":
-                    assert (said["error"]["type"], said["error"]["code"]) == ("AuthenticationError", 401)
+                    told = said["error"]
+                    assert (told["type"], told["code"]) == ("invalid_request_error", "invalid_api_key")
         assert [server.client.get(path).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
         assert [server.client.head(path).status_code for path in ("/livez", "/readyz", "/health")] == [200] * 3
         assert 'swiftopt_http_requests_total{status="401"} 15.0\n' in server.client.get("/metrics").text

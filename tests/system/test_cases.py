@@ -74,8 +74,9 @@ def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:
 def read(response: httpx2.Response) -> dict[str, Any]:
     """What an answer says, by one key in all forms.
 
-    Its `status`, the fields that were `ignored`, and its `error`; or its `text`, the same as `json`, its
-    `finish_reason`, its `calls`, and the `name` and `arguments` of the first; beside it the `answer` as it came.
+    Its `status`, the fields that were `ignored`, and its `error` with its parts (`error.code`); or its `text`, the same
+    as `json`, its `finish_reason`, its `calls`, and the `name` and `arguments` of the first; beside it the `answer` as
+    it came.
     """
     ignored = response.headers.get("x-swiftopt-ignored")
     told = {"status": response.status_code, "ignored": ignored.split(", ") if ignored else []}
@@ -85,7 +86,8 @@ def read(response: httpx2.Response) -> dict[str, Any]:
     else:
         whole = response.json()
     if "error" in whole and response.status_code >= 400:
-        return {**told, "error": whole["error"], "answer": whole}
+        parts = {f"error.{name}": value for name, value in whole["error"].items()}
+        return {**told, "error": whole["error"], **parts, "answer": whole}
     told |= {"answer": whole} | (of_response(whole) if "output" in whole else of_chat(whole))
     with suppress(KeyError, ValueError):
         told["json"] = json.loads(told["text"])

@@ -696,7 +696,7 @@ def test_text_that_memory_does_not_hold_is_refused_and_the_others_go_on() -> Non
     fits, too_long, behind = (engine.add(request(own, PLAIN, words(n, n), SAMPLINGS[0], 8)) for n in (20, 70, 30))
     finish(engine)
     assert len(fits.result.token_ids) == len(behind.result.token_ids) == 8
-    with pytest.raises(ContextOverflow, match=r"a text of 79 tokens needs .* MB of keys and values, but they may take"):
+    with pytest.raises(ContextOverflow, match=r"79 tokens need .* MB of keys and values, which may take"):
         _ = too_long.result
 
 

@@ -196,7 +196,9 @@ def test_chat_much_longer_than_the_context_is_refused_by_its_beginning_tools_inc
     monkeypatch.setattr(model.runtime.tokenizer, "chat_template", "{{ messages[-1].content }} {{ tools }}")
     for said, tools in (("w1", [tool]), (words, [])):
         asked = CompletionRequest(messages=({"role": "user", "content": said},), tools=tuple(tools))
-        with pytest.raises(ContextOverflow, match=r"a prompt of more than \d+ tokens does not fit") as error:
+        with pytest.raises(
+            ContextOverflow, match=r"maximum context length is \d+ tokens, but the prompt has more"
+        ) as error:
             session_of(model, asked)
         assert error.value.param == "messages"
     unread = {"role": "user", "content": words}

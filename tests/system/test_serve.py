@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,7 +39,7 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftopt
 from swiftopt.bench.disturbed_start import N_WARM, start
-from swiftopt.core.errors import InvalidInput, NotFound
+from swiftopt.core.errors import ContextOverflow, InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
@@ -46,7 +48,7 @@ from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
 from swiftopt.server.settings import new_key
 from swiftopt.store import Store
-from swiftopt.worker.serving import LONG_LINE, EngineHost, Wire, session_of
+from swiftopt.worker.serving import LONG_LINE, EngineHost, Wire, _Sent, session_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
@@ -162,7 +164,10 @@ def refused(response: Any, status: int, param: str | None = None) -> str:
     """The sentence of an error in OpenAI's form."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and (error["code"], error["param"]) == (status, param)
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param
+    kinds = {"tokens", "requests"} if status == 429 else {"server_error" if status >= 500 else "invalid_request_error"}
+    assert error["type"] in kinds
+    assert error["code"] is None or re.fullmatch("[a-z_]+", error["code"])
     assert "\n" not in error["message"] and "Traceback" not in error["message"]
     return str(error["message"])
 
@@ -708,11 +713,11 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"prompt": ""}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [10**6]}, "prompt", "there is no token 1000000: this model has tokens 0 to"),
-    (COMPLETION, {"prompt": [5] * 300}, "prompt", "256: shorten the prompt or ask for fewer new tokens"),
-    (COMPLETION, {"max_tokens": 4000}, "max_tokens", "256: shorten the prompt or ask for fewer new tokens"),
+    (COMPLETION, {"prompt": [5] * 300}, "prompt", "maximum context length is 256 tokens, but the prompt has 300"),
+    (COMPLETION, {"max_tokens": 4000}, "max_tokens", "4000 new ones are to follow: shorten the prompt or ask"),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 300}]}, "messages", "shorten"),
-    (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "a prompt of more than 342 tokens does not fit"),
-    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "a prompt of more than 342 tokens"),
+    (COMPLETION, {"prompt": "w1 " * 9000}, "prompt", "length is 256 tokens, but the prompt has more than 342"),
+    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 9000}]}, "messages", "the prompt has more than 342"),
     (RESPONSE, {"max_output_tokens": 4000}, "max_output_tokens", "shorten"),
     (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias", "token 9999"),
     (CHAT, {"logit_bias": {"5": 200}}, "logit_bias", "200"),
@@ -860,6 +865,15 @@ def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
         assert (one.tokens[0], one.token_logprobs[0], len(one.tokens)) == ("w3", None, 1 + max_tokens)
     plain = server.client.post(COMPLETION, json={"model": "tiny", "prompt": TEXT, "max_tokens": 0, "echo": True})
     assert plain.json()["choices"][0] == {"index": 0, "text": TEXT, "finish_reason": "length", "logprobs": None}
+
+
+@pytest.mark.parametrize("method", [None, "plain"])
+def test_prompt_that_memory_does_not_hold_is_named_whatever_the_method(method: str | None) -> None:
+    out = StringIO()
+    request = CompletionRequest(messages=({"role": "user", "content": "w1"},), method=method)
+    _Sent(Wire(out), 1, request, str).end(ContextOverflow("too long"))
+    failed = json.loads(out.getvalue())
+    assert (failed["kind"], failed["message"], failed["param"]) == ("ContextOverflow", "too long", "messages")
 
 
 @pytest.mark.parametrize("token_id", [-1, 99999999, 1 << 70])

@@ -1,0 +1,207 @@
+"""Errors over HTTP: RFC 9457 problem details, and OpenAI's form on its routes.
+
+A problem has one stable `type` per class of error and one sentence as `detail`. OpenAI's form has that sentence as
+`message`, and OpenAI's own words as `type` and `code`, by which clients choose what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ..core.errors import (
+    Busy,
+    Conflict,
+    ContextOverflow,
+    InvalidInput,
+    ModelNotFound,
+    NotFound,
+    ServiceUnreachable,
+    StoreUnavailable,
+    SwiftoptError,
+    UnsupportedField,
+    UnsupportedValue,
+)
+from ..core.serialization import explained, explained_body
+from .settings import GUARDED
+
+MEDIA_TYPE = "application/problem+json"
+URN = "urn:swiftopt:problem:"
+RETRY_AFTER_S = 2  # when the database is away
+
+ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (  # status and OpenAI's code; the first that fits
+    (ContextOverflow, 422, "context_length_exceeded"),
+    (UnsupportedValue, 422, "unsupported_value"),
+    (UnsupportedField, 422, "unsupported_parameter"),
+    (InvalidInput, 422, "invalid_value"),
+    (ModelNotFound, 404, "model_not_found"),
+    (NotFound, 404, None),
+    (Conflict, 409, None),
+    (Busy, 429, "rate_limit_exceeded"),
+    (StoreUnavailable, 503, None),
+    (ServiceUnreachable, 503, None),
+    (SwiftoptError, 500, None),
+)
+HTTP: dict[int, tuple[str, str, str | None]] = {  # HTTP's own errors: problem type, what to do, OpenAI's code
+    400: ("malformed", "the body cannot be read: send valid JSON (or a valid multipart form) in UTF-8", None),
+    404: ("no-such-route", "there is nothing at this address: /openapi.json lists what there is", "unknown_url"),
+    405: (
+        "method-not-allowed",
+        "this address does not take that method: the header Allow lists those it takes",
+        "method_not_supported",
+    ),
+}
+BODY_CODES = {  # pydantic's types of errors in a body -> OpenAI's codes; {} is integer or decimal
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "too_long": "array_above_max_length",
+    "too_short": "array_below_min_length",
+    "string_too_long": "string_above_max_length",
+    "string_too_short": "string_below_min_length",
+    **dict.fromkeys(("greater_than", "greater_than_equal"), "{}_below_min_value"),
+    **dict.fromkeys(("less_than", "less_than_equal"), "{}_above_max_value"),
+}
+WRONG_TYPES = ("_type", "_parsing", "_from_float")  # ends of pydantic's types of errors
+OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")  # prefixes under /v1 that OpenAI does not have
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 has it."""
+
+    type: str = Field(description="A stable URN per class of error.")
+    title: str
+    status: int
+    detail: str = Field(description="One sentence: what, where, what to do.")
+
+
+class OpenAIError(BaseModel):
+    """An error, as OpenAI has it."""
+
+    class Error(BaseModel):
+        """What was wrong; `param` is the field."""
+
+        message: str = Field(description="One sentence: what, where, what to do.")
+        type: str = Field(description="`invalid_request_error`, `requests`, `tokens` (429) or `server_error`.")
+        param: str | None
+        code: str | None = Field(description="OpenAI's code of the error, as `context_length_exceeded`.")
+
+    error: Error
+
+
+class Refused(HTTPException):
+    """Turns a request away: `kind` ends the problem's type, `param` names a field, `code` is OpenAI's."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        detail: str,
+        headers: Mapping[str, str] | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(status, detail, dict(headers or {}))
+        self.kind, self.param, self.code = kind, param, code
+
+    def response(self, path: str) -> Response:
+        """Return the response in the form that clients of the route at `path` read."""
+        if not has_openai_errors(path):
+            values = as_problem(self.status_code, self.kind, self.detail)
+            return Response(json.dumps(values), self.status_code, self.headers, MEDIA_TYPE)
+        status = 400 if self.status_code == 422 else self.status_code
+        return Response(json.dumps(self.openai()), status, self.headers, "application/json")
+
+    def openai(self) -> dict[str, Any]:
+        """Return the error in OpenAI's form."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        if self.status_code == 429:  # OpenAI's type names the limit
+            kind = "tokens" if self.kind == "too-many-tokens" else "requests"
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+
+def has_openai_errors(path: str) -> bool:
+    """Return whether the errors of a route have OpenAI's form, as those of unknown routes do."""
+    return path == "/v1" or (path.startswith(GUARDED) and not path.startswith(OWN))
+
+
+def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:
+    """Return the problem's object."""
+    title = kind.replace("-", " ").capitalize()
+    return {"type": URN + kind, "title": title, "status": status, "detail": detail}
+
+
+def answer_to(error: SwiftoptError) -> tuple[int, str | None]:
+    """Return the HTTP status and OpenAI's code that an error answers with."""
+    return next((status, code) for kind, status, code in ANSWERS if isinstance(error, kind))
+
+
+def kind_of(error: SwiftoptError) -> str:
+    """Return the name in a problem's type: LayerSetNotFound -> layer-set-not-found."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app be answered in the form of its route."""
+    for kind in (SwiftoptError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _respond)
+
+
+async def _respond(request: Request, error: Exception) -> Response:
+    return refused_by(error).response(request.url.path)
+
+
+def refused_by(error: Exception) -> Refused:
+    """Return the error as HTTP answers with it."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, SwiftoptError):
+        status, code = answer_to(error)
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+        return Refused(status, kind_of(error), str(error), headers, error.param, code)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
+        kind, detail, code = HTTP.get(error.status_code, (phrase, error.detail, None))
+        return Refused(error.status_code, kind, detail, error.headers, code=code)
+    return Refused(500, "internal", "the server failed at this request: its log says why, tell its operator")
+
+
+def _invalid(error: RequestValidationError) -> Refused:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
+        words = f"the body is not valid JSON ({why}, character {where}): send one JSON object"
+        return Refused(400, "malformed", words)
+    if first["loc"][0] == "body":
+        within = [{**each, "loc": each["loc"][1:]} for each in error.errors() if each["loc"][0] == "body"]
+        words, place, wrong = explained_body(within, error.body)
+        return Refused(422, "invalid-input", words, param=place or None, code=_code_of(wrong))
+    parts = [str(part)[:100] for part in first["loc"]]
+    words = explained(parts, first["type"], first["msg"], first["input"])
+    return Refused(422, "invalid-input", words, code="invalid_value")
+
+
+def _code_of(wrong: Sequence[Mapping[str, Any]]) -> str:
+    """Return OpenAI's code for pydantic's errors of one value, each of them by another type that it could have."""
+    codes = [_body_code(error) for error in wrong]
+    return next((code for code in codes if code != "invalid_type"), "invalid_type")
+
+
+def _body_code(error: Mapping[str, Any]) -> str:
+    kind, bounds = error["type"], error.get("ctx", {})
+    if kind.endswith(WRONG_TYPES):
+        return "invalid_type"
+    if kind == "too_short" and bounds["min_length"] == 1:
+        return "empty_array"
+    number = "integer" if all(isinstance(bound, int) for bound in bounds.values()) else "decimal"
+    return BODY_CODES.get(kind, "invalid_value").format(number)
