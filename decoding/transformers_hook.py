@@ -10,7 +10,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -215,10 +214,10 @@ def _runtime_of(model: Any) -> Runtime:
 def _parts(model: Any) -> list[Any]:
     """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
     found: list[Any] = []
-    for module in islice(model.modules(), 1, None):
+    for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
         own = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
-        found.append((module, hooks, own))
+        found.append((None if module is model else module, hooks, own))  # the model holds this list
     return found
 
 

@@ -107,8 +107,6 @@ def transformers(options: Values) -> Decoder:
     model = _hf_model(options["model"], options)
     passes: list[float] = []  # when each pass of the model ended
     more = _generate_options(model, options)
-    if options.get("layer_set"):
-        more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
     model.generation_config.eos_token_id = None  # what is not set below comes from there
     config = configuration(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
 
@@ -117,7 +115,10 @@ def transformers(options: Values) -> Decoder:
             torch.cuda.synchronize()  # a pass returns before it is computed there
         passes.append(perf_counter())
 
-    model.register_forward_hook(noting)
+    if options.get("layer_set"):  # which calls the model's parts
+        more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
+    else:
+        model.register_forward_hook(noting)
     counts = _counted(model) if options.get("ngram") or options.get("draft") else {}
 
     def answer(line: Values) -> Values:

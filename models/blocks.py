@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 
 import torch
@@ -95,6 +95,12 @@ class LayerModules:
     mlp_norm: Any
     mlp: Any
     mlp_post: Any
+
+    def modules(self) -> Iterator[Any]:
+        """Yield every module, None for those that the layer does not have."""
+        for part in fields(self):
+            found = getattr(self, part.name)
+            yield from found if isinstance(found, tuple) else (found,)
 
 
 @dataclass(frozen=True, slots=True)

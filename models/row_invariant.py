@@ -5,22 +5,24 @@ A drafted completion has plain decoding's bits then, in bfloat16, too. What is l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .coded import CodedLinear
 from .kernels import device, layout
-from .kernels.native import Unsupported, norm_kind, refuse_group, refuse_hooks
+from .kernels.native import Unsupported, known_form, refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
-NORMS = ("attn_norm", "attn_post", "q_norm", "k_norm", "mlp_norm", "mlp_post")  # of a layer
+HEAD_NORMS = ("q_norm", "k_norm")
+NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # of a layer
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
@@ -36,13 +38,11 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
-    norms = [runtime.final_norm, *(getattr(block.parts, name) for block in runtime.blocks for name in NORMS)]
     modules: dict[Any, Callable[[Tensor], Tensor]] = {}
     try:
-        for norm in norms:
+        for norm, width, place in _norms(runtime):
             if isinstance(norm, nn.Module):  # neither none nor fused
-                refuse_hooks(norm)
-                modules[norm] = _norm(norm)
+                modules[norm] = _norm(norm, width, runtime.dtype, place)
         for module in runtime.hf_model.modules():
             if is_by_library(module):
                 raise Unsupported("a library computes its maps")
@@ -60,16 +60,26 @@ def make_row_invariant(runtime: Runtime) -> str | None:
 def fuse_norms(runtime: Runtime) -> None:
     """Compute a runtime's norms by one kernel each, not by torch's eight; the model's modules stay as they are."""
 
-    def fused(norm: Any) -> Any:
+    def fused(norm: Any, width: int, place: torch.device) -> Any:
         with suppress(Unsupported):
             if isinstance(norm, nn.Module):
-                refuse_hooks(norm)
-                return partial(_unless_trained, _norm(norm), norm)
+                return partial(_unless_trained, _norm(norm, width, runtime.dtype, place), norm)
         return norm
 
-    runtime.final_norm = fused(runtime.final_norm)
+    final, *of_layers = (fused(*norm) for norm in _norms(runtime))
+    runtime.final_norm = final
+    made = iter(of_layers)
     for block in runtime.blocks:
-        block.parts = replace(block.parts, **{name: fused(getattr(block.parts, name)) for name in NORMS})
+        block.parts = replace(block.parts, **{name: next(made) for name in NORMS})
+
+
+def _norms(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
+    """Yield the final norm and then those of each layer by `NORMS`, with the values of each and its device."""
+    hidden = int(runtime.config.hidden_size)
+    yield runtime.final_norm, hidden, runtime.norm_device
+    for block in runtime.blocks:
+        for name in NORMS:
+            yield getattr(block.parts, name), block.heads.width if name in HEAD_NORMS else hidden, block.device
 
 
 def _unless_trained(compute: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -95,13 +105,14 @@ def _coded(module: CodedLinear, x: Tensor) -> Tensor:
     return found.view(*x.shape[:-1], -1)
 
 
-def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    kind, eps = norm_kind(module)
+def _norm(module: nn.Module, width: int, dtype: torch.dtype, place: torch.device) -> Callable[[Tensor], Tensor]:
+    refuse_hooks(module)
+    form = known_form(module, width, dtype, place)
     return partial(
         device.norm,
-        weight=module.weight,
-        bias=cast("Tensor | None", getattr(module, "bias", None)),
-        eps=eps,
-        centred=kind == layout.LAYER,
-        plus_one=kind == layout.RMS_PLUS_ONE,
+        weight=form.weight,
+        bias=form.bias,
+        eps=form.eps,
+        centred=form.kind == layout.LAYER,
+        plus_one=form.kind == layout.RMS_PLUS_ONE,
     )

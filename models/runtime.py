@@ -18,6 +18,7 @@ from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, is_parallel, windows_of
+from .parts import refuse_unnamed
 from .quantised import QuantisedCopies
 from .rows import (
     BufferPlan,
@@ -70,8 +71,8 @@ class KernelPasses(Protocol):
 class Runtime:
     """A decoder-only model of transformers, run sub-layer by sub-layer.
 
-    Raises: UnsupportedModel: its architecture has no row in the table of families, or some of its weights are
-        not in memory.
+    Raises: UnsupportedModel: its architecture has no row in the table of families, some of its weights are not in
+        memory, or it has something that the row does not name.
     """
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any, info: ModelInfo) -> None:
@@ -97,16 +98,18 @@ class Runtime:
         self.final_norm = submodule(hf_model, family.norm)
         self._head = submodule(hf_model, family.head)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        rotary = submodule(hf_model, family.rotary)
+        outside = (self._embed, self._positions, self.final_norm, self._head, rotary)
+        refuse_unnamed(hf_model, (*outside, *(part for block in self.blocks for part in block.parts.modules())))
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device: torch.device = self._embed.weight.device
         self.dtype: torch.dtype = self._embed.weight.dtype
         head: Tensor = self._head.weight
         self._head_device: torch.device = head.device
         self.vocab_size = int(head.shape[0])  # logits of a row
-        ends = {self.device, self.final_norm.weight.device, self._head_device}
+        ends = {self.device, self.norm_device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.reads_late = self.device.type == "cuda"  # what is computed is waited for when it is read
-        rotary = submodule(hf_model, family.rotary)
         self.rotation: RotationTables = rotation_tables(rotary, self.dtype, self.max_positions)
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
@@ -123,6 +126,12 @@ class Runtime:
     def exact(self) -> bool:
         """Whether a row's logits are the same bits whatever rows are beside it, so that drafting changes no bit."""
         return self.native is not None or self.row_invariant
+
+    @property
+    def norm_device(self) -> torch.device:
+        """Where the final norm computes: one without weights, where the last layer does."""
+        norm = submodule(self.hf_model, family_of(self.config).norm)
+        return next((weight.device for weight in norm.parameters()), self.blocks[-1].device)
 
     @property
     def slot_bytes(self) -> int:
@@ -367,7 +376,7 @@ class Runtime:
         return self.head(self.normed(hidden if index is None else hidden[index]), name)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.final_norm.weight.device)))
+        return cast(Tensor, self.final_norm(hidden if self.one_device else hidden.to(self.norm_device)))
 
     def take_head(self, head: nn.Module) -> None:
         self._head = self.copies.head_map = head

@@ -21,6 +21,7 @@ from ...core.settings import THREADS
 from ...core.types import KINDS, Kind, LayerSet
 from ..blocks import Block, LayerModules
 from ..coded import GROUPS, ROWS, CodedLinear
+from ..norms import NormForm, form_of
 from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
@@ -60,21 +61,15 @@ class Unsupported(Exception):
     """Something in a model that the kernels do not compute; says what."""
 
 
-def norm_kind(module: Any) -> tuple[int, float]:
-    """Return the kind of a norm, as `layout` has them, and what it adds to a variance.
+def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm:
+    """Return what a norm of `width` values computes; see `form_of`.
 
-    Raises: Unsupported: it is of another kind.
+    Raises: Unsupported: it is of a kind that the kernels do not compute.
     """
-    name = type(module).__name__
-    if isinstance(module, nn.LayerNorm):
-        kind = layout.LAYER
-    elif name.endswith("RMSNorm"):
-        kind = layout.RMS_PLUS_ONE if "Gemma" in name else layout.RMS
-    else:
-        raise Unsupported(f"a norm such as {name} is computed by torch")
-    if module.weight is None:
-        raise Unsupported("a norm without weights is computed by torch")
-    return kind, getattr(module, "variance_epsilon", None) or module.eps
+    form = form_of(norm, width, dtype, device)
+    if form is None:
+        raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")
+    return form
 
 
 @dataclass(slots=True)
@@ -106,6 +101,7 @@ class NativePasses:
             raise Unsupported(f"the activation {name} is computed by torch")
         self._activation = ACTIVATIONS[name]
         self._whole = LayerSet(runtime.n_layers)
+        self._n_hidden = int(runtime.config.hidden_size)
         self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
         self.forget()
 
@@ -113,6 +109,7 @@ class NativePasses:
         """Describe the model to the library again: some weights have moved."""
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
         self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
+        self._norms: list[NormForm] = []
         for block in self.runtime.blocks:
             for kind in KINDS:
                 self._part(kind, block.index, None)
@@ -139,7 +136,8 @@ class NativePasses:
         else:
             places = (0, width, heads * width, width, (heads + kv_heads) * width, width)
         return layout.Attention(
-            *map(self._norm_of, (parts.attn_norm, parts.attn_post, parts.q_norm, parts.k_norm)),
+            *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
+            *(self._norm_of(norm, width) for norm in (parts.q_norm, parts.k_norm)),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
             len(maps),
@@ -163,7 +161,7 @@ class NativePasses:
         if gated and len(maps) == 1 and out.n_in % ROWS:  # its halves would not be whole blocks in a quantised copy
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
-            *map(self._norm_of, (parts.mlp_norm, parts.mlp_post)),
+            *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
             (layout.Map * 2)(*maps),
             out,
             len(maps),
@@ -172,13 +170,15 @@ class NativePasses:
             self._activation,
         )
 
-    def _norm_of(self, module: Any) -> layout.Norm:
+    def _norm_of(self, module: Any, width: int | None = None) -> layout.Norm:
+        """Describe a norm of `width` values, None: as many as a hidden state has."""
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
         refuse_hooks(module)
-        kind, eps = norm_kind(module)
-        bias = getattr(module, "bias", None)
-        return layout.Norm(self._address(module.weight), None if bias is None else self._address(bias), eps, kind)
+        form = known_form(module, width or self._n_hidden, self.runtime.dtype, self.runtime.device)
+        self._norms.append(form)  # which may hold the only reference to its weight
+        bias = None if form.bias is None else self._address(form.bias)
+        return layout.Norm(self._address(form.weight), bias, form.eps, form.kind)
 
     def _maps_of(self, modules: Sequence[Any]) -> list[layout.Map]:
         """Maps of one input, which is rounded once for all of them."""

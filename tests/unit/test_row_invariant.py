@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from families import VOCAB, tiny_runtime
 from native import library
 from torch import nn
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.blocks import HeadLayout, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
-from swiftopt.models.kernels.native import Unsupported, norm_kind
+from swiftopt.models.kernels.native import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
 from swiftopt.models.row_invariant import fuse_norms, make_row_invariant
@@ -113,22 +114,19 @@ def test_a_checkpoints_codes_are_read_as_stored(bits: int) -> None:
     close(found, coded(x), torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms", "rms-plus-one"])
+@pytest.mark.parametrize("kind", ["layer", "rms", "rms-plus-one", "unweighted"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
-    family = {"layer": "gpt2", "rms": "llama", "rms-plus-one": "gemma3"}[kind]
-    runtime = tiny_runtime(family, dtype)
-    own = runtime.final_norm
-    own.weight.data = drawn(*own.weight.shape, seed=4, dtype=dtype).cpu()
-    x = drawn(7, own.weight.shape[0], dtype=dtype)
-    _, eps = norm_kind(own)
-    bias = getattr(own, "bias", None)
-    found = device.norm(
-        x, own.weight.to(PLACE), None if bias is None else bias.to(PLACE), eps, kind == "layer", "plus" in kind
-    )
+    if kind == "unweighted":
+        own: Any = NanoChatRMSNorm(eps=1e-5)
+    else:
+        own = tiny_runtime({"layer": "gpt2", "rms": "llama", "rms-plus-one": "gemma3"}[kind], dtype).final_norm
+        own.weight.data = drawn(32, seed=4, dtype=dtype).cpu()
+    x = drawn(7, 32, dtype=dtype)
+    form = known_form(own, 32, dtype, torch.device("cpu"))
+    bias = None if form.bias is None else form.bias.to(PLACE)
+    found = device.norm(x, form.weight.to(PLACE), bias, form.eps, kind == "layer", "plus" in kind)
     close(found, own(x.cpu()).to(PLACE), dtype)
-    with pytest.raises(Unsupported, match="Identity"):
-        norm_kind(nn.Identity())
 
 
 class Shape:

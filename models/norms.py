@@ -1,0 +1,100 @@
+"""What a norm computes, found by probing it: the name of its class says neither 1 + w nor where epsilon goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.layout import LAYER, RMS, RMS_PLUS_ONE
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attributes that hold it
+USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # where none does
+TOLERANCE = 1e-4  # of float32; with 1 + w for w, or epsilon outside of the root, values differ by a tenth at least
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """`kind` is one of `kernels.layout`; `weight` is (n,), ones where there is none, and `bias` (n,) or None.
+
+    `eps` is added to the mean square, or to the variance.
+    """
+
+    kind: int
+    eps: float
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _rms(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def _rms_plus_one(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _rms(x, 1 + weight, bias, eps)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _rms(x - x.mean(dim=-1, keepdim=True), weight, bias, eps) + bias
+
+
+FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    RMS: _rms,
+    RMS_PLUS_ONE: _rms_plus_one,
+    LAYER: _layer,
+}
+
+
+_found: dict[Any, tuple[int, float] | None] = {}  # by a norm's class, settings, tensors and width
+
+
+def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
+    """Return what a norm of `width` values computes; None where that is none of `FORMS`.
+
+    `dtype` and `device` are those of the ones where it has no weight.
+    """
+    own = {name: tensor for name, tensor in (*norm.named_parameters(), *norm.named_buffers()) if tensor is not None}
+    if not own.keys() <= {"weight", "bias"}:
+        return None
+    settings = {name: value for name, value in vars(norm).items() if isinstance(value, int | float | str | tuple)}
+    key = (type(norm), frozenset(settings.items()), frozenset(own), width)
+    found = _found.get(key)
+    if key not in _found or "forward" in vars(norm):
+        place = next(iter(own.values())).device if own else device
+        found = _found[key] = _probed(norm, list(own), width, place)
+    if found is None:
+        return None
+    kind, eps = found
+    weight = own["weight"] if "weight" in own else torch.ones(width, dtype=dtype, device=device)
+    return NormForm(kind, eps, weight, own.get("bias"))
+
+
+def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple[int, float] | None:
+    """Find a norm's kind and epsilon.
+
+    It is asked in float32, with a weight and a bias made up in place of its own, about a row of ordinary values and one
+    whose mean square is about epsilon.
+    """
+    draw = torch.Generator().manual_seed(0)
+    row, weight, bias = ((torch.rand(width, generator=draw) + 0.25).to(place) for _ in range(3))
+    given = [getattr(norm, name, None) for name in EPSILONS]
+    known = [value for value in given if isinstance(value, float) and value > 0][:1]
+    made = {"weight": weight, "bias": bias}
+    weight = weight if "weight" in own else torch.ones_like(row)
+    bias = bias if "bias" in own else torch.zeros_like(row)
+    for eps in known or USUAL:
+        x = torch.stack((row - 0.5, row * eps**0.5))[:, None]
+        with torch.inference_mode(False), torch.enable_grad():  # our own kernels leave a row with a gradient to it
+            try:
+                found = torch.func.functional_call(
+                    norm, {name: made[name] for name in own}, (x.clone().requires_grad_(),)
+                ).detach()
+            except Exception:  # whatever a module may say to such a row
+                return None
+        for kind, compute in FORMS.items():
+            if found.shape == x.shape and torch.allclose(found, compute(x, weight, bias, eps), TOLERANCE, TOLERANCE):
+                return kind, eps
+    return None

@@ -1,0 +1,55 @@
+"""Whether a runtime computes all of a model: each module is a part that it calls, holds such parts, or does nothing.
+
+What a runtime does not call is never computed: a parameter, a norm or a hook that its family's row does not name would
+change the model's text in transformers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import UnsupportedModel
+
+IDLE = (nn.Identity, nn.Dropout)  # in evaluation mode
+ADVICE = "swiftopt would leave it out and give other text: use transformers' own generate, or a model without it"
+
+
+def refuse_unnamed(model: nn.Module, parts: Iterable[Any]) -> None:
+    """Raises: UnsupportedModel: the model has a module, parameter, buffer or hook outside of its parts.
+
+    Args: parts: the modules that a runtime calls, each with all that it holds; None: the model has no such part.
+    """
+    called = {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
+    for name, module in model.named_modules():
+        if module in called:
+            continue
+        kind = f"{type(module).__name__} at {name or 'its root'}"
+        for tensor in _stored(module):
+            raise UnsupportedModel(f"the {kind} has a {tensor} that belongs to no known part of the model: {ADVICE}")
+        if next(module.children(), None) is None and not isinstance(module, (*IDLE, nn.ModuleList)):
+            raise UnsupportedModel(f"the {kind} is no known part of the model: {ADVICE}")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise UnsupportedModel(f"the {kind} has a hook: {ADVICE}")
+        if not _is_original(module):
+            raise UnsupportedModel(f"the {kind} has a forward of its own: {ADVICE}")
+
+
+def _stored(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters and persistent buffers."""
+    buffers = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+    tensors = {**module._parameters, **module._buffers}
+    return [name for name in (*module._parameters, *buffers) if tensors[name] is not None]
+
+
+def _is_original(module: nn.Module) -> bool:
+    """Tell whether a module computes what its class in transformers or torch says, compiled or spread over devices."""
+    libraries = ("transformers", "torch")
+    if type(module).forward.__module__.partition(".")[0] not in libraries:
+        return False
+    own = vars(module).get("forward")
+    own = getattr(own, "_torchdynamo_orig_callable", own)
+    by_accelerate = type(getattr(module, "_hf_hook", None)).__module__.partition(".")[0] == "accelerate"
+    return own is None or by_accelerate or getattr(own, "__func__", None) is type(module).forward
