@@ -31,6 +31,7 @@ from .lookups import LookupCache, find_plan
 from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
+from .transport import TransportMiddleware
 
 BACKLOG = 1024
 UNREAD_S = 120  # that a client may take no bytes of what it is sent
@@ -55,6 +56,7 @@ def create_app(
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
+    app.add_middleware(TransportMiddleware, max_bytes=settings.max_body_bytes)
     if settings.origins:  # around the checks, so that a page can read why it is refused
         app.add_middleware(
             OriginsMiddleware,

@@ -172,7 +172,10 @@ def refused_by(error: Exception) -> Refused:
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
         kind, detail, code = HTTP.get(error.status_code, (phrase, error.detail, None))
-        return Refused(error.status_code, kind, detail, error.headers, code=code)
+        headers = dict(error.headers or {})
+        if "GET" in headers.get("Allow", ""):
+            headers["Allow"] += ", HEAD"
+        return Refused(error.status_code, kind, detail, headers, code=code)
     return Refused(500, "internal", "the server failed at this request: its log says why, tell its operator")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -27,10 +26,11 @@ from ..store import Store
 from ..worker.queue import RedisQueue
 from .engines import Engines
 from .errors import Refused
-from .settings import GUARDED, MIB, ServerSettings
+from .settings import GUARDED, ServerSettings
+from .transport import too_large
 
 LOGINS_PER_MIN = 20  # to the dashboard
-BODY_WAIT_S = 30.0  # without a part of a body that is being sent
+IDENTITY = "identity"  # the content coding of a body that is sent as it is
 LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
@@ -138,7 +138,8 @@ class AccessMiddleware:
             scope.setdefault("state", {}).update(key_owner=key_owner, caller=caller)
             if scope["path"].startswith(GUARDED):
                 self._check(scope, headers, key_owner, caller)
-            await self._app(scope, _limited(receive, self._settings.max_body_bytes), sending)
+            # HEAD is answered as GET; its body is left out by TransportMiddleware
+            await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, sending)
         except Refused as refused:  # of `_check`: the app handles its own
             await refused.response(scope["path"])(scope, receive, sending)
         finally:
@@ -159,7 +160,7 @@ class AccessMiddleware:
         path, method = scope["path"], scope["method"]
         if self._settings.keys.required and key_owner is None:
             raise _unauthorised("authorization" in headers)
-        if method != "GET" or not path.startswith(LOOKUPS):
+        if method not in ("GET", "HEAD") or not path.startswith(LOOKUPS):
             self._rate.check(caller, "requests")
             self._rate.spend(caller)
         if method != "POST":
@@ -172,9 +173,12 @@ class AccessMiddleware:
             detail = f"{words}: send it as {' or '.join(BODIES[path])}"
             accepted = {"Accept-Post": ", ".join(BODIES[path])}
             raise Refused(415, "unsupported-media-type", detail, accepted, code="unsupported_content_type")
+        if (encoding := headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
+            detail = f"the body is encoded as {encoding[:100]!r}: send it as it is, without Content-Encoding"
+            raise Refused(415, "unsupported-encoding", detail, {"Accept-Encoding": IDENTITY})
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
-            raise _too_large(self._settings.max_body_bytes)
+            raise too_large(self._settings.max_body_bytes)
 
 
 class OriginsMiddleware(CORSMiddleware):
@@ -189,32 +193,6 @@ def is_foreign(headers: Headers) -> bool:
     """Return whether a page of another site sends it: browsers let it post to a server on the user's own machine."""
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
-
-
-def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Count the bytes that come, whatever Content-Length says."""
-    received, ended = 0, False
-
-    async def receiving() -> Message:
-        nonlocal received, ended
-        if ended:
-            return await receive()  # only the disconnect is still to come
-        try:
-            message = await asyncio.wait_for(receive(), BODY_WAIT_S)
-        except TimeoutError:
-            raise Refused(408, "too-slow", "the body stopped coming: send it again", {"Connection": "close"}) from None
-        received += len(message.get("body", b""))
-        ended = not message.get("more_body", False)
-        if received > max_bytes:
-            raise _too_large(max_bytes)
-        return message
-
-    return receiving
-
-
-def _too_large(max_bytes: int) -> Refused:
-    detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
-    return Refused(413, "too-large", detail, {"Connection": "close"})
 
 
 def _unauthorised(given: bool) -> Refused:

@@ -71,16 +71,13 @@ _READINESS: dict[str, Any] = {
 }
 
 
-@router.head("/livez", include_in_schema=False)
 @router.get("/livez", operation_id="livez", response_model=Liveness)
 async def livez() -> Response:
     """The process answers; nothing else is looked at."""
     return JSONResponse({"status": "ok"})
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", operation_id="health", name="health", description="As /readyz.", **_READINESS)
-@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", operation_id="readyz", **_READINESS)
 def readyz(app: Shared) -> Response:
     """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.

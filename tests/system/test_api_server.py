@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -14,20 +16,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx2
+import openai
 import psutil
 import pytest
-from api import LOOKUP, Served, filled, serving, sse, submission
+from api import LOOKUP, Served, client_of, filled, serving, sse, submission
 from click.testing import CliRunner
+from serving import serving as in_thread
 
 from swiftopt.cli.main import run
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.events import PhaseChanged
 from swiftopt.core.requests import Lease
-from swiftopt.server import app
+from swiftopt.server import app, transport
 from swiftopt.server.app import listen
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
@@ -154,7 +159,35 @@ def test_start_that_cannot_be_ends_in_a_sentence(ended: Ended, database: str, se
         assert code == 2 and words in said and said.count("\n") == 1, said
 
 
-# --- bodies
+# --- methods and bodies
+
+
+def test_head_is_answered_as_get_without_a_body(served: Served) -> None:
+    job = served.client.post("/v1/jobs", json=submission("of HEAD")).json()["id"]
+    pages = ("/", "/jobs", "/openapi.json", "/metrics", "/livez", "/readyz", "/health")
+    for path in (*pages, "/v1/models", "/v1/jobs", f"/v1/jobs/{job}", LOOKUP, "/v1/models/none", "/v1/none", "/none"):
+        got, head = served.client.get(path), served.client.head(path)
+        assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+        assert head.content == b"" and 0 < int(head.headers["content-length"]) < 1.1 * len(got.content) + 9, path
+    for path in ("/v1/jobs", "/v1/completions"):
+        assert served.client.head(path).status_code == (200 if path == "/v1/jobs" else 405)
+    assert served.client.delete("/v1/models").headers["allow"] == "GET, HEAD"
+    endless = served.client.head(f"/v1/jobs/{job}/events")
+    assert endless.headers["content-type"].startswith("text/event-stream") and served.client.get("/livez").is_success
+
+
+def test_body_in_another_coding_is_415_in_a_sentence(served: Served) -> None:
+    body = gzip.compress(b'{"model": "m", "prompt": "a"}')
+    for coding in ("gzip", "br", "gzip, identity"):
+        headers = {**JSON, "Content-Encoding": coding}
+        answer = served.client.post("/v1/completions", content=body, headers=headers)
+        words = f"the body is encoded as {coding!r}: send it as it is, without Content-Encoding"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (415, words)
+        assert answer.headers["accept-encoding"] == "identity"
+        kind = served.client.post("/v1/jobs", content=body, headers=headers).json()["type"]
+        assert kind == "urn:swiftopt:problem:unsupported-encoding"
+    plain = served.client.post("/v1/jobs", json=submission("of codings"), headers={"Content-Encoding": "Identity"})
+    assert plain.status_code == 202
 
 
 def test_body_of_200_mb_is_cut_off_and_memory_stays_small(served: Served) -> None:
@@ -181,6 +214,80 @@ def test_body_of_200_mb_is_cut_off_and_memory_stays_small(served: Served) -> Non
         connection.close()
     assert psutil.Process(served.process.pid).memory_info().rss - before < 30_000_000
     assert served.client.get("/livez").status_code == 200
+
+
+LARGE = b" " * 40_000_000  # more than the buffers of a connection hold
+
+
+def by_http_client(
+    served: Served, path: str, *, method: str = "POST", kind: str = "application/json", chunked: bool = False
+) -> int:
+    connection = http.client.HTTPConnection(*served.address, timeout=30)
+    parts = (LARGE[at : at + 1_000_000] for at in range(0, len(LARGE), 1_000_000))
+    connection.request(method, path, parts if chunked else LARGE, {"Content-Type": kind}, encode_chunked=chunked)
+    return connection.getresponse().status
+
+
+def by_httpx(served: Served, path: str) -> int:
+    return httpx2.post(served.url + path, content=LARGE, headers=JSON, timeout=30).status_code
+
+
+def by_openai(served: Served, path: str) -> int:
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=30)
+    with pytest.raises(openai.APIStatusError) as error:
+        client.post(path, cast_to=object, body={"text": "a" * len(LARGE)})
+    return error.value.status_code
+
+
+def by_curl(served: Served, path: str, header: str = "Accept: */*") -> int:
+    options = ["-s", "-o", os.devnull, "-w", "%{http_code}", "--data-binary", "@-", "-H", header]
+    command = ["curl", *options, "-H", "Content-Type: application/json", served.url + path]
+    done = subprocess.run(command, input=LARGE, capture_output=True, timeout=30, check=False)
+    assert done.returncode == 0, done
+    return int(done.stdout)
+
+
+CLIENTS: dict[str, Callable[[Served, str], int]] = {
+    "http.client": by_http_client,
+    "http.client in chunks": partial(by_http_client, chunked=True),
+    "httpx": by_httpx,
+    "openai": by_openai,
+    "curl": by_curl,
+    "curl that waits": partial(by_curl, header="Expect: 100-continue"),
+    "curl that does not wait": partial(by_curl, header="Expect:"),
+    "curl in chunks": partial(by_curl, header="Transfer-Encoding: chunked"),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client_that_sends_too_much_reads_its_413(served: Served, client: str) -> None:
+    if client.startswith("curl") and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    assert CLIENTS[client](served, "/v1/chat/completions") == 413
+
+
+def test_client_that_still_sends_reads_any_early_answer(served: Served) -> None:
+    assert by_http_client(served, "/v1/streams", kind="text/plain") == 415
+    assert by_http_client(served, "/v1/chat/completions", method="PUT") == 405
+    assert by_http_client(served, "/v1/nothing", chunked=True) == 404
+
+
+def test_body_that_never_ends_is_dropped_within_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServerSettings(requests_per_min=0, max_body_bytes=1000)
+    monkeypatch.setattr(transport, "LINGER_BYTES", 10_000_000)
+    with Store.open(str(served.log.parent / "other.db")) as store, in_thread(client_of(store, settings).app) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        endless = iter(lambda: b" " * 1_000_000, None)
+        with pytest.raises(OSError):
+            connection.request("POST", "/v1/jobs", endless, JSON, encode_chunked=True)
+        connection.close()
+        monkeypatch.setattr(transport, "LINGER_WAIT_S", 0.1)
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            raw.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n")
+            raw.sendall(b"Content-Type")
+            answer = b"".join(iter(lambda: raw.recv(1000), b""))  # to the end: the server closes it by itself
+            assert answer.startswith(b"HTTP/1.1 415")
 
 
 def test_announced_size_alone_is_refused(served: Served) -> None:

@@ -1,0 +1,108 @@
+"""What HTTP asks of every route: bodies within their limit, answers that clients can read, and HEAD."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Refused
+from .settings import MIB
+
+BODY_WAIT_S = 30.0  # without a part of a body that is being sent
+SMALL_BODY = 1 << 16  # bytes that are read before an early answer, so that the connection can be used again
+# How much of a body is read and dropped behind an early answer: in all, and at most so long without a part of it.
+LINGER_BYTES, LINGER_S, LINGER_WAIT_S = 1 << 30, 30.0, 5.0
+EMPTY: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class TransportMiddleware:
+    """Limits bodies, lets clients read answers that come before a body's end, and keeps answers to HEAD empty.
+
+    Most clients send a whole body before they read anything. A server that closes the connection meanwhile makes the
+    kernel reset it, and the client never sees the answer. So what still comes behind an early answer is read and
+    dropped, within bounds, and only then the connection is closed.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = RequestBody(Headers(scope=scope), receive, self._max_bytes)
+        is_head, is_ended = scope["method"] == "HEAD", False
+
+        async def sending(message: Message) -> None:
+            nonlocal is_ended
+            if is_ended:  # what a stream sends after HEAD was answered
+                return
+            if message["type"] == "http.response.start":
+                if not body.is_over and not await body.drop_small():
+                    MutableHeaders(scope=message)["connection"] = "close"
+                await send(message)
+                return
+            if is_head:
+                message, is_ended = EMPTY, True
+            if not body.is_over and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await body.drop()
+                message = EMPTY
+            await send(message)
+
+        await self._app(scope, body.receive, sending)
+
+
+class RequestBody:
+    """The body of a request as it comes: counted, whatever Content-Length says, and dropped where nobody wants it."""
+
+    def __init__(self, headers: Headers, receive: Receive, max_bytes: int) -> None:
+        self._receive, self._max_bytes, self._n_received = receive, max_bytes, 0
+        length = headers.get("content-length", "0")
+        is_chunked = "transfer-encoding" in headers
+        self._is_small = not is_chunked and length.isdigit() and int(length) <= SMALL_BODY
+        self.is_over = length == "0" and not is_chunked
+
+    async def receive(self) -> Message:
+        """Return the next message, as ASGI's `receive`.
+
+        Raises: Refused: the body is too large, or stops coming.
+        """
+        if self.is_over:
+            return await self._receive()  # only the disconnect is still to come
+        try:
+            message = await self._next(BODY_WAIT_S)
+        except TimeoutError:
+            raise Refused(408, "too-slow", "the body stopped coming: send it again") from None
+        if self._n_received > self._max_bytes:
+            raise too_large(self._max_bytes)
+        return message
+
+    async def drop_small(self) -> bool:
+        """Read the rest of a small body; return whether that was all of it."""
+        if self._is_small:
+            await self.drop()
+        return self.is_over
+
+    async def drop(self) -> None:
+        """Read and drop what is still to come, within bounds of bytes and time."""
+        most = self._n_received + LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self.is_over and self._n_received < most:
+                    await self._next(LINGER_WAIT_S)
+
+    async def _next(self, within_s: float) -> Message:
+        message = await asyncio.wait_for(self._receive(), within_s)
+        self._n_received += len(message.get("body", b""))
+        self.is_over = not message.get("more_body", False)
+        return message
+
+
+def too_large(max_bytes: int) -> Refused:
+    """Return the refusal of a body by its size."""
+    detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
+    return Refused(413, "too-large", detail)
