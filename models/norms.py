@@ -59,12 +59,15 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> 
     own = {name: tensor for name, tensor in (*norm.named_parameters(), *norm.named_buffers()) if tensor is not None}
     if not own.keys() <= {"weight", "bias"}:
         return None
-    settings = {name: value for name, value in vars(norm).items() if isinstance(value, int | float | str | tuple)}
-    key = (type(norm), frozenset(settings.items()), frozenset(own), width)
-    found = _found.get(key)
-    if key not in _found or "forward" in vars(norm):
-        place = next(iter(own.values())).device if own else device
-        found = _found[key] = _probed(norm, list(own), width, place)
+    settings = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
+    plain = all(isinstance(value, int | float | str | tuple) for value in settings.values())
+    key = (type(norm), tuple(settings.items()), frozenset(own), width) if plain else None
+    if key in _found:
+        found = _found[key]
+    else:
+        found = _probed(norm, list(own), width, next(iter(own.values())).device if own else device)
+        if plain:  # else an object, or a forward of its own, may make it another norm than those of its class
+            _found[key] = found
     if found is None:
         return None
     kind, eps = found

@@ -83,4 +83,5 @@ def test_norms_of_one_class_that_compute_differently_are_told_apart() -> None:
     forward = changed.forward
     changed.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
     assert form_of(changed, WIDTH, *HERE) is None
+    assert form_of(LlamaRMSNorm(WIDTH), WIDTH, *HERE) is not None
     assert form_of(LlamaRMSNorm(WIDTH, eps=1e-3), WIDTH, *HERE).eps == 1e-3  # type: ignore[union-attr]
