@@ -181,7 +181,7 @@ class EngineTuning:
             plain, *others = self._ways(task, info, stack)
             best = self._fastest(plain, others, tuning[:STEP_PROMPTS], tried, 1)
             if best is not None and best.length:
-                again = tuning[STEP_PROMPTS : 2 * STEP_PROMPTS] or tuning[:STEP_PROMPTS]
+                again = tuning[-STEP_PROMPTS:]  # of a short stream some are those of the first step
                 best = self._fastest(plain, [best, *map(best.at, OTHER_LENGTHS)], again, tried, 2)
             if best is None:
                 reason = "nothing else ran" if all(each.reason for each in tried if each.name != "plain") else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self
 
 from ..core.costs import CostProfile, CostSource
@@ -21,9 +22,9 @@ from ..models.restacked import check_restackable
 from ..models.runtime import Runtime
 from .search import Search
 from .shift import AcceptanceChart, ReadPrompt, ShiftWatch
-from .verdict import Pair, Timed, speed, turns_done
+from .verdict import Pair, Timed, TimedTurn, speed
 
-VERSION = 4
+VERSION = 5
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
 
 
@@ -100,11 +101,13 @@ class TunedTask:
 class TaskState(TunedTask):
     """One task of a run: the sums over its completions, its phase, and its verdict's pairs so far.
 
-    `held_out` are prompts with their places in the stream, chats as far as they fit the context; `learnt` is the state
-    of the verdict's drafter after its latest pair.
+    `judged` are the prompts of the verdict with their places in the stream, chats as far as they fit the context: the
+    first `n_held_out` were never served, the others joined them when the verdict began. `timed` are the pairs of each
+    run of a prompt, in their order; `learnt` is the state of the verdict's drafter after its latest pair.
     """
 
-    held_out: list[tuple[int, Prompt]] = field(default_factory=list)
+    judged: list[tuple[int, Prompt]] = field(default_factory=list)
+    n_held_out: int = 0
     phase: Any = ""
     tokens: int = 0
     seconds: float = 0.0
@@ -115,8 +118,21 @@ class TaskState(TunedTask):
     n_prompts: int = 0
     n_tokens: int = 0
     paces: Sequence[float] = ()  # tokens per second of each prompt
-    pairs: list[Pair] = field(default_factory=list)  # in the order of the turns, the second look behind the first
+    timed: list[list[Pair]] = field(default_factory=list)
     learnt: dict[str, Any] | None = None
+
+    def hold_out(self, prompts: Sequence[tuple[int, Prompt]]) -> None:
+        """Keep prompts, with their places in the stream, for the verdict."""
+        self.judged, self.n_held_out = list(prompts), len(prompts)
+
+    def add_unscored(self, served: Sequence[tuple[int, Prompt]]) -> None:
+        """Let the latest of the `served` prompts that the search has scored nothing on join those held out.
+
+        They are as many as were held out, at most.
+        """
+        scored = {trial.prompt_id for trial in self.search.trials}
+        unscored = [(index, prompt) for index, prompt in served if prompt.id not in scored]
+        self.judged += unscored[max(0, len(unscored) - self.n_held_out) :]
 
     def count(self, round_: Round) -> None:
         """Add a round to the sums."""
@@ -156,12 +172,11 @@ class TaskState(TunedTask):
         costs: CostProfile,
         verdict: Verdict,
         tuned: Sequence[Completion] = (),
-        plain_runs: Sequence[Timed] = (),
-        tuned_runs: Sequence[Timed] = (),
+        turns: Sequence[TimedTurn] = (),
     ) -> TaskFinished:
         """Return the task's result: figures of the `tuned` completions, else of the prompts served so far.
 
-        Args: plain_runs, tuned_runs: what the verdict was made of.
+        Args: turns: what the verdict was made of.
         """
         drafted, accepted, passes, tokens = self.drafted, self.accepted, self.rounds, self.tokens
         if tuned:
@@ -169,7 +184,7 @@ class TaskState(TunedTask):
             passes = sum(done.target_passes for done in tuned)
             tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
         record = replace(
-            self.record(model, runtime, verdict, list(zip(plain_runs, tuned_runs, strict=True))),
+            self.record(model, runtime, verdict, turns),
             acceptance_rate=_rounded(accepted / drafted if drafted else None),
             mean_generated_length=_rounded(tokens / passes if passes else None),
         )
@@ -183,17 +198,15 @@ class TaskState(TunedTask):
             n_prompts=self.n_prompts,
             n_tokens=self.n_tokens,
             draft_cost=costs.draft_cost(self.search.layer_set),
-            plain_tok_s=speed(plain_runs) if plain_runs else None,
-            tuned_tok_s=speed(tuned_runs) if tuned_runs else None,
+            plain_tok_s=speed([turn.plain for turn in turns]) if turns else None,
+            tuned_tok_s=speed([turn.tuned for turn in turns]) if turns else None,
             paces=tuple(self.paces),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `restore`; texts only of turns that a later turn of their prompt will see."""
-        prompts = [prompt for _, prompt in self.held_out]
-        n_without_text = len(self.pairs) - turns_done(prompts * 2, len(self.pairs))[1]
-        pairs = [[pair.plain.to_json(), pair.tuned.to_json()] for pair in self.pairs]
-        for pair in pairs[:n_without_text]:
+        """Return plain values for `restore`; texts only of the latest prompt's turns, which its next turn will see."""
+        timed = [[[pair.plain.to_json(), pair.tuned.to_json()] for pair in pairs] for pairs in self.timed]
+        for pair in chain.from_iterable(timed[:-1]):
             for run in pair:
                 run["text"] = ""
         return {
@@ -202,19 +215,21 @@ class TaskState(TunedTask):
             "search": self.search.state(),
             "shift": self.shift.to_json(),
             "learnt": self.learnt,
-            "pairs": pairs,
-            "held_turns": [n_turns(prompt) for prompt in prompts],
+            "timed": timed,
+            "judged": [[index, n_turns(prompt)] for index, prompt in self.judged],
         }
 
-    def restore(self, values: Mapping[str, Any], trials: Sequence[Trial]) -> None:
-        """Continue from `to_json` of the same task, and its trials in their order."""
+    def restore(self, values: Mapping[str, Any], trials: Sequence[Trial], prompts: Sequence[Prompt]) -> None:
+        """Continue from `to_json` of the same task of the stream of `prompts`, and its trials in their order."""
         for name in COUNTERS:
             setattr(self, name, values[name])
         self.timings = Timings.from_json(values["timings"])
-        self.pairs = [Pair(*map(Completion.from_json, pair)) for pair in values["pairs"]]
+        self.timed = [[Pair(*map(Completion.from_json, pair)) for pair in pairs] for pairs in values["timed"]]
         self.learnt = values["learnt"]
-        held = zip(self.held_out, values["held_turns"], strict=True)
-        self.held_out = [(index, replace(prompt, turns=prompt.turns[:n])) for (index, prompt), n in held]
+        judged = [(int(index), prompts[int(index)], int(n)) for index, n in values["judged"]]
+        if [index for index, _ in self.judged] != [index for index, _, _ in judged[: self.n_held_out]]:
+            raise ValueError("other prompts were held out")
+        self.judged = [(index, replace(prompt, turns=prompt.turns[:n])) for index, prompt, n in judged]
         self.search.restore(values["search"], trials)
         self.shift = replace(ShiftWatch.from_json(values["shift"]), known=self.shift.known)
 

@@ -28,20 +28,9 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
-from .drafting import drafting_with
+from .drafting import N_PROMPTS, drafting_with
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
-from .verdict import (
-    FIRST_ERROR,
-    SECOND_ERROR,
-    by_prompt,
-    faster,
-    hold_out,
-    in_pairs,
-    is_open,
-    judge,
-    timed_pairs,
-    turns_done,
-)
+from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
 
 BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
 MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's completion, come right after
@@ -99,7 +88,7 @@ class Tuner:
         Raises: SettingsError: `start` is of another version, model or stream, or was changed.
         """
         with self._tasks_of(prompts, judged=True):
-            held = {index for task in self._running.values() for index, _ in task.held_out}
+            held = {index for task in self._running.values() for index, _ in task.judged}
             if start is not None:
                 self._restore(start, trials)
             yield from self._serve_all(held)
@@ -162,7 +151,7 @@ class Tuner:
             for name in self._concluded:
                 del self._running[name]
             for name, task in self._running.items():
-                task.restore(start["tasks"][name], trials.get(name, ()))
+                task.restore(start["tasks"][name], trials.get(name, ()), self._prompts)
             for place, current in start["flights"].items():
                 prompt = self._prompts[int(place)]
                 chart = self._running[prompt.task].shift.chart
@@ -179,7 +168,7 @@ class Tuner:
             tuned_on, held_out = hold_out(own) if judged else (own, [])
             n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on) if sparing else None
             task = TaskState.begin(name, self.runtime, self.settings, self.costs, self.known, n_tokens=n_tokens)
-            task.held_out = held_out
+            task.hold_out(held_out)
             self._running[name] = task
         try:
             yield
@@ -254,61 +243,67 @@ class Tuner:
         yield task.progress()
 
     def _conclude(self, task: TaskState) -> Generator[Event, None, TaskFinished]:
-        """Decode the held-out prompts plain and tuned, interleaved, and return the task's result."""
+        """Time prompts that the search did not score, plain and tuned, until the verdict is sure; return the result."""
         task.phase = "verdict"
-        if task.held_out:
-            yield PhaseChanged(task.name, "verdict", f"{len(task.held_out)} held-out prompts, plain and tuned")
-        yield from self._measure_pairs(task, 0)
-        prompts = [prompt for _, prompt in task.held_out]
-        n_turns_held = sum(map(n_turns, prompts))
-        first = task.pairs[:n_turns_held]
-        slow, fast = timed_pairs(first)
-        tuned = [pair.tuned for pair in first]
-        expected = expected_of(self.costs, tuned)
-        verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected, FIRST_ERROR)
-        if is_open(verdict):
-            # One slow moment of the machine in four prompts can hide a gain: repeat, and keep the faster runs.
-            yield from self._measure_pairs(task, n_turns_held)
-            again = timed_pairs(task.pairs[n_turns_held:])
-            slow, fast = (faster(runs, more) for runs, more in zip((slow, fast), again, strict=True))
-            verdict = judge(by_prompt(prompts, fast), by_prompt(prompts, slow), expected, SECOND_ERROR)
-        return task.result(self.model, self.runtime, self.costs, verdict, tuned, slow, fast)
+        if len(task.judged) == task.n_held_out:
+            held = {index for index, _ in task.judged}
+            # The first prompts chose the draft's format.
+            places = [at for at, prompt in enumerate(self._prompts) if prompt.task == task.name and at >= N_PROMPTS]
+            task.add_unscored([(at, self._prompts[at]) for at in places if at not in held])
+        looks = looks_of(task.n_held_out, len(task.judged) - task.n_held_out)
+        judged = yield from by_looks(looks, lambda look: self._measure(task, look))
+        n_prompts = judged.verdict.n_prompts
+        tuned = [pair.tuned for pairs in task.timed[:n_prompts] for pair in pairs]
+        verdict = replace(judged.verdict, expected=expected_of(self.costs, tuned))
+        return task.result(self.model, self.runtime, self.costs, verdict, tuned, judged.turns)
 
-    def _measure_pairs(self, task: TaskState, n_before: int) -> Iterator[Event]:
-        """Make the pairs after the first `n_before`: all held-out prompts, plain and tuned first in turn.
+    def _measure(self, task: TaskState, look: Look) -> Generator[Event, None, list[tuple[int, list[TimedTurn]]]]:
+        """Run the prompts of a look, each plain and tuned; what a checkpoint has of them is not run again."""
+        places = [(run * len(task.judged) + number, number, run) for run in look.runs for number in look.prompts]
+        if places[-1][0] >= len(task.timed):
+            yield PhaseChanged(task.name, "verdict", _look_words(look))
+        found = []
+        for place, number, run in places:
+            yield from self._time(task, number, run, place)
+            found.append((number, [TimedTurn.of(pair) for pair in task.timed[place]]))
+        return found
 
-        Plain decoding's completions are the output; those of a second look equal the first's, and are not yielded. A
-        chat that outgrows the context either way is held out up to there.
+    def _time(self, task: TaskState, number: int, run: int, place: int) -> Iterator[Event]:
+        """Decode a prompt of the verdict plain and tuned, first the one and then the other in turn.
+
+        Plain decoding's first run of a held-out prompt is the output; others equal it, or what was served, and are not
+        yielded. A chat that outgrows the context either way is judged up to there.
         """
-        is_first = not n_before
-        n_done, n_turns_done = turns_done([prompt for _, prompt in task.held_out], len(task.pairs) - n_before)
+        index, prompt = task.judged[number]
+        if place == len(task.timed):
+            task.timed.append([])
+        pairs = task.timed[place]
+        if len(pairs) == n_turns(prompt):
+            return
+        yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
+        # Every run begins with a new drafter, so that all of them learn the same on the way.
         method = drafting_with(SkippedTarget(task.search.layer_set), task.search.settings, self.costs)
-        if len(task.pairs) > n_before and task.learnt is not None:
+        if (number or pairs) and task.learnt is not None:
             method.drafter.restore(task.learnt)
-        for number, (index, prompt) in list(enumerate(task.held_out))[n_done:]:
-            yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-            earlier = task.pairs[len(task.pairs) - n_turns_done :]
-            n_turns_done, n_earlier = 0, len(task.pairs) - len(earlier)
-            tuned_first = (number % 2 == 1) == is_first
-            try:
-                for event in in_pairs(self.session, prompt, method, tuned_first, earlier):
-                    if isinstance(event, Round):
-                        clock = perf_counter()
-                        self._observed.learn(event.context.load.take_timings())
-                        yield from self._beat(task)
-                        event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
-                        continue
-                    turn, pair = event
-                    task.pairs.append(pair)
-                    task.learnt = method.drafter.state()
-                    # A second look's progress lets what was timed be kept.
-                    yield PromptFinished(turn, index, pair.plain, held_out=True) if is_first else task.progress()
-            except ContextOverflow as error:
-                n_fit = len(task.pairs) - n_earlier
-                if not n_fit or not is_first:
-                    raise
-                task.held_out[number] = index, replace(prompt, turns=prompt.turns[:n_fit])
-                yield PhaseChanged(task.name, "verdict", f"a chat ends early: {error}")
+        is_output = number < task.n_held_out and not run
+        try:
+            for event in in_pairs(self.session, prompt, method, (number + run) % 2 == 1, pairs[:]):
+                if isinstance(event, Round):
+                    clock = perf_counter()
+                    self._observed.learn(event.context.load.take_timings())
+                    yield from self._beat(task)
+                    event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
+                    continue
+                turn, pair = event
+                pairs.append(pair)
+                task.learnt = method.drafter.state()
+                # Where it is no output, progress lets what was timed be kept.
+                yield PromptFinished(turn, index, pair.plain, held_out=True) if is_output else task.progress()
+        except ContextOverflow as error:
+            if not pairs or run:
+                raise
+            task.judged[number] = index, replace(prompt, turns=prompt.turns[: len(pairs)])
+            yield PhaseChanged(task.name, "verdict", f"a chat ends early: {error}")
 
     def _beat(self, task: TaskState) -> Iterator[Event]:
         """Yield progress, at which the run can be stopped, but seldom, as these rounds are timed."""
@@ -316,3 +311,12 @@ class Tuner:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             yield task.progress()
+
+
+def _look_words(look: Look) -> str:
+    n = len(look.prompts)
+    if look.runs.start:
+        return f"not sure yet: all {n} prompts again"
+    if look.prompts.start:
+        return f"not sure yet: {n} more that no candidate was scored on"
+    return f"{n} held-out prompts, plain and tuned"

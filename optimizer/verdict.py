@@ -6,13 +6,13 @@ Its figures are also those of other engines' benchmarks, which need no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
+from itertools import accumulate, chain, pairwise
 from operator import add
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
     from ..decoding.loop import Round
     from ..decoding.session import Session
 
+E = TypeVar("E")
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
-ERROR = 0.05  # of an interval of 95 %
-FIRST_ERROR, SECOND_ERROR = 0.01, 0.04  # of a verdict's two looks, together ERROR: most is for the one that decides
+ERROR = 0.05  # of an interval of 95 %, or of the intervals of all looks of a verdict together
+SPENDING_POWER = 2  # of the share of the runs that a look has seen: the error spent by then
+MOST_RUNS = 32  # of one kind, plain or tuned, in a verdict
 LEAST_S = 1e-12  # a run counts as at least this
 LARGEST_LOG = 99.0  # of the end of a ratio's interval: two prompts that differ much say nothing
-SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 4, 0.2, 16
+SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 8, 0.2, 16
 
 
 def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Split one task's prompts: those to tune on, and the last max(4, 20 %), at most 16 and half, for the verdict."""
+    """Split one task's prompts: those to tune on, and the last max(8, 20 %), at most 16 and half, for the verdict."""
     wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
     n = min(wanted, LARGEST_HELD_OUT, len(prompts) // 2)
     return list(prompts[: len(prompts) - n]), list(prompts[len(prompts) - n :])
@@ -80,15 +82,6 @@ def in_pairs(
             yield slow.prompt, Pair(slow.completion, fast.completion)
 
 
-def turns_done(prompts: Sequence[Prompt], n_done: int) -> tuple[int, int]:
-    """Return how many of `prompts` are done after `n_done` turns, and how many turns of the next one."""
-    for number, prompt in enumerate(prompts):
-        if n_done < n_turns(prompt):
-            return number, n_done
-        n_done -= n_turns(prompt)
-    return len(prompts), 0
-
-
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Tokens and seconds of one prompt under one method."""
@@ -105,20 +98,20 @@ class Timed:
         return Timed(self.tokens + other.tokens, self.seconds + other.seconds)
 
 
-def timed_pairs(pairs: Sequence[Pair]) -> tuple[list[Timed], list[Timed]]:
-    """Return the plain and the tuned runs of each pair."""
-    return [Timed.of(pair.plain) for pair in pairs], [Timed.of(pair.tuned) for pair in pairs]
+class TimedTurn(NamedTuple):
+    """One turn of a prompt under both ways of decoding."""
+
+    plain: Timed
+    tuned: Timed
+
+    @classmethod
+    def of(cls, pair: Pair) -> TimedTurn:
+        return cls(Timed.of(pair.plain), Timed.of(pair.tuned))
 
 
-def by_prompt(prompts: Sequence[Prompt], runs: Sequence[Timed]) -> list[Timed]:
-    """Return the runs of each prompt's turns as one: turns of a chat are alike, and would make a verdict too sure."""
-    left = iter(runs)
-    return [reduce(add, islice(left, n_turns(prompt))) for prompt in prompts]
-
-
-def faster(first: Sequence[Timed], second: Sequence[Timed]) -> list[Timed]:
-    """Return the faster of two runs of each prompt: other work of the machine only adds time."""
-    return [min(pair, key=lambda run: run.seconds / max(1, run.tokens)) for pair in zip(first, second, strict=True)]
+def faster(first: Timed, second: Timed) -> Timed:
+    """Return the faster of two runs of one prompt: other work of the machine only adds time."""
+    return min(first, second, key=lambda run: run.seconds / max(1, run.tokens))
 
 
 def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
@@ -174,18 +167,79 @@ def judge(tuned: Sequence[Timed], plain: Sequence[Timed], expected: float | None
         return Verdict("unmeasured", reason="the stream has too few prompts to hold any out")
     ratio, interval = speed_ratio(tuned, plain), speed_interval(tuned, plain, error)
     if interval is not None and interval[0] > 1:
-        return Verdict("use", ratio, interval, expected, n, "faster on held-out prompts")
+        return Verdict("use", ratio, interval, expected, n, "reliably faster here")
     reason = NOT_FASTER
     if interval is None or (interval[1] >= 1 and n < SMALLEST_HELD_OUT):
         reason = f"{'one held-out prompt is' if n == 1 else f'{n} held-out prompts are'} too few to tell: give more"
     return Verdict("plain", ratio, interval, expected, n, reason)
 
 
-def is_open(verdict: Verdict) -> bool:
-    """Tell whether the interval contains 1, so that a second measurement may decide."""
-    return verdict.interval is not None and verdict.interval[0] <= 1 <= verdict.interval[1]
-
-
 def speed(runs: Sequence[Timed]) -> float:
     """Return tokens per second: total tokens ÷ total time."""
     return sum(run.tokens for run in runs) / max(LEAST_S, sum(run.seconds for run in runs))
+
+
+# --- looks: an open verdict goes on, and all looks together err as often as one interval of 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look of a verdict: the prompts that are timed for it, the number of each run, and its interval's error."""
+
+    prompts: range
+    runs: range
+    error: float
+
+
+def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
+    """Plan the looks of a verdict on `n_held_out` prompts and then `n_more` others that the search did not score.
+
+    The held-out prompts are timed first, then the others, then all of them once more, then twice more, as long as that
+    is within `MOST_RUNS`. The error is spent by Kim and DeMets' power family (Biometrika 74, 1987, 149-154), an
+    error-spending rule as of Lan and DeMets (Biometrika 70, 1983, 659-663): after a share t of the planned runs
+    `ERROR` · t^2 is spent. A look's interval has the error that is newly spent. By the union bound the false
+    answers of all looks then add up to `ERROR` at most, however the looks depend on each other.
+    """
+    held_out, more, both = range(n_held_out), range(n_held_out, n_held_out + n_more), range(n_held_out + n_more)
+    steps = [(held_out, range(1)), (more, range(1))]
+    if len(both) > 1:  # of one prompt the spread stays unknown, however often it runs
+        steps += [(both, range(1, 2)), (both, range(2, 4))]
+    steps = [(prompts, runs) for prompts, runs in steps if prompts]
+    seen = [n for n in accumulate(len(prompts) * len(runs) for prompts, runs in steps) if n <= MOST_RUNS]
+    spent = [0.0, *(ERROR * (n / seen[-1]) ** SPENDING_POWER for n in seen)]
+    errors = (after - before for before, after in pairwise(spent))
+    return [Look(prompts, runs, error) for (prompts, runs), error in zip(steps, errors, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A verdict, and the turns that it is of: of each the fastest run."""
+
+    verdict: Verdict
+    turns: Sequence[TimedTurn]
+
+
+# The turns of each prompt by its number, in each run, while the events of decoding them are passed on.
+Measure = Callable[[Look], Generator[E, None, Iterable[tuple[int, Sequence[TimedTurn]]]]]
+
+
+def by_looks(looks: Sequence[Look], measure: Measure[E]) -> Generator[E, None, Judged]:
+    """Return the verdict of the first look that decides, or of the last one; passes on the events of `measure`."""
+    fastest: dict[int, Sequence[TimedTurn]] = {}
+    verdict = judge([], [], None)
+    for look in looks:
+        for number, turns in (yield from measure(look)):
+            known = fastest.get(number, turns)
+            both = zip(known, turns, strict=True)
+            fastest[number] = [TimedTurn(*map(faster, earlier, latest)) for earlier, latest in both]
+        # Turns of a chat are alike, and would make a verdict too sure: they count as one run.
+        prompts = [TimedTurn(*(reduce(add, runs) for runs in zip(*turns, strict=True))) for turns in fastest.values()]
+        verdict = judge([each.tuned for each in prompts], [each.plain for each in prompts], None, look.error)
+        if not is_open(verdict):
+            break
+    return Judged(verdict, [*chain.from_iterable(fastest.values())])
+
+
+def is_open(verdict: Verdict) -> bool:
+    """Tell whether the verdict's interval contains 1, or is not known, so that more runs may decide."""
+    return verdict.interval is None or verdict.interval[0] <= 1 <= verdict.interval[1]

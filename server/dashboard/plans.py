@@ -216,10 +216,12 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     texts = [(event.prompt.id, event.completion.text) for event in held_out]
     if not pairs:  # of a version before they were stored; the plain halves are the job's output
         pairs = [((event.completion.n_tokens, event.completion.timings.total_s), None) for event in held_out]
-    if len(texts) != len(pairs):
-        texts = [(f"text {i}", "") for i in range(1, len(pairs) + 1)]
+    if len(texts) > len(pairs):
+        texts = []
+    # An open verdict goes on behind the held-out prompts with served ones, whose texts are told elsewhere.
+    texts += [(f"text {i}", "") for i in range(len(texts) + 1, len(pairs) + 1)]
     judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
-    return Evidence(f"Job {own.job}, on held-out prompts: {reason}.", judged, finished)
+    return Evidence(f"Job {own.job}, on prompts that its search did not score: {reason}.", judged, finished)
 
 
 def _compared(store: Store, found: PlanVersion) -> Evidence:

@@ -72,7 +72,7 @@ def test_task_page_shows_its_versions_and_what_the_shown_one_was_judged_on(store
     assert "Version 2, the best one" in best and "Served requests: plain and drafted rounds of each. Each text" in best
     first = text(client, "/plans/task", **OF, version=1)
     assert (
-        f"Job {job}, on held-out prompts: the interval holds 1." in first
+        f"Job {job}, on prompts that its search did not score: the interval holds 1." in first
         and "10.0 tok/s" in first
         and "10.5 tok/s" in first
     )

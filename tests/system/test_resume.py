@@ -26,6 +26,7 @@ from swiftopt.core.events import (
     PhaseChanged,
     Progress,
     PromptFinished,
+    PromptStarted,
     SkipRatioLowered,
     StreamShifted,
     TaskFinished,
@@ -37,7 +38,7 @@ from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial, n_skipped_for
 from swiftopt.decoding.session import Session
 from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer import shift, tuning
+from swiftopt.optimizer import shift, tuning, verdict
 from swiftopt.optimizer.task_state import VERSION, TaskState
 from swiftopt.optimizer.tuning import MID_STEP, Tuner
 
@@ -101,11 +102,11 @@ class Case:
     alarm: float = ALARM  # a random model's acceptance hardly changes with its text
     known: tuple[KnownSet, ...] = ()
     concurrency: int = 1
-    looks_twice: bool = False  # whether the verdict stays open at first, which the clock would decide
+    stays_open: bool = False  # whether no look decides the verdict, which the clock would say
 
     def tuner(self) -> Tuner:
         shift.ALARM = self.alarm
-        tuning.is_open = lambda verdict: self.looks_twice
+        verdict.is_open = lambda verdict: self.stays_open
         tuning.BEAT_S = math.inf  # signs of life come by the clock: on a slow machine no life would get further
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
         session = Session(runtime(), self.sampling, self.max_new_tokens)
@@ -182,7 +183,7 @@ ELSEWHERE = tuple(KnownSet(LayerSet.uniform(N_LAYERS, n), unit([1.0] * WIDTH)) f
 CASES = {
     "batches": Case(texts(4), dict(max_steps=30)),
     "single": Case(texts(4), dict(max_steps=9), costs=DEAR),
-    "two-looks": Case(texts(12), dict(max_steps=9), costs=DEAR, looks_twice=True),
+    "all-looks": Case(texts(12), dict(max_steps=9), costs=DEAR, stays_open=True),
     "patience": Case(texts(4), dict(patience=7), costs=DEAR),
     "lowered": Case(texts(4), LOWERED, costs=DEAR),
     "two-tasks": Case(mixed(3), dict(max_steps=12), costs=DEAR),
@@ -195,7 +196,7 @@ CASES = {
     "shifting": Case(texts(14), dict(max_steps=4), costs=DEAR, alarm=0.2, known=ELSEWHERE),
     "drafting": Case(texts(8), dict(max_steps=16, strategy="knapsack", search_drafting=True), costs=DEAR),
     "adaptive": Case(texts(6), ADAPTIVE, costs=CHEAP, max_new_tokens=32),
-    "adaptive-chats": Case(chats(8), ADAPTIVE, costs=CHEAP, max_new_tokens=20, looks_twice=True),
+    "adaptive-chats": Case(chats(8), ADAPTIVE, costs=CHEAP, max_new_tokens=20, stays_open=True),
     "exportable": Case(texts(4), dict(exportable=True, max_steps=12), costs=DEAR),
     "exportable-knapsack": Case(texts(5), dict(exportable=True, strategy="knapsack", max_steps=20), costs=DEAR),
     "clasp-matchness": Case(texts(5), dict(strategy="clasp", objective="matchness"), costs=DEAR),
@@ -299,15 +300,43 @@ def test_pairs_of_a_verdict_are_kept_and_not_run_again() -> None:
     reference = whole("chats")
     held = [number for number, (n, _) in enumerate(reference.history) if is_held_out(reference.events[n - 1])]
     n_events, start = reference.history[held[2]]
-    before = json.loads(start)["tasks"]["t"]["pairs"]
+    before = pairs_in(json.loads(start))
     assert len(before) == 3
     ledger = Ledger(CASES["chats"], reference.events[:n_events], start)
     assert ledger.live()
-    later = [json.loads(text)["tasks"] for _, text in ledger.history]
-    after = next(tasks["t"]["pairs"] for tasks in later if tasks and len(tasks["t"]["pairs"]) > 3)
+    after = next(pairs for _, text in ledger.history if len(pairs := pairs_in(json.loads(text))) > 3)
     assert [timeless(pair) for pair in after[:3]] == [timeless(pair) for pair in before]
     retold = [event for event in ledger.events[n_events:] if is_held_out(event)]
     assert len(retold) == len(held) - 3
+
+
+def pairs_in(snapshot: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return what was timed for the verdict of the one task; nothing once it is finished."""
+    return [pair for task in snapshot["tasks"].values() for pairs in task["timed"] for pair in pairs]
+
+
+def test_open_verdict_goes_on_with_the_latest_prompts_that_no_candidate_was_scored_on() -> None:
+    """Then all of them run again, each plain and tuned, and what was served is not told again."""
+    events = whole("all-looks").events
+    scored = {trial.prompt_id for event in events if isinstance(event, TrialsDone) for trial in event.trials}
+    first = next(place for place, event in enumerate(events) if is_verdict(event))
+    started = [event.prompt_id for event in events[first:] if isinstance(event, PromptStarted)]
+    held_out = [f"t{i}" for i in range(6, 12)]
+    more = [f"t{i}" for i in range(2, 6) if f"t{i}" not in scored]  # the first two choose the draft's format
+    assert scored and len(more) > 1 and started == [*held_out, *more] * 2
+    assert [event.detail for event in events if is_verdict(event)] == [
+        "6 held-out prompts, plain and tuned",
+        f"not sure yet: {len(more)} more that no candidate was scored on",
+        f"not sure yet: all {6 + len(more)} prompts again",
+    ]
+    told = [event.index for event in events if isinstance(event, PromptFinished)]
+    assert told == [*range(12)] and [event.index for event in events if is_held_out(event)] == [*range(6, 12)]
+    [result] = [event for event in events if isinstance(event, TaskFinished)]
+    assert result.verdict.n_prompts == len(result.record.evidence) == 6 + len(more)
+
+
+def is_verdict(event: Event) -> bool:
+    return isinstance(event, PhaseChanged) and event.phase == "verdict"
 
 
 def test_verdict_is_of_chats_and_its_evidence_of_their_turns() -> None:
@@ -319,11 +348,11 @@ def test_verdict_is_of_chats_and_its_evidence_of_their_turns() -> None:
 
 def test_verdict_counts_no_time_that_its_caller_takes() -> None:
     """A caller writes checkpoints and, in a server's engine, waits for its turn, as often as a run is long."""
-    tuner, waited, is_verdict = CASES["single"].tuner(), 0.0, False
+    tuner, waited, has_begun = CASES["single"].tuner(), 0.0, False
     tuning.BEAT_S = 0.0
     for event in tuner.run(CASES["single"].prompts):
-        is_verdict |= isinstance(event, PhaseChanged) and event.phase == "verdict"
-        if is_verdict and isinstance(event, Progress):
+        has_begun |= is_verdict(event)
+        if has_begun and isinstance(event, Progress):
             time.sleep(0.02)
             waited += 0.02
         if isinstance(event, TaskFinished):

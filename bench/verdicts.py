@@ -1,0 +1,152 @@
+"""How often a verdict says `use`: `optimizer.verdict` itself, driven with simulated timings of prompts.
+
+A prompt has about 100 tokens (lognormal, 30 %). Each run's seconds and each prompt's gain are drawn from lognormal
+distributions of a spread; `disturbed` runs, one in ten, take 1.2 to 3 times as long besides. The ratio of the totals is
+the true gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from ..decoding.engine import exhaust
+from ..optimizer.verdict import Judged, Look, Timed, TimedTurn, by_looks, hold_out, looks_of
+
+GAINS = (1.0, 1.1, 1.3)
+TOKENS, TOKENS_SPREAD = 100, 0.3
+DISTURBED, SLOWER = 0.1, (1.2, 3.0)  # share of the runs, and how many times as long they take
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How timings vary: the spread of a run's seconds, of the prompts' gains, and whether some runs are disturbed."""
+
+    runs: float = 0.0
+    gains: float = 0.0
+    disturbed: bool = False
+
+    @property
+    def words(self) -> str:
+        parts = [f"runs {100 * self.runs:.0f} %"] if self.runs else []
+        parts += [f"gains {100 * self.gains:.0f} %"] if self.gains else []
+        return ", ".join([*parts, *(["disturbed"] if self.disturbed else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A task of `n` prompts, of which the search scored none of `unscored`."""
+
+    n: int
+    unscored: int = 0
+
+    @property
+    def n_held_out(self) -> int:
+        return len(hold_out(range(self.n))[1])
+
+    @property
+    def looks(self) -> list[Look]:
+        n_held_out = self.n_held_out
+        return looks_of(n_held_out, min(self.unscored, n_held_out, self.n - n_held_out))
+
+
+MACHINES = (
+    Machine(0.05),
+    Machine(0.15),
+    Machine(0.4),
+    Machine(0.05, disturbed=True),
+    Machine(0.03, 0.15),
+    Machine(0.03, 0.4),
+)
+STREAMS = (Stream(4), Stream(8), Stream(8, 2), Stream(16), Stream(16, 4), Stream(16, 8), Stream(80))
+
+
+class Prompts:
+    """Simulated prompts; a prompt keeps its tokens and its own gain over all runs."""
+
+    def __init__(self, rng: np.random.Generator, machine: Machine, gain: float, n: int) -> None:
+        self._rng, self._machine = rng, machine
+        self._tokens = np.maximum(1, np.round(TOKENS * np.exp(TOKENS_SPREAD * rng.standard_normal(n))))
+        # The mean of the seconds, not of the gains, makes the ratio of the totals.
+        self._gains = gain * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
+
+    def measure(self, look: Look) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
+        """Return timings for a look, as a tuning measures them; no event comes on the way."""
+        yield from ()
+        return ((number, [self._timed(number)]) for _ in look.runs for number in look.prompts)
+
+    def _timed(self, number: int) -> TimedTurn:
+        tokens = int(self._tokens[number])
+        seconds = tokens * self._slowness()
+        return TimedTurn(Timed(tokens, seconds), Timed(tokens, tokens * self._slowness() / self._gains[number]))
+
+    def _slowness(self) -> float:
+        machine, rng = self._machine, self._rng
+        slowness = math.exp(machine.runs * rng.standard_normal())
+        return slowness * rng.uniform(*SLOWER) if machine.disturbed and rng.random() < DISTURBED else slowness
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictShare:
+    """Of simulated verdicts: the share that says `use`, and the mean number of timed runs of either kind."""
+
+    use: float
+    n_runs: float
+
+
+def simulated(stream: Stream, machine: Machine, gain: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
+    """Reach `n_verdicts` verdicts on a task of a stream, each on prompts of its own."""
+    rng, looks = np.random.default_rng(seed), stream.looks
+    n_use = n_runs = 0
+    for _ in range(n_verdicts):
+        prompts = Prompts(rng, machine, gain, max((look.prompts.stop for look in looks), default=0))
+        timed: list[Look] = []
+
+        def measure(look: Look, prompts: Prompts = prompts, timed: list[Look] = timed) -> Any:
+            timed.append(look)
+            return prompts.measure(look)
+
+        judged: Judged = exhaust(by_looks(looks, measure), lambda event: None)
+        n_use += judged.verdict.word == "use"
+        n_runs += sum(len(look.prompts) * len(look.runs) for look in timed)
+    return VerdictShare(n_use / n_verdicts, n_runs / n_verdicts)
+
+
+def table(
+    n_verdicts: int, streams: Sequence[Stream] = STREAMS, machines: Sequence[Machine] = MACHINES
+) -> Iterator[str]:
+    """Yield the lines of a table: per cent of `use` at each true gain, and the runs that this took at each."""
+    gains, seeds = " / ".join(f"{gain:.1f}x" for gain in GAINS), count()
+    yield f"| prompts, held out + unscored | {' | '.join(machine.words for machine in machines)} |"
+    yield "|---|" + "---|" * len(machines)
+    for stream in streams:
+        cells = []
+        for machine in machines:
+            found = [simulated(stream, machine, gain, n_verdicts, next(seeds)) for gain in GAINS]
+            use = " / ".join(f"{100 * each.use:.1f}" for each in found)
+            cells.append(f"{use} ({' / '.join(f'{each.n_runs:.0f}' for each in found)})")
+        more = f" + {stream.unscored}" if stream.unscored else ""
+        yield f"| {stream.n}, {stream.n_held_out}{more} | {' | '.join(cells)} |"
+    yield f"{n_verdicts:,} verdicts each: per cent `use` at {gains}, and in brackets the mean number of timed runs."
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verdicts", type=int, default=4000, help="of each cell [default: 4000]")
+    parser.add_argument("--prompts", type=int, action="append", help="of a task; repeatable [default: all rows]")
+    parsed = parser.parse_args(args)
+    streams = [stream for stream in STREAMS if stream.n in (parsed.prompts or [stream.n])]
+    for line in table(parsed.verdicts, streams):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
