@@ -181,11 +181,11 @@ def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) ->
 
 
 def completion_words(completion: Completion, info: GenerateInfo) -> str:
-    total_s = completion.timings.total_s
-    speed = number(completion.n_tokens / total_s if total_s else None, 1)
     drafted = f", α {number(completion.acceptance_rate)}, M {number(completion.mean_generated_length)}"
     version = f" version {info.version}" if info.version is not None and completion.method != "plain" else ""
-    figures = f"{completion.n_tokens} tokens, {speed} tok/s{drafted if completion.drafted else ''}"
+    figures = (
+        f"{completion.n_tokens} tokens, {number(completion.tok_s, 1)} tok/s{drafted if completion.drafted else ''}"
+    )
     return f"[{completion.method}{version}: {figures}]"
 
 
@@ -323,8 +323,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
         finally:
             ticket.cancel()
         _, done, info = ticket.generated[-1]
-        speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
-        yield Answered(done.finish_reason, done.n_tokens, speed, done.acceptance_rate)
+        yield Answered(done.finish_reason, done.n_tokens, done.tok_s, done.acceptance_rate)
         note_remarks(done, info, noted)  # when the answer's line has ended
 
     with options.open_store(db) as store:

@@ -265,10 +265,9 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
         case PromptFinished():
             done = event.completion
             held_out = ", held out" if event.held_out else ""
-            speed = done.n_tokens / done.timings.total_s if done.timings.total_s else None
             figures = f"α {_figure(done.acceptance_rate)}, M {_figure(done.mean_generated_length)}"
             place = f"prompt {event.index + 1}" + (f" of {n_prompts}" if n_prompts else "")
-            decoded = f"{done.n_tokens} tokens, {_figure(speed, 1)} tok/s, {figures}"
+            decoded = f"{done.n_tokens} tokens, {_figure(done.tok_s, 1)} tok/s, {figures}"
             return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
         case TaskFinished():
             return f"{task}finished, {event.verdict.word}"
@@ -283,6 +282,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 # --- what a served model learns: the object of `GET /v1/tuning`
 
 Way = Literal["best", "plain"]  # what a task can be pinned to
+PairKind = Literal["rounds", "requests"]  # what a pair of timings is of: rounds of a served request, or whole requests
 TuningVerb = Literal["pause", "resume", "pin"]
 
 
@@ -290,7 +290,7 @@ TuningVerb = Literal["pause", "resume", "pin"]
 class SearchStatus(Record):
     """What a search has cost, how well the set in use drafts (matchness, once it was scored), and why it has ended.
 
-    `share` is its part of the seconds spent decoding; `latest` the candidate that was tried last.
+    `share` is its `seconds` / the seconds of the task's rounds; `latest` the candidate that was tried last.
     """
 
     trials: int
@@ -314,11 +314,16 @@ class ShiftStatus(Record):
 class TaskTuning(Record):
     """One task of a served model: the way in use, the verdict on its drafts, its requests and its search.
 
-    `since` is when the way in use became that, in seconds since 1970.
-    `version` is of the stored plan in use; `ratio` and its `interval` are plain seconds / drafted seconds, over the
-    latest `pairs` of timings, as are the tokens per second of both; `seconds` were spent decoding its `requests`, of
-    them `compared_s` on rounds of the way that is not in use, to compare; `saved_s` is what plain decoding would have
-    taken longer, by the ratio that was known at each request.
+    `since` is when the way in use became that, in seconds since 1970; `version` is of the stored plan in use.
+
+    `ratio`, its `interval`, `plain_tok_s` and `drafted_tok_s` are of one look at the latest `pairs` of timings, and the
+    ratio is the quotient of the two speeds; `timed` says what was timed. Before the first look all are None, and
+    `pairs` counts those there are so far.
+
+    `requests` and their `tokens` have ended since the engine's start. Its `seconds` went into their rounds, of which
+    `compared_s` into rounds of the way that is not in use. `drafted_s`, α and M are of rounds with the drafts in use,
+    since these or the text changed; `saved_s` is what plain decoding would have taken longer: drafted_s · (ratio - 1).
+    `saved_before_s` is the sum of that over earlier drafts.
     """
 
     task: str
@@ -329,6 +334,7 @@ class TaskTuning(Record):
     pinned: Way | None
     layer_set: LayerSet
     pairs: int
+    timed: PairKind | None
     ratio: float | None
     interval: tuple[float, float] | None
     shifts: ShiftStatus
@@ -336,10 +342,19 @@ class TaskTuning(Record):
     tokens: int
     seconds: float
     compared_s: float
-    saved_s: float
+    drafted_s: float
+    saved_s: float | None
+    saved_before_s: float
     plain_tok_s: float | None
     drafted_tok_s: float | None
+    acceptance_rate: float | None
+    mean_generated_length: float | None
     search: SearchStatus
+
+    @property
+    def all_saved_s(self) -> float:
+        """Seconds saved by the drafts in use, as far as they are judged, and by earlier ones."""
+        return (self.saved_s or 0.0) + self.saved_before_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,6 +278,11 @@ class Timings(Record):
         """All four together; one that was stored without being finite counts as none."""
         return sum(seconds or 0.0 for seconds in astuple(self))
 
+    @property
+    def decode_s(self) -> float:
+        """Seconds of rounds: drafting and checking, without prompt and search."""
+        return (self.draft_s or 0.0) + (self.verify_s or 0.0)
+
     def __add__(self, other: Timings) -> Timings:
         return Timings(*map(add, astuple(self), astuple(other)))
 
@@ -310,7 +315,7 @@ class Completion(Record):
     that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k draft steps.
     """
 
-    COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length")
+    COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length", "tok_s", "decode_tok_s")
     COMPLETE: ClassVar = True
 
     token_ids: tuple[int, ...]
@@ -351,7 +356,24 @@ class Completion(Record):
     @property
     def mean_generated_length(self) -> float | None:
         """M; None if no target pass was needed."""
-        return (self.n_tokens - self.first_tokens) / self.target_passes if self.target_passes else None
+        return self.n_decoded / self.target_passes if self.target_passes else None
+
+    @property
+    def n_decoded(self) -> int:
+        """Tokens that came with rounds, without the prefill's own."""
+        return self.n_tokens - self.first_tokens
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens per second of the whole request: prompt, search and rounds, without its wait for a place."""
+        total_s = self.timings.total_s
+        return self.n_tokens / total_s if total_s else None
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second of decoding: tokens of rounds / seconds of rounds."""
+        decode_s = self.timings.decode_s
+        return self.n_decoded / decode_s if decode_s else None
 
 
 @dataclass(frozen=True, slots=True)

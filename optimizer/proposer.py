@@ -65,7 +65,7 @@ class Proposer:
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # by studies, in rows of the full model
-        self._window, self._ratio = settings.context_window, skip_ratio
+        self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
         self._savings = (1.0,) * len(base.bits()) if savings is None else savings
         problem = SearchProblem(
@@ -85,6 +85,11 @@ class Proposer:
         if self.paired:
             return max(1, max(batch, PAIRED) - n_finalists)
         return 0 if n_finalists else batch - n_due
+
+    def study_ahead(self, prompt_id: str) -> int:
+        """Return the rows of the model that a study beside this prompt would run at most; 0 where none is due."""
+        kind = self.strategy.wants(prompt_id)
+        return 0 if kind is None else most_study_rows(kind, self._window, self._n_layers)
 
     def proposed(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
         """Return the next candidates, after a study of the model where the strategy wants one."""
@@ -190,6 +195,13 @@ def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
     """Return how many buffer slots `study` writes at most."""
     paths = {"similarity": 0, "knapsack": BUCKETS + 1, "clasp": n_layers}[kind]
     return max(window, paths * (1 if kind == "clasp" else TOKENS))
+
+
+def most_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
+    """Return how many rows of the model `study` runs at most: the window's own, and those of each program's paths."""
+    programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
+    paths = {"knapsack": (BUCKETS + 1) * TOKENS, "clasp": n_layers}
+    return window + sum(paths[each] for each in programs)
 
 
 def knapsack_items(n_layers: int, saved: Sequence[float]) -> tuple[list[Item], int]:

@@ -14,7 +14,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import Work, intercept
+from ..decoding.engine import PassGenerator, Work, intercept
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
 from ..models.costs import is_out_of_memory
@@ -30,7 +30,7 @@ from .evaluation import (
     objective,
     score_window,
 )
-from .proposer import Proposer, chooses_size
+from .proposer import PAIRED, Proposer, chooses_size
 from .strategies import Proposal, strategy_info
 
 T = TypeVar("T")
@@ -108,6 +108,11 @@ class Search:
         """Rows of the full model that the search has cost; studies count by the share of the model that they ran."""
         return self._candidate_rows + self._proposer.rows_run
 
+    def rows_ahead(self, prompt_id: str) -> int:
+        """Rows that the next look at candidates runs beside this prompt, those of a study included where one is due."""
+        n_sets = 1 + max(self.batch, PAIRED)
+        return self.settings.context_window * n_sets + self._proposer.study_ahead(prompt_id)
+
     def request(
         self,
         session: Session,
@@ -156,27 +161,34 @@ class Search:
         place = WindowStart(prompt_id, start)
         if self._proposer.paired and not self._contest.is_news(place, window):
             return
-        clock, incumbent = perf_counter(), self._contest.incumbent
+        clock = perf_counter()
+        try:
+            events = yield from self._look(context, place, batch)
+        finally:
+            context.tally.optimise_s += perf_counter() - clock
+        yield from events
+
+    def _look(self, context: Context, place: WindowStart, batch: int) -> PassGenerator[list[Event]]:
+        """Score up to `batch` candidates beside the set in use; return the events that come of it."""
+        clock, incumbent, window = perf_counter(), self._contest.incumbent, self.settings.context_window
         self._scoring = True
         try:
             self._contest.looked = place
             sets = self._sets(context, place, batch)
-            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, start)
+            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, place.position)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.batch = batch // 2  # the request continues, and later passes are smaller
             if not self.batch:
                 self.finish("the memory is too small for the pass of a candidate")
-            return
+            return []
         finally:
             self._scoring = False
         if self.stopped_because or self._contest.incumbent is not incumbent:  # meanwhile: by a request beside this one
-            return
+            return []
         self._candidate_rows += window * len(sets)
-        events = self._settle(place, self._trials_of(place, sets, scores, clock), scores)
-        context.tally.optimise_s += perf_counter() - clock
-        yield from events
+        return self._settle(place, self._trials_of(place, sets, scores, clock), scores)
 
     def lower(self, round_: Round) -> Iterator[Event]:
         """Lower the skip ratio, unless the strategy chooses the size, where acceptance stays too low (SWIFT C.2)."""

@@ -147,7 +147,7 @@ class TaskState(TunedTask):
         self.timings += completion.timings
         self.n_prompts += 1
         self.n_tokens += completion.n_tokens
-        self.paces = *self.paces, round(completion.n_tokens / max(1e-9, completion.timings.total_s), 3)
+        self.paces = *self.paces, round(completion.tok_s or 0.0, 3)
 
     def progress(self) -> Progress:
         """Return where the task stands after a round."""
@@ -182,7 +182,7 @@ class TaskState(TunedTask):
         if tuned:
             drafted, accepted = sum(done.drafted for done in tuned), sum(done.accepted for done in tuned)
             passes = sum(done.target_passes for done in tuned)
-            tokens = sum(done.n_tokens - done.first_tokens for done in tuned)
+            tokens = sum(done.n_decoded for done in tuned)
         record = replace(
             self.record(model, runtime, verdict, turns),
             acceptance_rate=_rounded(accepted / drafted if drafted else None),

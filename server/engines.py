@@ -62,11 +62,15 @@ OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (  
     ("ratio", "Plain seconds / drafted seconds, as measured.", lambda of: of.ratio),
     ("ratio_low", "The lower end of the ratio's interval.", lambda of: of.interval and of.interval[0]),
     ("ratio_high", "The upper end of the ratio's interval.", lambda of: of.interval and of.interval[1]),
+    ("plain_tokens_per_second", "Of plain decoding, in the pairs of the ratio.", lambda of: of.plain_tok_s),
+    ("drafted_tokens_per_second", "With drafts, in the pairs of the ratio.", lambda of: of.drafted_tok_s),
+    ("saved_seconds", "That plain decoding would have taken longer, since the start.", lambda of: of.all_saved_s),
 )
 SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (  # counters, of the engine's process
-    ("requests", "Requests that were served.", lambda of: of.requests),
-    ("tokens", "Tokens that these got.", lambda of: of.tokens),
-    ("search_seconds", "Seconds that the search has taken.", lambda of: of.search.seconds),
+    ("requests", "Requests that have ended.", lambda of: of.requests),
+    ("tokens", "Tokens of these.", lambda of: of.tokens),
+    ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
+    ("search_seconds", "Seconds that the search has taken beside these.", lambda of: of.search.seconds),
 )
 
 PERIOD_S = 10  # of the history

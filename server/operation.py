@@ -1,8 +1,8 @@
 """Routes for operators: health, metrics, and the tuning of served models.
 
 Health and metrics need no key. A scrape reads the metrics from SQL and Redis: the processes that count live no longer
-than a job. The `spec_decode` names are those of vLLM: drafts are rounds, and 1 + accepted / drafts is tokens per target
-pass.
+than a job. The `spec_decode` names are those of vLLM: drafts are rounds that drafted, and 1 + accepted / drafts is
+the mean number of tokens of such a round.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, sample
 def _counts(completions: Sequence[Completion], predicts_early: bool) -> dict[str, Any]:
     """Return the figures made of the decoding loop's counts; none where another loop decoded."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
-    passes, decoded = sum(d.target_passes for d in completions), sum(d.n_tokens - d.first_tokens for d in completions)
+    passes, decoded = sum(d.target_passes for d in completions), sum(d.n_decoded for d in completions)
     refused = sum(d.refused for d in completions)
     early = predicts_early and decoded > 0
     return {

@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
-from ..core.events import CostStatus, ModelTuning, ShiftStatus, TrialsDone, TuningVerb, Way
+from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
+from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
 from ..decoding.loop import Prefilled, Round
@@ -173,15 +174,21 @@ class Traffic:
         return ObservedCosts(profile, (other for other in alike if other.context_bucket != profile.context_bucket))
 
     def work(
-        self, session: Session, prompt: Prompt, task: str | None, learn: bool = True, **options: Any
+        self,
+        session: Session,
+        prompt: Prompt,
+        task: str | None,
+        learn: bool = True,
+        counts: bool = True,
+        **options: Any,
     ) -> Work[None]:
         """Decode one request; yields `TextAdded` and `Generated`.
 
         Args: task: whose drafts; None: the task whose prompts are most similar. learn: whether ways are compared on
-              the request, and the search may use it.
+              the request, and the search may use it. counts: whether its rounds are part of the task's figures.
         """
         drafter = SwitchedDrafter(
-            self._task(task or DEFAULT_TASK).search.method, lambda: rounds is not None and rounds.drafted
+            self._task(task or DEFAULT_TASK).search.method, lambda: rounds is not None and rounds.is_drafted
         )
         scratch = max(own.search.scratch_rows for own in self._tasks.values()) if learn else 0
         text = GrowingText(session, prompt)
@@ -203,19 +210,18 @@ class Traffic:
             assert rounds is not None
             if isinstance(event, Round):
                 rounds.add(event)
-            elif isinstance(event, TrialsDone):
-                own.search_s += sum(trial.seconds for trial in event.trials)
             elif isinstance(event, Turn):
                 yield from text.ended(event.completion)
-                own.count(rounds, event.completion.n_tokens)
+                if counts:
+                    own.count_rounds(rounds)
                 if learn:
                     self._learn(own, rounds, event.completion, read)
                 info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Prefilled | Round):
                 yield from text.grown(event)
-                if learn and self._may_search(own) and event.context.finish is None:
-                    yield from intercept(own.search.score(event.context, prompt.id), handle)
+                if learn and self._may_search(own, prompt.id) and event.context.finish is None:
+                    yield from intercept(self._look(own, event.context, prompt.id), handle)
                 rounds.begin(self._compared, self._compared_drafts, event.context.load)
 
         method = Method("adaptive", drafter)
@@ -253,11 +259,26 @@ class Traffic:
         for profile in profiles:
             store.save_cost_profile(profile)
 
-    def _may_search(self, task: TaskTraffic) -> bool:
-        rows = self.settings.context_window * (1 + task.search.batch)
+    def count(self, event: Generated) -> None:
+        """Count a request that has ended, however it was decoded."""
+        self._task(event.prompt.task).count(event.completion)
+
+    def _look(self, task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:
+        """Look at candidates beside a request, and count the seconds of that."""
+        before, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
+        try:
+            yield from task.search.score(context, prompt_id)
+        finally:
+            task.count_look(context.tally.optimise_s - before, expected_s)
+
+    def _look_s(self, task: TaskTraffic, prompt_id: str) -> float:
+        """The seconds that the next look beside a prompt is expected to take, by measured costs."""
+        return self.costs.at().target_pass_s(task.search.rows_ahead(prompt_id))
+
+    def _may_search(self, task: TaskTraffic, prompt_id: str) -> bool:
         if self.paused or self._is_busy() or not task.search.optimising:
             return False
-        return task.may_search(self.costs.at().target_pass_s(rows)) and self._has_lease(task.name)
+        return task.may_search(self._look_s(task, prompt_id)) and self._has_lease(task.name)
 
     def _has_lease(self, task: str) -> bool:
         """Whether this replica alone, among those on machines alike, surely searches for a task."""
@@ -284,7 +305,7 @@ class Traffic:
     def _learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read: ReadPrompt | None) -> None:
         if (shifted := task.shifted_by(completion, read)) is not None:
             task.drop_pairs()
-            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests)
+            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests + 1)
             logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)
         if task.add(rounds):
             self._store_version(task)
@@ -292,7 +313,7 @@ class Traffic:
     def _store_version(self, task: TaskTraffic) -> None:
         if self.store is None:
             return
-        record = stamped(task.record(self.model, self.runtime, task.verdict, task.pairs))
+        record = stamped(task.record_in_use(self.model, self.runtime))
 
         def take(stored: LayerSetRecord) -> None:
             task.version, task.stored_for = stored.version, stored.layer_set

@@ -84,12 +84,23 @@ class Wire:
 
 
 class _Sent(Ticket):
-    """A request whose events go over the wire; a request that only reads its prompt sends no token."""
+    """A request whose events go over the wire; a request that only reads its prompt sends no token.
 
-    def __init__(self, wire: Wire, number: int, request: CompletionRequest, piece_of: Callable[[int], Piece]) -> None:
+    `on_end` gets its last event; a request with a trace, which is the playground's, is not counted.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        number: int,
+        request: CompletionRequest,
+        piece_of: Callable[[int], Piece],
+        on_end: Callable[[Generated], None],
+    ) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
         self._wire, self.number, self.request, self._piece_of = wire, number, request, piece_of
+        self.counts, self._on_end = not request.trace, on_end
 
     def put(self, event: TextAdded | Generated) -> None:
         if self.request.max_new_tokens == 0:
@@ -106,6 +117,8 @@ class _Sent(Ticket):
                 ]
             self._wire.send(self.number, "text", **values)
         else:
+            if self.counts:
+                self._on_end(event)
             waited_s = time.perf_counter() - self._asked_at
             self._wire.send(
                 self.number,
@@ -138,6 +151,10 @@ def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
         return replace(event, text="", n_tokens=0, logprobs=())
     done = replace(event.completion, token_ids=(), text="", finish_reason="length", first_tokens=0)
     return event._replace(completion=done)
+
+
+def _not_counted(event: Generated) -> None:
+    """A model that learns nothing has no figures of tasks."""
 
 
 class Tokens:
@@ -252,7 +269,8 @@ class EngineHost:
                 case "decode":
                     request = CompletionRequest.from_json(asked["request"])
                     self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
-                    self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece)
+                    on_end = self.traffic.count if self.traffic is not None else _not_counted
+                    self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece, on_end)
                     self._read(number, is_long, partial(self._decode, self._tickets[number]))
                 case "cancel":
                     if (ticket := self._tickets.pop(number, None)) is not None:
@@ -318,7 +336,7 @@ class EngineHost:
         self._keep(ticket.number, request)
         tokenizer = self.model.runtime.tokenizer
         prediction = request.prediction[: LONG * self.model.runtime.max_positions]
-        options = {
+        options: dict[str, Any] = {
             "salt": request.salt,
             "logprobs": request.logprobs,
             "prompt_logprobs": request.echo and request.logprobs is not None,
@@ -329,7 +347,8 @@ class EngineHost:
             work = partial(self._run_planned, ticket, session, prompt, options)
             threading.Thread(target=work, name="plan", daemon=True).start()  # the database may be slow
         else:
-            self._run(ticket, self.traffic.work(session, prompt, request.task, request.learn, **options))
+            options |= {"learn": request.learn, "counts": ticket.counts}
+            self._run(ticket, self.traffic.work(session, prompt, request.task, **options))
 
     def _run_planned(self, ticket: _Sent, session: Session, prompt: Prompt, options: Mapping[str, Any]) -> None:
         """Decode a request by its plan, which is looked up and built in a thread of its own."""

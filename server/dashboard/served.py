@@ -108,7 +108,7 @@ async def overview(app: Shared) -> dict[str, Any]:
         "served": served,
         "alarms": alarms(served, error),
         "jobs": jobs,
-        "saved_s": sum(task.saved_s for task in tasks),
+        "saved_s": sum(task.all_saved_s for task in tasks),
         "tokens": sum(task.tokens for task in tasks),
         "tok_s": sum(one.tok_s for one in served),
         "acceptance": accepted / drafted if drafted else None,

@@ -29,8 +29,8 @@ DRAFTED = Completion(
     accepted_per_position=(1,), by_draft_length={2: (0, 1)},
 )  # fmt: skip
 LEARNT = TaskTuning(
-    "notes", "drafts", 0.0, "use", 1, None, LayerSet(4), 9, 1.5, (1.4, 1.6), ShiftStatus(), 1, 3, 1.0, 0.1, 0.5, 5.0,
-    9.0, SearchStatus(8, 0.2),
+    "notes", "drafts", 0.0, "use", 1, None, LayerSet(4), 9, "rounds", 1.8, (1.7, 1.9), ShiftStatus(), 1, 3, 1.0, 0.1,
+    0.5, 0.4, 0.0, 5.0, 9.0, 0.5, 2.0, SearchStatus(8, 0.2),
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_board_has_the_panels_of_the_dashboard() -> None:
     titles = {panel["title"] for panel in PANELS}
     assert {
         "Tokens per second", "Ratio to plain decoding", "Requests running and waiting", "Time to first token",
-        "Time per token", "Acceptance", "Acceptance by position", "Tokens per target pass", "Cache hits",
-        "Drafts on or off", "Time spent searching", "Jobs by state", "Workers", "Queue depth", "Database and Redis",
+        "Time per token", "Acceptance", "Acceptance by position", "Tokens per round that drafted", "Cache hits",
+        "Drafts on or off", "Share of the search", "Jobs by state", "Workers", "Queue depth", "Database and Redis",
         "Answers by status",
     } <= titles  # fmt: skip

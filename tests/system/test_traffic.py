@@ -32,7 +32,15 @@ from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Generated
-from swiftopt.tasks.served_task import COMPARED_ROUNDS, MAX_PAIRS, MIN_PAIRS, RoundTimings, TaskTraffic
+from swiftopt.tasks.served_task import (
+    COMPARED_ROUNDS,
+    LOOK_MARGIN,
+    MAX_PAIRS,
+    MIN_PAIRS,
+    DraftedRounds,
+    RoundTimings,
+    TaskTraffic,
+)
 from swiftopt.tasks.traffic import LEASE_S, REFRESH_S, Traffic
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1} w{i + 2}" for i in range(10)]
@@ -64,7 +72,12 @@ def answers(
 ) -> list[Generated]:
     session = Session(runtime, Sampling(), n_new, ignore_eos=True)
     works = (traffic.work(session, Prompt(str(i), "x", text=text), task, learn) for i, text in enumerate(TEXTS))
-    return [event for event in side_by_side(works, at_once, by_time=by_time) if isinstance(event, Generated)]
+    done = []
+    for event in side_by_side(works, at_once, by_time=by_time):
+        if isinstance(event, Generated):
+            traffic.count(event)
+            done.append(event)
+    return done
 
 
 def await_answers(traffic: Traffic) -> None:
@@ -90,14 +103,20 @@ def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTiming
     """As many rounds of the way that is not in use as the task wants, and ten others; a token and such seconds each."""
     n = task.n_compared_rounds
     compared, in_use = Timed(n, n * compared_s), Timed(10, 10 * in_use_s)
-    both = [compared, in_use] if task.drafts else [in_use, compared]
-    return RoundTimings(task.drafts, n > 0, task.search.layer_set, both, both)
+    both = (compared, in_use) if task.drafts else (in_use, compared)
+    return timings(task, *both, compares=n > 0)
+
+
+def timings(task: TaskTraffic, plain: Timed, drafted: Timed, compares: bool = True) -> RoundTimings:
+    """The rounds of a request that ran alone; each drafted one has four draft steps, three of them accepted."""
+    rounds = DraftedRounds(drafted.tokens, drafted.tokens, drafted.seconds, 4 * drafted.tokens, 3 * drafted.tokens)
+    return RoundTimings(task.drafts, compares, task.search.layer_set, [plain, drafted], plain.seconds, rounds)
 
 
 def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
     """Have the task learn from a request; whether that is news to be stored."""
     own = rounds(task, compared_s, in_use_s)
-    task.count(own, sum(spent.tokens for spent in own.spent))
+    task.count_rounds(own)
     return task.add(own)
 
 
@@ -144,19 +163,15 @@ def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
 def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_do(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert task.drafts and task.n_compared_rounds == COMPARED_ROUNDS["unmeasured"]
-    while task.word == "unmeasured":
+    for _ in range(MIN_PAIRS):
+        assert task.word == "unmeasured"
         learnt(task, 1.0, 0.4)  # plain: a second per token
-        assert task.n_requests <= MIN_PAIRS + 1
     assert task.word == "use" and task.n_compared_rounds == COMPARED_ROUNDS["use"]
-    n_before = task.n_requests
-    while task.word == "use":
+    for _ in range(MAX_PAIRS):
         learnt(task, 1.0, 1.6)
-        assert task.n_requests - n_before <= MAX_PAIRS
     assert task.word == "plain" and not task.drafts
-    n_before = task.n_requests
-    while task.word == "plain":
+    for _ in range(MAX_PAIRS):
         learnt(task, 0.4, 1.0)  # drafts: less than half of one
-        assert task.n_requests - n_before <= MAX_PAIRS
     assert task.drafts
 
 
@@ -175,11 +190,36 @@ def test_requests_of_other_lengths_and_speeds_do_not_make_drafts_look_faster(mod
     task = task_of(model)
     for number in range(MAX_PAIRS):
         n, token_s = (40, 1 / 12) if number % 2 else (300, 1 / 20)
-        both = [Timed(8, 8 * token_s), Timed(n, n * token_s)]
-        own = RoundTimings(True, True, task.search.layer_set, both, both)
-        task.count(own, n_tokens=99)
+        own = timings(task, Timed(8, 8 * token_s), Timed(n, n * token_s))
+        task.count_rounds(own)
         task.add(own)
-    assert task.verdict.ratio == pytest.approx(1.0)
+    found = task.status()
+    assert found.ratio == pytest.approx(1.0) and found.plain_tok_s == found.drafted_tok_s
+
+
+def test_figures_of_drafts_are_of_one_look_and_agree_at_every_request(model: swiftopt.Model) -> None:
+    """The ratio is the quotient of the two speeds, and what was saved is drafted seconds times what it is above 1."""
+    task, rng, ratios = task_of(model), np.random.default_rng(1), set()
+    for number in range(60):
+        slower = 1.0 if number < 30 else 3.0  # drafts that pay, then some that do not
+        n, spread = int(rng.integers(20, 300)), rng.lognormal(0, 0.2, 2)
+        task.count_rounds(own := timings(task, Timed(8, 0.8 * spread[0]), Timed(n, 0.06 * n * slower * spread[1])))
+        task.add(own)
+        if number == 45:
+            task.drop_pairs()
+        found = task.status()
+        if found.ratio is None:
+            assert (found.timed, found.interval, found.saved_s, found.plain_tok_s) == (None, None, None, None)
+            continue
+        assert found.timed == "rounds" and found.interval is not None and found.saved_s is not None
+        assert found.interval[0] < found.ratio < found.interval[1] and found.pairs >= MIN_PAIRS
+        assert found.drafted_tok_s is not None and found.plain_tok_s is not None
+        assert found.ratio == pytest.approx(found.drafted_tok_s / found.plain_tok_s, rel=1e-3)
+        assert found.saved_s == pytest.approx(found.drafted_s * (found.ratio - 1), abs=0.1)
+        assert (found.saved_s > 0) == (found.ratio > 1)
+        ratios.add(found.ratio)
+    assert min(ratios) < 1 < max(ratios) and found.saved_before_s != 0
+    assert (found.acceptance_rate, found.mean_generated_length) == (0.75, 1.0)
 
 
 def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> None:
@@ -191,7 +231,7 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     task.search._contest.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
     assert task.search.layer_set != first and len(task.pairs) == MIN_PAIRS + 2
     assert not task.add(mixed)
-    assert not task.pairs and task.verdict.ratio is None and task.word == "use"
+    assert not task.pairs and task.judged.verdict.ratio is None and task.word == "use"
     news = [learnt(task, 1.0, 0.4) for _ in range(MIN_PAIRS + 2)]
     assert news.index(True) + 1 >= MIN_PAIRS and len(task.pairs) == MIN_PAIRS + 2
 
@@ -200,7 +240,7 @@ def test_a_set_whose_gain_is_not_sure_is_not_stored(model: swiftopt.Model) -> No
     task = task_of(model)
     task.word = "use"  # of an earlier set
     assert not any(learnt(task, 1.0, 0.4 if i % 2 else 2.0) for i in range(MAX_PAIRS))
-    assert task.word == "use" and task.verdict.word == "plain" and task.verdict.ratio is not None
+    assert task.word == "use" and task.judged.verdict.word == "plain" and task.judged.verdict.ratio is not None
 
 
 def costs_of(runtime: Runtime) -> CostProfile:
@@ -212,7 +252,7 @@ def costs_of(runtime: Runtime) -> CostProfile:
 class Clock:
     """Time that passes with the model's passes alone: so much for one of drafts, and for one of the target.
 
-    A row of a prompt or of a window takes a second; `decoding_s` leaves these out.
+    A row of a prompt or of a window takes a second; `decoding_s` leaves these out. Studies of the model take no time.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runtime: Runtime, draft_s: float, target_s: float) -> None:
@@ -225,7 +265,8 @@ class Clock:
             return forward_together(passes)
 
         monkeypatch.setattr(runtime, "forward_together", timed)
-        monkeypatch.setattr("swiftopt.decoding.loop.perf_counter", lambda: self.now)
+        for module in ("decoding.loop", "optimizer.search"):
+            monkeypatch.setattr(f"swiftopt.{module}.perf_counter", lambda: self.now)
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -248,6 +289,29 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
     answers(traffic, model.runtime, "code", at_once, by_time=False)
     [found] = traffic.status().tasks
     assert found.pairs >= MIN_PAIRS and found.ratio == pytest.approx(took["plain"] / took["best"], rel=0.3)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_search_takes_its_share_of_the_time_at_most(
+    model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Of the time that has passed, however many requests run at once, and as the task's figures say."""
+    share = 0.5
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", share)
+    costs = replace(costs_of(model.runtime), pass_s={1: 1.0, 256: 256.0})
+    monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs)
+    clock = Clock(monkeypatch, model.runtime, draft_s=0.5, target_s=1.0)
+    traffic, shares = Traffic("tiny", model.runtime, None, SETTINGS), list[float]()
+    session = Session(model.runtime, Sampling(), 40, ignore_eos=True)
+    prompts = [Prompt(str(i), "x", text=text) for i, text in enumerate(TEXTS * 3 * at_once)]
+    for event in side_by_side((traffic.work(session, each, "code") for each in prompts), at_once, by_time=False):
+        if isinstance(event, Generated):
+            [found] = traffic.status().tasks
+            assert found.seconds <= clock.now
+            assert found.search.share == pytest.approx(found.search.seconds / found.seconds, rel=1e-2)
+            shares.append(found.search.share)
+    assert 0 < max(shares) <= share
+    traffic.close()
 
 
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
@@ -297,7 +361,8 @@ def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
     task.use_plan(FoundPlan(plan, 3, "best"), traffic._new_task("code", own).search)
     found = task.status()
     assert (found.version, found.in_use, found.ratio, found.interval) == (3, "drafts", 2.0, (1.8, 2.2))
-    assert found.search.ended == "a stored plan is in use" and found.pairs == 0, "a job times whole requests"
+    assert found.search.ended == "a stored plan is in use" and not task.pairs
+    assert (found.timed, found.pairs) == ("requests", 0), "the plan's ratio is not that of its set's evidence"
     assert not learnt(task, 1.0, 0.4) and task.status().ratio == 2.0
     traffic.close()
 
@@ -339,9 +404,11 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     task = task_of(model)
     assert not task.may_search(0.1)  # nothing was decoded yet
     learnt(task, 1.0, 0.4)  # 12 seconds
-    assert task.may_search(0.3) and not task.may_search(0.4)
-    task.search_s = 0.3
-    assert not task.may_search(0.1)
+    assert task.may_search(0.36 / LOOK_MARGIN) and not task.may_search(0.38 / LOOK_MARGIN)
+    task.count_look(0.2, 0.2)
+    assert task.may_search(0.1) and not task.may_search(0.2)
+    task.count_look(0.1, 0.01)  # ten times what was expected
+    assert task.may_search(0.005) and not task.may_search(0.01), "the next one may take ten times as long, too"
 
 
 def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
