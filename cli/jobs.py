@@ -18,13 +18,14 @@ from rich.text import Text
 
 from ..core.errors import InvalidInput, safe_url
 from ..core.events import JobState, TaskFinished
+from ..core.records import PlanInUse
 from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
 from ..core.settings import ENGINES, preset_of
 from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, seconds_by_part
 from ..optimizer.strategies import strategy_info
 from . import options, tuning_options
-from .backend import Backend, JobClient, TuneProgress, backend_options, progress_words, result_of
+from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
 from .charts import Pictures, draw_tuning
 from .compare import comparison
 from .engines import server_of, tune_engine
@@ -41,7 +42,7 @@ from .options import (
     positive,
 )
 from .output import Result, console, listed, note, write_text
-from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, ratio, tune_summary
+from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, tune_summary
 
 STDOUT = "-"
 
@@ -178,13 +179,13 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
             if progress.n_finished:
                 note(f"{progress.n_finished} completions are in {request.out}")
             raise
-        database = safe_url(store.url)
+        database, ended = safe_url(store.url), Ended(store.jobs.get(result.job), result.tasks)
     if result.tasks:
         pictures.draw(draw_tuning, result.tasks)
     # the configuration applies to the command that is printed as they did to this one
     given = [name for name in options.PLACEMENT if on_command_line(name)]
     backend, out = Backend(db=db), str(result.out)
-    return tune_result(request, result.job, result.tasks, database, backend, given, out)
+    return tune_result(request, ended, database, backend, given, out)
 
 
 def _check_completions_file(out: Path) -> None:
@@ -220,7 +221,7 @@ def _tune_through_queue(
                 writer.write_completion(event.prompt, event.completion)
         if ended.tasks:
             pictures.draw(draw_tuning, ended.tasks)
-        return tune_result(sent, job.id, ended.tasks, client.database, backend, changed(sent), str(out))
+        return tune_result(sent, ended, client.database, backend, changed(sent), str(out))
 
 
 def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
@@ -240,31 +241,31 @@ def changed(request: TuneRequest) -> list[str]:
 
 def tune_result(
     request: TuneRequest,
-    job: str,
-    tasks: Sequence[TaskFinished],
+    ended: Ended,
     database: str,
     backend: Backend,
     repeated: Sequence[str],
     out: str | None,
     fetch: str = "–",
 ) -> Result:
-    """Return the result of a tuning run: what it found for each task, and the command line that uses it.
+    """Return the result of a tuning run: what it found for each task, the plan in use, and the command line for that.
 
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
     none, `fetch` says how to get them.
     """
     found, shown = [], list[RenderableType]()
-    for task in tasks:
-        command = _use(request, task, backend, repeated)
+    plans = {plan.task: plan for plan in ended.job.plans}
+    for task in ended.tasks:
+        command, plan = _use(request, task, backend, repeated), plans.get(task.task, PlanInUse(task.task))
         if shown:
             shown.append("")
-        shown.append(tune_summary(task, out or fetch, command, console().width))
+        shown.append(tune_summary(task, plan, out or fetch, command, console().width))
         values = task.to_json()
         del values["record"], values["trials"]  # the trials are in the store, under the job
         layer_set, timings = task.record.to_json(), seconds_by_part(task.timings)
         more = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
-        found.append({**values, **more})
-    value = {"model": request.model, "job": job, "out": out, "database": database, "tasks": found}
+        found.append({**values, **more, "plan": plan.to_json()})
+    value = {"model": request.model, "job": ended.job.id, "out": out, "database": database, "tasks": found}
     return Result({"schema": "swiftopt.tune/1", **value}, shown)
 
 
@@ -297,7 +298,7 @@ def jobs() -> None:
 @options.json
 @options.example("jobs list --state failed")
 def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
-    """List the newest jobs first, each with how far it is and what it found."""
+    """List the newest jobs first, each with how far it is, and by task what commands decode with now."""
     with backend.open() as client:
         found = client.jobs.latest(state, limit)
     none = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
@@ -308,7 +309,7 @@ def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
 @on_job
 @options.example("jobs show 3f2a9c81d04e")
 def show_(job: str, backend: Backend) -> Result:
-    """Show everything about a job: state, worker, progress, last error, and the layer sets it stored."""
+    """Show everything about a job: state, worker, progress, last error, the sets it stored, and the plans in use."""
     with backend.open() as client:
         found = client.jobs.get(job)
         return Result(found.to_json(), [job_view(found)], _why_waiting(client, found))
@@ -328,7 +329,7 @@ def watch(job: str, backend: Backend) -> Result:
             return Result(ended.job.to_json(), [f"job {job} has succeeded"])
         request = TuneRequest.from_json(ended.job.request)
         fetch = backend.command("jobs", "outputs", job, "--out", "FILE")
-        return tune_result(request, job, ended.tasks, client.database, backend, changed(request), None, fetch)
+        return tune_result(request, ended, client.database, backend, changed(request), None, fetch)
 
 
 def _why_waiting(client: JobClient, job: Job) -> list[str]:
@@ -386,10 +387,7 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
         (fixed("state"), lambda job: Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])),
         (folding("model", min_width=6), lambda job: job.model or job.kind),
         (numeric("done"), lambda job: f"{job.n_outputs}/{job.n_prompts}" if job.n_prompts else "–"),
-        (
-            folding("found", min_width=6),
-            lambda job: ", ".join(f"{each.task} {ratio(each.measured_speedup)}" for each in job.layer_sets) or "–",
-        ),
+        (folding("plan", min_width=6), lambda job: ", ".join(f"{plan.task} {plan.brief}" for plan in job.plans) or "–"),
         (folding("queue"), lambda job: job.queue or "–"),
         (folding("worker"), lambda job: job.worker or "–"),
         (numeric("tries"), lambda job: str(job.attempt)),
@@ -400,11 +398,11 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
 
 def job_view(job: Job) -> RenderableType:
     wanted = f", to {job.wanted} at its next step" if job.wanted else ""
-    now, found = job.figures, []
-    for record in job.layer_sets:
-        measured = ratio(record.measured_speedup, record.measured_interval)
-        words = f"r {record.layer_set.skip_ratio:.2f}, measured {measured}, {record.verdict}"
-        found.append((f"found for {record.task}", f"version {record.version}, {words}"))
+    now = job.figures
+    found = [
+        (f"found for {record.task}", f"version {record.version}, r {record.layer_set.skip_ratio:.2f}")
+        for record in job.layer_sets
+    ]
     rows = [
         ("state", f"{job.state} (attempt {job.attempt}){wanted}"),
         ("error", job.error or ""),
@@ -413,6 +411,7 @@ def job_view(job: Job) -> RenderableType:
         ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
         ("now", f"{now.task}, {now.phase}: {progress_words(now)}" if now is not None else ""),
         *found,
+        *(("plan in use", plan.sentence) for plan in job.plans),
         ("queue", job.queue or "none, it runs where it was begun"),
         ("worker", job.worker or ""),
         ("submitted", job.created_at),

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
-from ..core.records import LayerSetRecord, Plan, PlanVersion
+from ..core.records import LayerSetRecord, Plan, PlanInUse, PlanVersion
 from ..core.types import NOT_FASTER, Kind, LayerSet, Timings, Trial, Verdict, VerdictWord, seconds_by_part
 
 Value = TypeVar("Value")
@@ -185,14 +185,18 @@ def verdict_words(verdict: Verdict) -> str:
     return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
 
 
-def record_rows(record: LayerSetRecord, draft_cost: float | None = None) -> list[tuple[str, str]]:
-    """Return a record's figures, each with its name; `draft_cost` is a draft pass over a plain pass."""
-    cost = [] if draft_cost is None else [("c, draft pass / plain pass", number(draft_cost))]
+def draft_rows(record: LayerSetRecord) -> list[tuple[str, str]]:
+    """Return the figures of a record's drafts, each with its name."""
     return [
         ("draft's weights", weights_words(record.layer_set)),
         ("α, acceptance rate", number(record.acceptance_rate)),
         ("M, tokens per target pass", number(record.mean_generated_length)),
-        *cost,
+    ]
+
+
+def ratio_rows(record: LayerSetRecord) -> list[tuple[str, str]]:
+    """Return a record's ratios to plain decoding, each with its name."""
+    return [
         ("expected ratio", ratio(record.expected_speedup)),
         ("measured ratio", ratio(record.measured_speedup, record.measured_interval)),
     ]
@@ -203,11 +207,11 @@ def set_view(
     task: str,
     trials: Sequence[Trial],
     rows: Iterable[tuple[str, str]],
-    verdict: Verdict,
+    verdict: Text,
     width: int,
     timings: Sequence[RenderableType] = (),
 ) -> list[RenderableType]:
-    """Show a layer set: map, curve of its search, figures, where the time went, and the verdict in its colour."""
+    """Show a layer set: map, curve of its search, figures, where the time went, and the verdict."""
     version = f" version {record.version}" if record.version is not None else ""
     return [
         heading(f"{record.model}/{task}{version}"),
@@ -218,7 +222,7 @@ def set_view(
         figures_table(rows),
         "",
         *timings,
-        Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word]),
+        verdict,
     ]
 
 
@@ -227,12 +231,14 @@ def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> 
     verdict = Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
     rows = [
         ("matchness", number(record.matchness)),
-        *record_rows(record),
+        *draft_rows(record),
+        *ratio_rows(record),
         ("tuned on", device_words(record) or "–"),
         ("stored at", record.created_at or "–"),
         ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
     ]
-    return Group(*set_view(record, record.task, trials, rows, verdict, width))
+    words = Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
+    return Group(*set_view(record, record.task, trials, rows, words, width))
 
 
 def device_words(found: LayerSetRecord | Plan) -> str:
@@ -359,23 +365,42 @@ def command_text(arguments: Sequence[str], width: int) -> Text:
     return Text(" \\\n".join(lines), style="bold", no_wrap=True, overflow="ignore")
 
 
-def tune_summary(finished: TaskFinished, out: str, command: Sequence[str], width: int) -> RenderableType:
-    """Show what a tuning run found for one task, and how to use it."""
+def tune_summary(
+    finished: TaskFinished, plan: PlanInUse, out: str, command: Sequence[str], width: int
+) -> RenderableType:
+    """Show what a tuning run found for one task, the plan in use, and its `command` where that drafts.
+
+    Ratios to plain decoding stand there only where the plan in use is what was found.
+    """
     record, trials = finished.record, finished.trials
-    speeds = f"{number(finished.plain_tok_s, 1)} plain, {number(finished.tuned_tok_s, 1)} tuned"
-    searched = f"{len(trials)} trials on {finished.n_prompts} prompts, {finished.n_tokens} tokens"
-    rows = [*record_rows(record, finished.draft_cost), ("tokens per second", speeds), ("searched", searched)]
+    is_used = plan.drafts and plan.version == record.version
+    rows = [*draft_rows(record), ("c, draft pass / plain pass", number(finished.draft_cost))]
+    rows += ratio_rows(record) if is_used else []
+    if finished.plain_tok_s is not None:
+        speeds = f"{number(finished.plain_tok_s, 1)} plainly, {number(finished.tuned_tok_s, 1)} with these drafts"
+        rows.append(("tokens per second", speeds))
+    rows.append(("searched", f"{len(trials)} candidates on {finished.n_prompts} prompts, {finished.n_tokens} tokens"))
     if trials:
         proposed = ", ".join(f"{n} {origin}" for origin, n in Counter(trial.origin for trial in trials).most_common())
         rows.append(("tried", f"{proposed}; {sum(trial.adopted for trial in trials)} adopted"))
-    rows.append(("stopped because", finished.stopped_because))
+    rows.append(("search ended", finished.stopped_because))
     timings: list[RenderableType] = [timings_table(finished.timings, finished.n_tokens), ""]
     if finished.paces:
         timings[:0] = [paces_line(finished.paces, width), ""]
+    style = VERDICT_STYLES["use" if plan.drafts else finished.verdict.word]
+    usage: list[RenderableType] = ["use it:", command_text(command, width)] if plan.drafts else []
     return Group(
-        *set_view(record, finished.task, trials, rows, finished.verdict, width, timings),
+        *set_view(record, finished.task, trials, rows, Text(plan.sentence, style), width, timings),
+        *_advice(finished, plan),
         "",
         Text.assemble("completions: ", out, no_wrap=True, overflow="ignore"),
-        "use it:",
-        command_text(command, width),
+        *usage,
     )
+
+
+def _advice(finished: TaskFinished, plan: PlanInUse) -> list[str]:
+    """Return why what was found is not in use, where the sentence on the plan does not say it."""
+    version, verdict = finished.record.version, finished.verdict
+    if plan.version != version:
+        return [f"version {version}, which this run stored, is not in use: `swiftopt layers promote` would change that"]
+    return [verdict.reason] if not plan.drafts and verdict.reason not in ("", NOT_FASTER) else []

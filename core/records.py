@@ -203,6 +203,62 @@ class FoundPlan(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class PlanInUse(Record):
+    """What commands decode a task with: the plan that a look-up finds, without what it needs to run.
+
+    `version` None: none is stored. The figures are those of the drafts, also where the verdict is to leave them out.
+    """
+
+    COMPUTED: ClassVar = ("sentence",)
+    ERROR: ClassVar = StoreError
+
+    task: str
+    version: int | None = None
+    method: str = "plain"
+    verdict: VerdictWord = "unmeasured"
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    fallback: str | None = None
+
+    @classmethod
+    def of(cls, task: str, found: FoundPlan) -> PlanInUse:
+        plan = found.plan
+        figures = plan.measured_speedup, plan.measured_interval
+        return cls(task, found.version, plan.method, plan.verdict, *figures, found.fallback)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether commands draft with it."""
+        return self.version is not None and self.verdict == "use"
+
+    @property
+    def brief(self) -> str:
+        """Return in a word or two what commands decode with: the plan's version and ratio, or `plain`."""
+        ratio = "" if self.measured_speedup is None else f" {self.measured_speedup:.2f}x"
+        return f"v{self.version}{ratio}" if self.drafts else "plain"
+
+    @property
+    def sentence(self) -> str:
+        """Return for a person how commands decode the task, with the figures that decided it."""
+        figures = "" if self.measured_speedup is None else f"measured {self.measured_speedup:.2f}x"
+        if figures and self.measured_interval is not None:
+            figures += f", 95 % {self.measured_interval[0]:.2f} to {self.measured_interval[1]:.2f}"
+        if self.drafts:
+            remarks = "; ".join(filter(None, (figures, self.fallback))) or "not measured"
+            return f"{self.task}: decode with {self.method} drafts of version {self.version} ({remarks})"
+        if self.version is None:
+            why = "no plan is in use"
+        elif self.verdict == "unmeasured":
+            why = f"the drafts of version {self.version} were not compared with plain decoding"
+        elif not figures:
+            why = "no method that was compared is reliably faster"
+        else:
+            is_slower = self.measured_interval is not None and self.measured_interval[1] < 1
+            why = f"drafts {figures}: {'slower' if is_slower else 'not enough to be sure'}"
+        return f"{self.task}: decode plainly ({why})"
+
+
+@dataclass(frozen=True, slots=True)
 class PlanVersion:
     """A stored plan among the versions of its model and task.
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from .errors import SettingsError, StoreError
 from .events import Event, JobState, Progress, PromptFinished, event_from_json
-from .records import LayerSetRecord
+from .records import LayerSetRecord, PlanInUse
 from .serialization import Record, Settings, count
 from .settings import SwiftSettings, TuningSettings
 from .streams import StreamForm
@@ -244,7 +244,8 @@ class Job(Record):
 
     `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
     as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
-    what the job stored: one per task, and one more behind where an interrupted run was retried.
+    what the job stored: one per task, and one more behind where an interrupted run was retried. `plans` say what is in
+    use for each of these tasks.
     """
 
     SCHEMA: ClassVar = "swiftopt.job/1"
@@ -265,6 +266,7 @@ class Job(Record):
     n_prompts: int = 0
     n_outputs: int = 0
     layer_sets: tuple[LayerSetRecord, ...] = ()
+    plans: tuple[PlanInUse, ...] = ()
     created_at: str = ""
     started_at: str | None = None
     finished_at: str | None = None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast, get_args
 from sqlalchemy import ColumnElement, Row, and_, func, select, update
 from sqlalchemy.orm import Session
 
-from ..core.errors import LayerSetError, LeaseLost, NotFound, StoreError
+from ..core.errors import LayerSetError, LayerSetNotFound, LeaseLost, NotFound, StoreError
 from ..core.events import (
     Event,
     JobState,
@@ -22,11 +22,11 @@ from ..core.events import (
     event_from_json,
     event_type,
 )
-from ..core.records import LayerSetRecord
+from ..core.records import LayerSetRecord, PlanInUse
 from ..core.requests import STATES, Job, JobEvent, JobKind, Lease, Promotion, Wanted
 from ..core.types import Completion, now
 from .database import clock_s, insert
-from .plans import add_version, has_best, offer
+from .plans import add_version, has_best, lookup, offer
 from .tables import (
     CounterRow,
     EventRow,
@@ -157,7 +157,7 @@ def change(
 
 
 def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
-    """Return the jobs of rows, with their layer sets and number of completions."""
+    """Return the jobs of rows, with their layer sets, the plans in use for these tasks, and number of completions."""
     ids = [row.id for row in found]
     query = select(OutputRow.job_id, func.count()).where(OutputRow.job_id.in_(ids)).group_by(OutputRow.job_id)
     n_outputs = {job: n for job, n in session.execute(query)}
@@ -165,10 +165,35 @@ def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
     for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
         with suppress(LayerSetError, TypeError):  # one that was changed by hand must not hide every job
             sets.setdefault(str(row.job), []).append(layer_set_record(row))
-    return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, [])) for row in found]
+    plans = _plans_in_use(session, [record for each in sets.values() for record in each])
+    return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, []), plans) for row in found]
 
 
-def _to_job(row: JobRow, n_outputs: int, sets: list[LayerSetRecord]) -> Job:
+def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[LookedUp, PlanInUse]:
+    """Return what look-ups find for the tasks of layer sets, where these were tuned."""
+    found: dict[LookedUp, PlanInUse] = {}
+    for key in map(_looked_up, sets):
+        if key not in found:
+            found[key] = PlanInUse(key.task)
+            with suppress(LayerSetNotFound, LayerSetError, TypeError):  # the latter two: changed by hand
+                found[key] = PlanInUse.of(key.task, lookup(session, *key))
+    return found
+
+
+class LookedUp(NamedTuple):
+    """What a command that decodes a task asks a look-up for."""
+
+    model: str
+    task: str
+    device: str | None
+    dtype: str | None
+
+
+def _looked_up(record: LayerSetRecord) -> LookedUp:
+    return LookedUp(record.fingerprint or record.model, record.task, record.device, record.dtype)
+
+
+def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: Mapping[LookedUp, PlanInUse]) -> Job:
     """Return the job of a row; one that cannot be read shows as failed, so that a list of jobs does not end at it."""
     shown: dict[str, Any] = {"state": row.state, "request": row.request, "error": row.error}
     try:
@@ -183,6 +208,7 @@ def _to_job(row: JobRow, n_outputs: int, sets: list[LayerSetRecord]) -> Job:
         progress=row.progress if isinstance(row.progress, Mapping) else None,
         n_outputs=n_outputs,
         layer_sets=tuple(sets),
+        plans=tuple(plans[key] for key in dict.fromkeys(map(_looked_up, sets))),
     )
 
 

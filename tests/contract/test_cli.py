@@ -25,7 +25,7 @@ from swiftopt.cli import doctor
 from swiftopt.cli.main import MODULES, run, swiftopt
 from swiftopt.cli.options import MANY, GroupedCommand
 from swiftopt.core.events import TaskFinished, TrialsDone
-from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.records import LayerSetRecord, PlanInUse
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.models.loading import random_runtime
@@ -446,17 +446,18 @@ def test_doctor_tells_the_free_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:
-    from swiftopt.cli.backend import Backend
+    from swiftopt.cli.backend import Backend, Ended
     from swiftopt.cli.jobs import tune_result
-    from swiftopt.core.requests import TuneRequest
+    from swiftopt.core.requests import Job, TuneRequest
 
     finished = TaskFinished(
         "notes", some_record(version=1), Verdict("plain", 0.9), "done", (), Timings(1, 2, 3, 4), 5, 60, 0.6, 9.0, 8.0
     )
-    request = TuneRequest("m", "notes.jsonl")
-    value = json.loads(json.dumps(tune_result(request, "job", [finished], "db", Backend(), ["dtype"], "out").value))
+    request, plan = TuneRequest("m", "notes.jsonl"), PlanInUse("notes", 1, "plain", "plain", 0.9)
+    ended = Ended(Job("job", "tune", "succeeded", None, 1, "", {}, plans=(plan,)), (finished,))
+    value = json.loads(json.dumps(tune_result(request, ended, "db", Backend(), ["dtype"], "out").value))
     assert value["schema"] == "swiftopt.tune/1"
-    assert value["tasks"][0]["verdict"]["word"] == "plain"
+    assert value["tasks"][0]["verdict"]["word"] == "plain" and value["tasks"][0]["plan"] == plan.to_json()
     assert value["tasks"][0]["timings"] == {"optimise": 1, "draft": 2, "verify": 3, "other": 4}
     command = ["swiftopt", "generate", "--model", "m", "--task", "notes", "--dtype", "auto", "--prompt"]
     assert value["tasks"][0]["command"][:-1] == command

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from swiftopt.core.events import (
     TrialsDone,
     state_words,
 )
-from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.requests import Job, Lease, TuneRequest
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Store
@@ -76,7 +77,14 @@ def job(store: Store) -> Job:
     return JobService(store, None).submit(TuneRequest("smollm2-135m", "notes.jsonl"), PROMPTS)[0]
 
 
-def work(store: Store, job: str, end: str = "succeeded", error: str | None = None, text: str = "w1") -> None:
+def work(
+    store: Store,
+    job: str,
+    end: str = "succeeded",
+    error: str | None = None,
+    text: str = "w1",
+    task: TaskFinished = TASK,
+) -> None:
     """What a worker writes for a whole job."""
     attempt = store.jobs.get(job).attempt
     claim = store.jobs.claim(Lease(job, attempt), "w1")
@@ -85,8 +93,9 @@ def work(store: Store, job: str, end: str = "succeeded", error: str | None = Non
     done = [PromptFinished(prompt, i, Completion((1, 2), text, "length", "swift")) for i, prompt in enumerate(PROMPTS)]
     store.jobs.checkpoint(claim.lease, 1, [TrialsDone("notes", TRIALS), *done], {})
     if end == "succeeded":
-        stamped = replace(TASK, record=replace(TASK.record, job=job))
-        store.jobs.finish_task(claim.lease, 2, stamped, "swift", "always", {})
+        stamped = replace(task, record=replace(task.record, job=job))
+        method = "swift" if task.verdict.word == "use" else "plain"
+        store.jobs.finish_task(claim.lease, 2, stamped, method, "always", {})
     store.jobs.end(claim.lease, end, error)  # type: ignore[arg-type]
 
 
@@ -185,6 +194,49 @@ def test_outputs_on_stdout_are_those_of_the_file_whatever_the_terminal_shows(
     assert [json.loads(line)["text"] for line in shown.getvalue().splitlines()] == ["größer"] * 2
 
 
+OPEN = replace(
+    TASK,
+    record=replace(TASK.record, measured_speedup=1.29, measured_interval=(0.66, 2.52), verdict="plain"),
+    verdict=Verdict("plain", 1.29, (0.66, 2.52), 1.3, 4, "4 held-out prompts are too few to tell: give more"),
+)
+PLAINLY = "notes: decode plainly (drafts measured 1.29x, 95 % 0.66 to 2.52: not enough to be sure)"
+
+
+def test_every_place_names_plain_decoding_after_a_verdict_that_is_not_sure(
+    store: Store, job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from api import client_of
+
+    monkeypatch.setenv("COLUMNS", "200")
+    work(store, job.id, task=OPEN)
+    listed = called(capsys, "jobs", "list")[1]
+    assert "notes plain" in listed and "1.29" not in listed
+    shown, watched = (called(capsys, "jobs", verb, job.id)[1] for verb in ("show", "watch"))
+    page = unescape(client_of(store).get(f"/jobs/{job.id}").text)
+    for text in (shown, watched, page):
+        assert PLAINLY in text and text.count("1.29") == 1
+    assert "use it" not in watched and OPEN.verdict.reason in watched
+    plan = json.loads(called(capsys, "jobs", "show", job.id, "--json")[1])["plans"][0]
+    assert (
+        plan["sentence"]
+        == PLAINLY
+        == json.loads(called(capsys, "jobs", "watch", job.id, "--json")[1])["tasks"][0]["plan"]["sentence"]
+    )
+
+
+def test_every_place_names_the_plan_that_a_look_up_finds_now(
+    store: Store, job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    work(store, job.id, task=OPEN)
+    store.add_plan("smollm2-135m", "notes", Plan("prompt-lookup", verdict="use", measured_speedup=1.6, device="cpu"))
+    now = "notes: decode with prompt-lookup drafts of version 2 (measured 1.60x)"
+    assert "notes v2 1.60x" in called(capsys, "jobs", "list")[1]
+    assert now in called(capsys, "jobs", "show", job.id)[1]
+    watched = called(capsys, "jobs", "watch", job.id)[1]
+    assert now in watched and "1.29" not in watched and "version 1, which this run stored, is not in use" in watched
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_job_tables_fit(width: int, store: Store, job: Job) -> None:
     work(store, job.id)
@@ -197,7 +249,7 @@ def test_job_tables_fit(width: int, store: Store, job: Job) -> None:
         assert max(map(cell_len, drawn(renderable, width))) <= width
     assert "notes, optimise: 3.2 tok/s" in "\n".join(drawn(job_view(running), width))
     text = "\n".join(drawn(jobs_table([found, running], width), width))
-    assert found.id in text and "notes 1.20x" in text and "pausing" in text and "2/2" in text
+    assert found.id in text and "notes v1 1.20x" in text and "pausing" in text and "2/2" in text
 
 
 def test_duration_is_said_as_people_say_it() -> None:

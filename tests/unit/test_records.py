@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from swiftopt.core.errors import LayerSetError, NotFound
-from swiftopt.core.records import LayerSetRecord, import_file
+from swiftopt.core.records import FoundPlan, LayerSetRecord, Plan, PlanInUse, import_file
 from swiftopt.core.settings import FORMATS
 from swiftopt.core.types import LayerSet
 
@@ -192,3 +192,64 @@ def test_import_is_refused_when_the_file_is_not_there_or_no_text(tmp_path: Path)
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(LayerSetError, match="is not UTF-8 text"):
         import_file(tmp_path / "latin.json", DEPTHS.get)
+
+
+# the plan in use
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence", "brief"),
+    [
+        (
+            PlanInUse("code", 3, "adaptive", "use", 1.418, (1.281, 1.579)),
+            "code: decode with adaptive drafts of version 3 (measured 1.42x, 95 % 1.28 to 1.58)",
+            "v3 1.42x",
+        ),
+        (
+            PlanInUse("code", 3, "adaptive", "use", 1.4, None, "tuned on another device"),
+            "code: decode with adaptive drafts of version 3 (measured 1.40x; tuned on another device)",
+            "v3 1.40x",
+        ),
+        (
+            PlanInUse("code", 3, "swift", "use"),
+            "code: decode with swift drafts of version 3 (not measured)",
+            "v3",
+        ),
+        (
+            PlanInUse("code", 1, "plain", "plain", 1.29, (0.66, 2.52)),
+            "code: decode plainly (drafts measured 1.29x, 95 % 0.66 to 2.52: not enough to be sure)",
+            "plain",
+        ),
+        (
+            PlanInUse("code", 1, "plain", "plain", 0.83, (0.78, 0.89)),
+            "code: decode plainly (drafts measured 0.83x, 95 % 0.78 to 0.89: slower)",
+            "plain",
+        ),
+        (
+            PlanInUse("code", 1, "plain", "plain", 1.7),
+            "code: decode plainly (drafts measured 1.70x: not enough to be sure)",
+            "plain",
+        ),
+        (
+            PlanInUse("code", 1, "plain", "plain"),
+            "code: decode plainly (no method that was compared is reliably faster)",
+            "plain",
+        ),
+        (
+            PlanInUse("code", 1, "swift", "unmeasured"),
+            "code: decode plainly (the drafts of version 1 were not compared with plain decoding)",
+            "plain",
+        ),
+        (PlanInUse("code"), "code: decode plainly (no plan is in use)", "plain"),
+    ],
+)
+def test_plan_in_use_is_told_with_what_decided_it(plan: PlanInUse, sentence: str, brief: str) -> None:
+    assert (plan.sentence, plan.brief, plan.drafts) == (sentence, brief, brief != "plain")
+    assert PlanInUse.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert plan.to_json()["sentence"] == sentence
+
+
+def test_plan_in_use_is_what_a_look_up_found() -> None:
+    plan = Plan("spd", verdict="use", measured_speedup=1.5, measured_interval=(1.2, 1.8))
+    found = PlanInUse.of("code", FoundPlan(plan, 4, "best", "tuned on cpu"))
+    assert found == PlanInUse("code", 4, "spd", "use", 1.5, (1.2, 1.8), "tuned on cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,11 +41,12 @@ from swiftopt.core.events import (
     TrialsDone,
     event_line,
 )
-from swiftopt.core.records import LayerSetRecord, ModelInfo
+from swiftopt.core.records import LayerSetRecord, ModelInfo, PlanInUse
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
 from swiftopt.models.sources import ALIASES
 
 WIDTHS = (80, 120)
+USED = PlanInUse("humaneval", 12, "swift", "use", 1.27, (1.19, 1.33))
 COMMAND = ["swiftopt", "generate", "--model", "smollm2-135m", "--task", "notes", "--prompt", 'it\'s a "test"']
 
 
@@ -148,16 +150,46 @@ def test_sparkline_draws_few_or_equal_values(values: list[float], length: int) -
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("n_layers", [12, 30, 80])
 def test_summary_fits_and_has_every_figure(n_layers: int, width: int) -> None:
-    lines = drawn(tune_summary(some_result(n_layers), "notes.jsonl", COMMAND, width), width)
+    lines = drawn(tune_summary(some_result(n_layers), USED, "notes.jsonl", COMMAND, width), width)
     text = "\n".join(lines)
     assert widest(lines) <= width
-    for word in ("0.91", "3.81", "0.61", "1.31x", "1.27x [1.19, 1.33]", "40.2", "51.3", "400 trials", "notes.jsonl"):
+    for word in (
+        "0.91",
+        "3.81",
+        "0.61",
+        "1.31x",
+        "1.27x [1.19, 1.33]",
+        "40.2",
+        "51.3",
+        "400 candidates",
+        "notes.jsonl",
+    ):
         assert word in text
     assert "no better layer set in 300 trials" in text
+    assert USED.sentence in " ".join(text.split()) and "use it:" in lines
+
+
+def test_summary_shows_no_ratio_and_no_command_of_drafts_that_are_not_used() -> None:
+    """But the one that the sentence gives as the reason."""
+    few = "4 held-out prompts are too few to tell: give more"
+    verdict = Verdict("plain", 1.29, (0.66, 2.52), 1.31, 4, few)
+    result = replace(some_result(30), record=some_record(verdict="plain"), verdict=verdict)
+    plain = PlanInUse("humaneval", 12, "plain", "plain", 1.29, (0.66, 2.52))
+    text = "\n".join(drawn(tune_summary(result, plain, "notes.jsonl", COMMAND, 120), 120))
+    assert "humaneval: decode plainly (drafts measured 1.29x, 95 % 0.66 to 2.52: not enough to be sure)" in text
+    assert few in text and text.count("1.2") == 1 and "1.31x" not in text
+    assert "use it" not in text and "swiftopt generate" not in text
+
+
+def test_summary_names_the_plan_in_use_where_it_is_another_one() -> None:
+    other = PlanInUse("humaneval", 9, "prompt-lookup", "use", 1.6, (1.4, 1.8))
+    text = "\n".join(drawn(tune_summary(some_result(30), other, "notes.jsonl", COMMAND, 120), 120))
+    assert "humaneval: decode with prompt-lookup drafts of version 9 (measured 1.60x, 95 % 1.40 to 1.80)" in text
+    assert "version 12, which this run stored, is not in use" in text and "1.27x" not in text and "use it:" in text
 
 
 def test_summary_breaks_a_token_time_down() -> None:
-    lines = drawn(tune_summary(some_result(30), "notes.jsonl", COMMAND, 80), 80)
+    lines = drawn(tune_summary(some_result(30), USED, "notes.jsonl", COMMAND, 80), 80)
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.split()}
     assert rows["optimise"] == ["1.0", "10"]
     assert rows["draft"] == ["2.5", "25"]
@@ -166,7 +198,7 @@ def test_summary_breaks_a_token_time_down() -> None:
 
 
 def test_summary_draws_the_speed_along_the_stream() -> None:
-    lines = drawn(tune_summary(some_result(30), "notes.jsonl", COMMAND, 80), 80)
+    lines = drawn(tune_summary(some_result(30), USED, "notes.jsonl", COMMAND, 80), 80)
     at = next(i for i, line in enumerate(lines) if "tok/s of 24 prompts, searching meanwhile, 20.0 to 43.0" in line)
     assert list(lines[at - 1].strip()) == sorted(lines[at - 1].strip()) and lines[at - 1].strip()
 
@@ -176,9 +208,9 @@ def test_summary_is_drawn_when_nothing_was_tried_or_measured() -> None:
     empty = TaskFinished(
         "t", bare, Verdict("unmeasured", reason="too few prompts"), "", (), Timings(), 0, 0, 1.0, None, None
     )
-    text = "\n".join(drawn(tune_summary(empty, "out.jsonl", COMMAND, 80), 80))
-    assert "no trials were recorded" in text
-    assert "unmeasured: nothing was compared with plain decoding (too few prompts)" in text
+    text = "\n".join(drawn(tune_summary(empty, PlanInUse("t"), "out.jsonl", COMMAND, 80), 80))
+    assert "no trials were recorded" in text and "tokens per second" not in text
+    assert "t: decode plainly (no plan is in use)" in text and "too few prompts" in text
 
 
 def test_verdict_says_that_plain_decoding_is_faster() -> None:
