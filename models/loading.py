@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
-from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
+from ..core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
@@ -27,7 +27,6 @@ from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, o
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .costs import is_out_of_memory
-from .families import family_of
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import are_there
@@ -37,8 +36,9 @@ from .row_invariant import fuse_norms, make_row_invariant
 from .runtime import Runtime
 from .saved import (
     OnStep,
+    check_files,
+    files_of,
     first_line,
-    has_tokenizer,
     no_step,
     quiet,
     refuse_missing,
@@ -56,6 +56,14 @@ PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
 WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
 COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
 COMPILED_FORMS = 32  # at most, of a function: for one row and several, by weight format; torch's own limit is 8
+# Fields of a generation_config.json that change what is written, and that no request of ours can ask for.
+STEERING = (
+    *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids"),
+    *("sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "num_beams", "constraints", "force_words_ids", "penalty_alpha"),
+    *("dola_layers", "use_mtp"),
+)
 WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
@@ -82,6 +90,8 @@ def load(
     with quiet():
         folder = local_folder(source, step)
         supported_config(folder)
+        check_files(files_of(folder), folder)
+        tokenizer, generation_config = load_tokenizer(folder), _generation_config(folder)
         if device not in ("cpu", "auto-map"):
             use_expandable_segments()
         place = placement(device, folder, dtype, speed)
@@ -89,10 +99,12 @@ def load(
         step(doing)
         with reporting_progress(step, doing):
             model, n_parameters = _load_model(folder, dtype, place, doing, step)
-        _take_generation_config(model, folder)
+        if generation_config is not None:
+            model.generation_config = generation_config
+        refuse_steering(model.generation_config, folder)
         collector.run()
         info = info_of(model, fingerprint(folder), source.names, n_parameters)
-        runtime = Runtime(model, load_tokenizer(folder), info)
+        runtime = Runtime(model, tokenizer, info)
     if speed != "eager":
         step("preparing the kernels")
     at_speed(runtime, speed)
@@ -235,21 +247,21 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
             " copy or download it again"
         )
     refuse_missing(found["missing_keys"], folder)
-    refuse_unread(found["unexpected_keys"], family_of(model.config).layers, folder)
+    refuse_unread(found["unexpected_keys"], folder)
     model = model.eval().requires_grad_(False)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _take_generation_config(model: Any, folder: Path) -> None:
-    """Read what the model's makers set for decoding; without it the config's end-of-text token stays.
+def _generation_config(folder: Path) -> Any:
+    """Read what the model's makers set for decoding; None where they set nothing.
 
     transformers itself takes no notice where it cannot read the file: completions would not end.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
-        return
+        return None
     try:
         found = GenerationConfig.from_pretrained(folder, local_files_only=True)
         ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
@@ -258,16 +270,27 @@ def _take_generation_config(model: Any, folder: Path) -> None:
         float(found.repetition_penalty or 1.0)
     except Exception as error:  # it checks its values, each with errors of its own
         raise ModelNotFound(f"{path} cannot be read ({first_line(error)}): copy the model's folder again") from error
-    model.generation_config = found
+    refuse_steering(found, folder)
+    return found
+
+
+def refuse_steering(config: Any, folder: Path) -> None:
+    """Raises: UnsupportedModel: the model's makers ask for what is not obeyed, so that texts would be others."""
+    defaults = GenerationConfig._get_default_generation_params()
+    for name in STEERING:
+        value = getattr(config, name, None)
+        if value is not None and value is not False and value != defaults.get(name):
+            raise UnsupportedModel(
+                f"the generation_config.json of {folder} asks for {name} {value!r}, which swiftopt does not apply:"
+                " remove it there to decode without it"
+            )
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer, None where it has none.
+    """Return the folder's tokenizer.
 
-    Raises: ModelNotFound: it cannot be read.
+    Raises: ModelNotFound: there is none, or it cannot be read.
     """
-    if not has_tokenizer(folder):
-        return None
     try:
         with _reading(f"the tokenizer in {folder}", folder, "cpu"):
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)

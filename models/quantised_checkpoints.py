@@ -75,7 +75,6 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         if not maps:
             raise _none_stored(folder, scheme)
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
-        refuse_unread(set(own.values()) - read_here, family_of(model.config).layers, folder)
         reported = time.monotonic()
         for number, (name, parts) in enumerate(maps.items()):
             if time.monotonic() - reported > REPORT_S:
@@ -97,6 +96,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
         _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, wanted, folder)
     model.tie_weights()
     refuse_missing([name for name, parameter in model.named_parameters() if parameter.is_meta], folder)
+    refuse_unread(set(own.values()) - read_here, folder)
     return model.eval().requires_grad_(False), n_parameters
 
 

@@ -9,12 +9,11 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,24 @@ from .families import FAMILIES, family_of
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-# Masks and frequencies that older transformers versions wrote into the files; they hold nothing learned.
-LEFTOVERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
+# Tensors that no text of ours depends on: masks and tables that older versions of transformers wrote, and scales for
+# keys and values in 8 bits, which are kept in the model's dtype here.
+LEFTOVERS = (
+    *("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias"),
+    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *("._extra_state", ".k_scale", ".v_scale", ".kv_scale"),
+)
+MERGE = "merge it into the model by peft's merge_and_unload, save that with its tokenizer, and name the new folder"
+ADAPTER = "adapter_config.json"
+# Files of which the model's text, or what it is for, depends beside its weights, and which nothing here reads.
+UNREAD_FILES = {
+    ADAPTER: ("an adapter", MERGE),
+    "value_head.safetensors": ("the head of a reward model", "use a model that writes text"),
+    "value_head.bin": ("the head of a reward model", "use a model that writes text"),
+    "modules.json": ("the layers of an embedding model", "use a model that writes text"),
+}
+# Files that say how weights are quantised where config.json does not.
+QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # of a file's name, while it is being written
 REPORT_S = 1.0  # between two reports of how much of the weights is read
@@ -214,6 +229,41 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
         yield StoredTensors(tensors)
 
 
+def check_files(names: Collection[str], where: object) -> None:
+    """Check a model's folder or repository by the names of its files, before anything is read.
+
+    Raises: UnsupportedModel: it holds more than a model. ModelNotFound: it has no tokenizer.
+    """
+    refuse_unread_files(names, where)
+    if not any(name in names for name in TOKENIZER_FILES):
+        raise ModelNotFound(
+            f"{where} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the tokenizer's files from the"
+            " model that this one was made of"
+        )
+
+
+def refuse_unread_files(names: Collection[str], where: object) -> None:
+    """Raises: UnsupportedModel: a file says that there is more than a model."""
+    for name, (what, advice) in UNREAD_FILES.items():
+        if name in names:
+            raise UnsupportedModel(f"{where} holds {what} ({name}), which would be left out: {advice}")
+
+
+def files_of(folder: Path) -> frozenset[str]:
+    return frozenset(os.listdir(folder))
+
+
+def adapter_in(folder: Path) -> str | None:
+    """Return what a folder without a model holds, where that is an adapter: a sentence."""
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not (folder / ADAPTER).is_file():
+        return None
+    return f"the folder {folder} holds an adapter{f' of {base}' if base else ''} ({ADAPTER}) and no model: {MERGE}"
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
@@ -225,8 +275,8 @@ def _no_config(path: Path, error: Exception) -> ModelNotFound:
 def supported_type(folder: Path) -> tuple[str, Scheme | None]:
     """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
 
-    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, or cannot
-        read weights that are quantised in that way.
+    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, cannot read
+        weights that are quantised in that way, or the folder holds what is no causal language model alone.
     """
     path = folder / "config.json"
     try:
@@ -240,7 +290,29 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
         raise UnsupportedModel(
             f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
         )
-    return model_type, scheme_in(config, path)
+    refuse_architectures(config.get("architectures"), model_type, path)
+    refuse_unread_files(files_of(folder), folder)
+    scheme = scheme_in(config, path)
+    for name in QUANTISED_BY if scheme is None else ():
+        if (folder / name).is_file():
+            raise UnsupportedModel(
+                f"{folder} says in {name} how its weights are quantised, and config.json does not: write that there as"
+                " quantization_config, with its quant_method"
+            )
+    return model_type, scheme
+
+
+def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
+    """Raises: UnsupportedModel: a config names a class that is no causal language model of its type."""
+    stem = model_type.removesuffix("_text").replace("_", "")
+    # A bare decoder's class stands for weights whose head is the embedding.
+    known = {f"{stem}{kind}" for kind in ("forcausallm", "lmheadmodel", "model", "textmodel")}
+    for name in named if isinstance(named, list) else ():
+        if str(name).replace("_", "").lower() not in known:
+            raise UnsupportedModel(
+                f"{path} names the architecture {name}, which is no causal language model of type {model_type}: use a"
+                " model that writes text"
+            )
 
 
 def supported_config(folder: Path) -> Any:
@@ -266,17 +338,16 @@ def refuse_missing(missing: Any, where: Path) -> None:
         raise ModelNotFound(f"{where} lacks {len(missing)} weights, such as {first}: download or copy it again")
 
 
-def refuse_unread(names: Iterable[str], layers: str, where: Path) -> None:
-    """Raises: ModelNotFound: some of these are weights of layers, for which a model of the config has no place.
+def refuse_unread(names: Iterable[str], where: Path) -> None:
+    """Raises: ModelNotFound: a model of the config has no place for some of these weights.
 
-    `layers`: where a model has them. transformers leaves such weights out, and computes something else.
+    transformers leaves such weights out, and computes something else.
     """
-    of_layers = re.compile(rf"(\w+\.)?{layers.rpartition('.')[2]}\.\d+\..*(weight|bias|weight_packed)")
-    unread = sorted(name for name in names if of_layers.fullmatch(name) and not name.endswith(LEFTOVERS))
+    unread = sorted(name for name in names if not name.endswith(LEFTOVERS))
     if unread:
         raise ModelNotFound(
             f"{where} has {len(unread)} weights for which a model of its config.json has no place, such as"
-            f" {unread[0]}: copy or download the config again"
+            f" {unread[0]}: copy or download the config again, or use a model without them"
         )
 
 

@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import DeviceMissing, ModelNotFound, OutputError, SettingsError, UnsupportedModel
-from .saved import OnStep, first_line, has_tokenizer, is_complete, no_step, supported_config, supported_type
+from .saved import (
+    ADAPTER,
+    OnStep,
+    adapter_in,
+    check_files,
+    files_of,
+    first_line,
+    has_tokenizer,
+    is_complete,
+    no_step,
+    supported_config,
+    supported_type,
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
@@ -120,7 +132,8 @@ class Source:
 def resolve(name: str) -> Source:
     """Find what `name` stands for, without torch and without the network.
 
-    Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias or hub id.
+    Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias or hub id. UnsupportedModel: it is an
+        adapter's folder.
     """
     path = os.path.expanduser(name)  # os.path, for it answers False where pathlib raises (a name too long, a NUL)
     if os.path.isfile(os.path.join(path, "config.json")):
@@ -137,6 +150,8 @@ def resolve(name: str) -> Source:
             name.lower(), "hub" if gguf is None else "gguf", location, _distinct(name.lower(), name, location)
         )
     if os.path.isdir(path):
+        if (adapter := adapter_in(Path(path))) is not None:
+            raise UnsupportedModel(adapter)
         raise ModelNotFound(f"the folder {name} holds no config.json: name the folder of a saved model or a .gguf file")
     if _HUB_ID.fullmatch(name):
         aliases = [key for key, known in ALIASES.items() if known.hub_id == name and _wheel_gguf(known) is None]
@@ -155,7 +170,9 @@ def check_names(name: str, dtype: str, device: str, here: bool = False) -> Sourc
         check_device(device)
     source = resolve(name)
     if source.kind == "folder":
-        supported_type(Path(source.location))
+        folder = Path(source.location)
+        supported_type(folder)
+        check_files(files_of(folder), folder)
     return source
 
 
@@ -244,11 +261,12 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
 
     on_step(f"asking the hub for {hub_id}")
     try:
-        listed = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()
+        listed = [entry.rfilename for entry in HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()]
+        _check_listed(listed, f"the hub's {hub_id}")
         folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT_S))
         supported_config(folder)
         on_step(f"downloading {hub_id}")
-        wanted = needed_files([entry.rfilename for entry in listed])
+        wanted = needed_files(listed)
         return Path(snapshot_download(hub_id, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_S))
     except (ModelNotFound, UnsupportedModel):
         raise
@@ -258,6 +276,16 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
                 f"{hub_id} cannot be kept in {HF_HUB_CACHE} ({first_line(error)}): make room there or set HF_HOME"
             ) from error
         raise ModelNotFound(_sentence(hub_id, otherwise, error)) from error
+
+
+def _check_listed(files: list[str], where: str) -> None:
+    """Raises: ModelNotFound, UnsupportedModel: a repository holds no model, or more than one."""
+    ggufs = sorted(name for name in files if name.endswith(".gguf"))
+    if "config.json" not in files and ggufs:
+        raise ModelNotFound(f"{where} holds GGUF files: download one, such as {ggufs[0]}, and name that file")
+    if "config.json" not in files and ADAPTER not in files:
+        raise ModelNotFound(f"{where} holds no config.json: name the repository of a model")
+    check_files(files, where)
 
 
 def needed_files(files: list[str]) -> list[str]:

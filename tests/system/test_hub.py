@@ -120,6 +120,26 @@ def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fe
     assert not any(path.endswith(".safetensors") for path in hub.served)
 
 
+@pytest.mark.parametrize(
+    ("files", "error", "words"),
+    [
+        ({"adapter_config.json": b"{}"}, UnsupportedModel, "ours/tiny holds an adapter .*: merge it"),
+        ({"adapter_config.json": b"{}", "config.json": None}, UnsupportedModel, "ours/tiny holds an adapter"),
+        ({"tokenizer.json": None, "tokenizer_config.json": None}, ModelNotFound, "ours/tiny has no tokenizer"),
+        ({"config.json": None, "tiny-Q8_0.gguf": b""}, ModelNotFound, "download one, such as tiny-Q8_0.gguf, and name"),
+        ({"config.json": None}, ModelNotFound, "holds no config.json: name the repository of a model"),
+    ],
+)
+def test_hub_repository_that_is_not_one_model_is_refused_before_its_weights_are_fetched(
+    files: dict[str, bytes | None], error: type[Exception], words: str, hub: Hub
+) -> None:
+    kept = {name: content for name, content in {**hub.files, **files}.items() if content is not None}
+    hub.files = kept
+    with pytest.raises(error, match=words):
+        load("ours/tiny", speed="eager")
+    assert not any(path.endswith(".safetensors") for path in hub.served)
+
+
 def test_hub_refusals_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFound, match=r"the hub has no model theirs/qwen3-8bb.*qwen3-8b"):
         load("theirs/qwen3-8bb")

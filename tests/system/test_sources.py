@@ -17,11 +17,14 @@ import torch
 from families import tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save, write_gguf
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from swiftopt.core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.models import loading
+from swiftopt.models.families import FAMILIES
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.runtime import Runtime
+from swiftopt.models.saved import refuse_architectures
 from swiftopt.models.sources import local_folder, resolve
 
 TOKEN_IDS = torch.tensor([[1, 5, 9, 2, 7]])
@@ -81,11 +84,6 @@ def test_load_spreads_a_model_when_told_to(tmp_path: Path) -> None:
     assert torch.equal(loaded.hf_model(TOKEN_IDS).logits, load(str(tmp_path)).hf_model(TOKEN_IDS).logits)
 
 
-def test_load_gives_no_tokenizer_when_the_folder_has_none(tmp_path: Path) -> None:
-    tiny_model("llama", torch.float32).save_pretrained(tmp_path)
-    assert load(str(tmp_path)).tokenizer is None
-
-
 def test_description_names_depth_size_and_family(tmp_path: Path) -> None:
     info = load(str(save(tmp_path, "gpt2"))).info
     assert info.fingerprint == fingerprint(tiny_model("gpt2", torch.float32))
@@ -139,6 +137,75 @@ def _lose_shard(folder: Path) -> None:
     next(folder.glob("model-00002*")).unlink()
 
 
+def _lose_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def _name(folder: Path, *names: str, text: str = "{}") -> None:
+    for name in names:
+        (folder / name).write_text(text)
+
+
+def _add_weights(folder: Path, **more: torch.Tensor) -> None:
+    """Weights by their names, in which __ stands for a dot."""
+    named = {name.replace("__", "."): tensor for name, tensor in more.items()}
+    save_file(load_file(folder / "model.safetensors") | named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _make_classifier(folder: Path) -> None:
+    """A tied one, whose own head decides nothing of its text."""
+    _add_weights(folder, score__weight=torch.ones(2, 32))
+    edit_config(folder, architectures=["LlamaForSequenceClassification"], tie_word_embeddings=True)
+
+
+def _tie(folder: Path, architecture: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, architectures=[architecture], tie_word_embeddings=True)
+
+
+def _steer(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "eos_token_id": 1}')
+
+
+# What a folder has or lacks that its files' names and its config say.
+FOREIGN: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
+    "no tokenizer": (
+        _lose_tokenizer,
+        ModelNotFound,
+        r"has no tokenizer \(none of tokenizer\.json.*: copy the tokenizer",
+    ),
+    "a classifier": (
+        _make_classifier,
+        UnsupportedModel,
+        "architecture LlamaForSequenceClassification, which is no causal",
+    ),
+    "an encoder": (
+        lambda f: edit_config(f, architectures=["LlamaEncoderModel"]),
+        UnsupportedModel,
+        "architecture LlamaEncoderModel",
+    ),
+    "an adapter beside the model": (
+        lambda f: _name(f, "adapter_config.json", "adapter_model.safetensors"),
+        UnsupportedModel,
+        r"holds an adapter \(adapter_config\.json\), which would be left out: merge it",
+    ),
+    "a reward model's head": (lambda f: _name(f, "value_head.safetensors"), UnsupportedModel, "head of a reward model"),
+    "an embedding model": (lambda f: _name(f, "modules.json", text="[]"), UnsupportedModel, "an embedding model"),
+    "quantised elsewhere": (
+        lambda f: _name(f, "quantize_config.json"),
+        UnsupportedModel,
+        r"says in quantize_config\.json .*: write that there as quantization_config",
+    ),
+    "steered by its makers": (
+        _steer,
+        UnsupportedModel,
+        "asks for no_repeat_ngram_size 3, which",
+    ),
+}
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ModelNotFound, "cannot be loaded"),
     "truncated": (_truncate, ModelNotFound, "cannot be loaded"),
@@ -165,22 +232,74 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
     "odd config": (lambda f: edit_config(f, hidden_size="x"), ModelNotFound, "is no model's config"),
     "tokenizer no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), ModelNotFound, "the tokenizer in"),
     "tokenizer.model alone": (_keep_sentences, ModelNotFound, r"no tokenizer\.json, .*: pip install sentencepiece"),
+    "a head that nothing reads": (
+        lambda f: _add_weights(f, score__weight=torch.ones(2, 32)),
+        ModelNotFound,
+        r"1 weights for which .* has no place, such as score\.weight",
+    ),
+    "scales of a format that its config does not name": (
+        lambda f: _add_weights(f, model__layers__0__mlp__up_proj__weight_scale=torch.ones(1)),
+        ModelNotFound,
+        r"no place, such as model\.layers\.0\.mlp\.up_proj\.weight_scale",
+    ),
     "family a list": (lambda f: edit_config(f, model_type=[]), UnsupportedModel, r"the model type \[\]"),
     "unknown family": (lambda f: edit_config(f, model_type="mamba"), UnsupportedModel, "'mamba'.*llama"),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", [*FOREIGN, *DAMAGE])
 def test_load_says_in_one_sentence_what_is_wrong_with_a_folder(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    damage, error, words = DAMAGE[kind]
+    damage, error, words = {**FOREIGN, **DAMAGE}[kind]
     damage(save(tmp_path))
     capfd.readouterr()
     with pytest.raises(error, match=words) as caught:
         load(str(tmp_path))
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_a_folder_holds_is_refused_before_its_weights_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any, **options: Any) -> Any:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loading, "_load_model", read)
+    damage, error, _ = FOREIGN[kind]
+    damage(save(tmp_path))
+    with pytest.raises(error):
+        load(str(tmp_path))
+
+
+def test_an_adapters_folder_says_what_to_merge_it_into(tmp_path: Path) -> None:
+    _name(tmp_path, "adapter_config.json", text='{"base_model_name_or_path": "ours/tiny"}')
+    words = r"holds an adapter of ours/tiny \(adapter_config\.json\) and no model: merge it into the model by peft's"
+    with pytest.raises(UnsupportedModel, match=words):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LLaMAForCausalLM", "LlamaModel"])
+def test_a_tied_folder_of_a_causal_language_model_or_its_decoder_loads(name: str, tmp_path: Path) -> None:
+    _tie(save(tmp_path), name)
+    loaded: Any = load(str(tmp_path)).hf_model
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_the_classes_of_transformers_for_each_family_are_causal_language_models() -> None:
+    for model_type in FAMILIES:
+        named = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], MODEL_MAPPING_NAMES[model_type]]
+        refuse_architectures(named, model_type, Path("config.json"))
+        with pytest.raises(UnsupportedModel, match="is no causal language model"):
+            refuse_architectures([named[0].replace("ForCausalLM", "ForTokenClassification") + "X"], model_type, Path())
+
+
+def test_tensors_that_no_text_depends_on_are_left_out(tmp_path: Path) -> None:
+    more = {"k_scale": torch.ones(1), "v_scale": torch.ones(1), "rotary_emb__inv_freq": torch.ones(4)}
+    _add_weights(save(tmp_path), **{f"model__layers__0__self_attn__{name}": tensor for name, tensor in more.items()})
+    assert load(str(tmp_path)).n_layers == 4
 
 
 @pytest.mark.parametrize("dtype, device", [("int4", "auto"), ("bf16", "cpu"), ("auto", "gpu"), ("auto", "cuda:x")])
