@@ -64,7 +64,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 )
 @click.option("--port", default=8000, type=IntRange(0, 65535), help="0 takes a free one.")
 @requests("--concurrency", default=8, type=positive, help="Completions at once, per model.")
-@requests("--max-waiting", default=64, type=natural, help="Completions that may wait.")
+@requests("--max-waiting", default=128, type=natural, help="Completions that may wait.")
 @requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
 @requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
 @requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")

@@ -59,6 +59,7 @@ def _read_biases(values: Any) -> Any:
 AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
 BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
 MOST_BIAS = 100.0  # of a token's logit, either way
+ONE_TOKEN = 1e-6  # no vocabulary has a million tokens: the most probable one alone reaches this mass
 
 
 def searchable(n_layers: int) -> tuple[SubLayer, ...]:
@@ -200,7 +201,7 @@ def n_turns(prompt: Prompt) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Settings):
-    """How a token is taken from the target's distribution; temperature 0 is greedy.
+    """How a token is taken from the target's distribution; temperature 0 is greedy, and so is `top_p` 0.
 
     `min_p` leaves out tokens that are less probable than this share of the most probable one. `repetition_penalty` None
     means what the model's own generation config says. `presence_penalty` is taken off the logits of the tokens that
@@ -213,14 +214,14 @@ class Sampling(Settings):
     NAME: ClassVar = "the sampling"
 
     temperature: float = ranged(0.0, ge=0)
-    top_p: float = ranged(1.0, gt=0, le=1)
+    top_p: float = share(1.0)
     top_k: int = count(0, least=0)  # 0: off
     min_p: float = share(0.0)  # 0: off
     repetition_penalty: float | None = ranged(None, gt=0)
     presence_penalty: float = ranged(0.0, ge=-2, le=2)
     frequency_penalty: float = ranged(0.0, ge=-2, le=2)
     logit_bias: Annotated[tuple[tuple[int, float], ...], BY_TOKEN] = field(default_factory=tuple)
-    seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
+    seed: int = ranged(0, ge=-LARGEST - 1, le=LARGEST)
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -236,7 +237,7 @@ class Sampling(Settings):
     @property
     def greedy(self) -> bool:
         """Return whether the most probable token is taken, with no draw."""
-        return self.temperature == 0
+        return self.temperature == 0 or self.top_p < ONE_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from .grammar import GrammarMask
 _BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they read scores alone
 KEPT_NOISES = 64  # positions, at most; 0.6 MB each for 152,000 tokens
 Drafted = Sequence[int] | Sequence[Tensor]  # tokens; (1,) each where their device may still be computing them
-_COLDEST = 1e-30  # below, float32 scores overflow; long before, the argmax has all of the probability
+_SMALLEST_DIVISOR = 1e-15  # of scores: below, two of them overflow float32; long before, the argmax is sure
 
 
 class GeneratedPenalty(LogitsProcessor):
@@ -119,13 +119,13 @@ class TokenRule:
         if penalty is None:
             penalty = getattr(generation_config, "repetition_penalty", None)
         if penalty not in (None, 1.0):
-            processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+            processors.append(RepetitionPenaltyLogitsProcessor(max(float(penalty), _SMALLEST_DIVISOR)))
         if sampling.presence_penalty or sampling.frequency_penalty:
             processors.append(GeneratedPenalty(n_prompt, sampling.presence_penalty, sampling.frequency_penalty))
         processors.extend(constraints)
         if not sampling.greedy:
             if sampling.temperature != 1.0:
-                processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
+                processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _SMALLEST_DIVISOR)))
             if sampling.top_k:
                 processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:

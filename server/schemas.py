@@ -30,6 +30,7 @@ MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1 << 14  # of a chat: nobody else is answered while they are checked
 MOST_STOPS = 128  # strings, each of which is looked for after every token
+MOST_SEED = 9223372036854776000  # as OpenAI's reference has it: 64 bits, rounded
 TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
@@ -141,7 +142,7 @@ class CommonFields(Lenient):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # and values that mean what the server does anyway
         **dict.fromkeys(("audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex"), ()),
         **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
-        **{"best_of": (1,), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
+        **{"best_of": (0, 1), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
         **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "early_stopping"), (False,)),
         "return_tokens_as_token_ids": (False,),
         **{"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "length_penalty": (1, 1.0)},
@@ -149,7 +150,7 @@ class CommonFields(Lenient):
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     user: str | None = None
     swiftopt: Options | None = None
     top_k: int | None = Field(default=None, ge=-1, le=LARGEST)
@@ -158,7 +159,7 @@ class CommonFields(Lenient):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    seed: int | None = Field(default=None, ge=-MOST_SEED, le=MOST_SEED)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
@@ -244,6 +245,8 @@ class GenerationFields(CommonFields):
         own = self.swiftopt or Options()
         given = self.model_dump(include=SAMPLED, exclude_none=True)
         given |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
+        if self.seed is not None:
+            given["seed"] = (self.seed + 2**63) % 2**64 - 2**63
         return CompletionRequest(
             task=own.task,
             method="plain" if own.plan == "plain" else own.method,
@@ -461,11 +464,6 @@ class AskedText(GenerationFields):
     max_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-
-    def check(self) -> None:
-        super().check()
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidInput("max_tokens 0 needs echo: set echo to true, or ask for tokens", "max_tokens")
 
     @property
     def n_logprobs(self) -> int | None:

@@ -141,7 +141,7 @@ class ServerSettings:
     max_body_bytes: int = 32 * MIB
     requests_per_min: int = 600  # of each caller; 0: no limit
     tokens_per_min: int = 0  # of the prompts and completions of each caller; 0: no limit
-    max_waiting: int = 64  # completions per model, besides those that run
+    max_waiting: int = 128  # completions per model, besides those that run; a request may have as many choices
     drain_s: int = 30  # for completions in progress at the end
     timeout_s: float = 600.0  # of a completion, waiting included
     origins: tuple[str, ...] = ()  # of pages that may call the API; "*": of all

@@ -379,7 +379,7 @@ def test_prompt_longer_than_the_context_is_named(tiny: str, home: Path, capsys: 
     (home / "long.jsonl").write_text('{"prompt": "w1"}\n' + json.dumps({"prompt": "w5 " * 400, "id": "six"}) + "\n")
     assert run(["generate", "--model", tiny, "--stream", "long.jsonl", "--max-new-tokens", "8"]) == 2
     told = told_last(capsys)
-    assert "'six'" in told and "400 tokens" in told and "context of 256" in told
+    assert "'six'" in told and "the prompt has 400" in told and "context length is 256" in told
 
 
 def test_chat_is_refused_where_the_model_has_no_template(

@@ -127,7 +127,7 @@ def test_stream_name_without_folders_is_not_found(client: TestClient) -> None:
         {"model": 7}, {"model": ""}, {"model": "a\0b"}, {"model": None}, {"unknown": 1}, {"queue": "a/b"},
         {"queue": "q" * 65}, {"queue": ""}, {"limit": 0}, {"limit": True}, {"limit": 10**30}, {"max_new_tokens": 1.5},
         {"dtype": "int7"}, {"device": "cuda:x"}, {"settings": {"nothing": 1}}, {"settings": {"max_steps": "7"}},
-        {"settings": {"skip_ratio": 7}}, {"settings": {"strategy": "luck"}}, {"sampling": {"top_p": 0}},
+        {"settings": {"skip_ratio": 7}}, {"settings": {"strategy": "luck"}}, {"sampling": {"top_p": -0.1}},
         {"sampling": {"seed": 2**63}}, {"settings": []}, {"stream": {}}, {"stream": {"prompts": []}},
         {"stream": {"prompts": [{"prompt": "a"}], "name": "b"}}, {"stream": {"prompts": [{"prompt": 1}]}},
         {"stream": {"prompts": [{"prompt": "a\0"}]}}, {"stream": {"prompts": "a"}}, {"task": "a/b"}, {"task": " "},

@@ -122,12 +122,12 @@ def call_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_of(events: list[Any]) -> dict[str, Any]:
-    """The whole answer that a stream of a chat or a response is in pieces."""
+    """The whole answer that a stream is in pieces, that of a completion as a chat."""
     if events[-1].get("type", "").startswith("response."):
         return dict(events[-1]["response"])
     text, reason, calls = "", None, list[dict[str, str]]()
     for choice in (choice for event in events for choice in event["choices"]):
-        delta, reason = choice["delta"], choice["finish_reason"]
+        delta, reason = choice.get("delta", {"content": choice.get("text")}), choice["finish_reason"]
         text += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):
             if "name" in call["function"]:

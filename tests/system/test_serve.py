@@ -705,10 +705,10 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"min_tokens": 17, "max_tokens": None}, "min_tokens", "more than the 16 tokens"),
     (CHAT, {"swiftopt": {"plan": "plain", "method": "swift"}}, "swiftopt.method", "exclude each other"),
     (CHAT, {"swiftopt": {"plan": 1, "method": "plain"}}, "swiftopt.method", "exclude each other"),
-    (COMPLETION, {"max_tokens": 0}, "max_tokens", "echo"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "use a number greater than or equal to 1"),
     # more than there are places
-    (COMPLETION, {"n": 100}, "n", "100 completions are asked for, but this server takes 68"),
-    (COMPLETION, {"prompt": ["w1"] * 80}, "prompt", "80 completions are asked for, but this server takes 68"),
+    (COMPLETION, {"prompt": ["w1"] * 2, "n": 100}, "n", "200 completions are asked for, but this server takes 132"),
+    (COMPLETION, {"prompt": ["w1"] * 140}, "prompt", "140 completions are asked for, but this server takes 132"),
     # what only the engine knows
     (COMPLETION, {"prompt": ""}, "prompt", "the prompt has no tokens"),
     (COMPLETION, {"prompt": [[]]}, "prompt", "the prompt has no tokens"),
@@ -844,6 +844,19 @@ def test_responses_take_the_fields_of_chats(server: Served) -> None:
     assert len({text(CHAT, **own) for own in same}) > 5
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_top_p_0_gives_the_text_of_temperature_0(server: Served, path: str) -> None:
+    length = {"max_output_tokens" if path == RESPONSE else "max_tokens": 24}
+    common = {**BODIES[path], **length, "seed": 3}
+
+    def written(**own: Any) -> Any:
+        answer = server.client.post(path, json={**common, **own}).json()
+        return answer["output"][0]["content"] if path == RESPONSE else answer["choices"]
+
+    texts = [written(temperature=0), *(written(temperature=1, top_p=top_p) for top_p in (0, 1e-9))]
+    assert texts[0] == texts[1] == texts[2] != written(temperature=1, top_p=1)
+
+
 def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
     """`max_tokens` 0 with `echo`: the log probabilities are those of a completion's prompt, and nothing is written."""
     common: Any = {"model": "tiny", "prompt": TEXT, "temperature": 0, "logprobs": 2, "echo": True}
@@ -863,6 +876,10 @@ def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
         one = client.completions.create(**{**common, "prompt": "w3"}, max_tokens=max_tokens).choices[0].logprobs
         assert one is not None and one.tokens is not None and one.token_logprobs is not None
         assert (one.tokens[0], one.token_logprobs[0], len(one.tokens)) == ("w3", None, 1 + max_tokens)
+    for n in (1, 2):  # without its echo a prompt is only read, and counted
+        read = client.completions.create(model="tiny", prompt=TEXT, max_tokens=0, n=n, logprobs=0)
+        assert [(each.text, each.finish_reason) for each in read.choices] == [("", "length")] * n
+        assert read.usage is not None and scored.usage.prompt_tokens == read.usage.total_tokens
     plain = server.client.post(COMPLETION, json={"model": "tiny", "prompt": TEXT, "max_tokens": 0, "echo": True})
     assert plain.json()["choices"][0] == {"index": 0, "text": TEXT, "finish_reason": "length", "logprobs": None}
 

@@ -68,6 +68,27 @@ def test_top_p_keeps_what_transformers_keeps() -> None:
             assert ours.isfinite().sum() == theirs.isfinite().sum()
 
 
+@pytest.mark.parametrize("top_p", [0.0, 1e-300, 1e-9])
+def test_top_p_that_one_token_reaches_takes_the_token_of_temperature_0(top_p: float) -> None:
+    greedy, sampled = Sampling(presence_penalty=2.0), Sampling(temperature=2.0, top_p=top_p, presence_penalty=2.0)
+    rules = [TokenRule.of(sampling, None, len(PROMPT)) for sampling in (greedy, sampled)]
+    rows = [torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    for row in [*rows, torch.zeros(VOCAB), rows[0].round()]:  # the last two have several best tokens
+        first, second = (rule.noisy(rule.scores([*PROMPT, 7], row), len(PROMPT) + 1).argmax() for rule in rules)
+        assert first == second
+
+
+def test_smallest_and_largest_values_still_give_a_token() -> None:
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    row[PROMPT[0]] = 0.0  # which a penalty too small for float32 would divide by 0
+    tiny = (5e-324, 1e-300, 1e-30)
+    for temperature, top_p, min_p, penalty in product((*tiny, 2.0), (*tiny, 1e-5, 1.0), (0.0, 1.0), (*tiny, 1e18)):
+        penalties = {"repetition_penalty": penalty, "presence_penalty": -2.0, "frequency_penalty": 2.0}
+        rule = TokenRule.of(Sampling(temperature, top_p, min_p=min_p, **penalties), None, len(PROMPT))  # type: ignore[arg-type]
+        scores = rule.noisy(rule.scores([*PROMPT, 7, 7], row), len(PROMPT) + 2)
+        assert not scores.isnan().any() and scores.max() > -torch.inf, (temperature, top_p, min_p, penalty)
+
+
 def test_top_p_does_not_sort_the_whole_vocabulary() -> None:
     row, empty = 6 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)), torch.tensor([[]])
     ours, theirs = (processor_seconds(partial(kind(0.9), empty, row)) for kind in (TopP, TopPLogitsWarper))

@@ -63,7 +63,7 @@ def test_settings_survive_json_and_unknown_keys_are_named() -> None:
     [
         {"temperature": -1},
         {"temperature": math.inf},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"top_k": -1},
         {"min_p": 1.1},
         {"repetition_penalty": 0},
