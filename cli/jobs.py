@@ -21,9 +21,9 @@ from ..core.events import JobState, TaskFinished
 from ..core.records import PlanInUse
 from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
 from ..core.settings import ENGINES, preset_of
-from ..core.streams import STDIN, LineWriter, default_output, output_line, read_stream
+from ..core.streams import LineWriter, default_output, output_line, read_stream
 from ..core.types import Prompt, seconds_by_part
-from ..optimizer.strategies import strategy_info
+from ..tasks.admission import check_tuning
 from . import options, tuning_options
 from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
 from .charts import Pictures, draw_tuning
@@ -133,16 +133,11 @@ def tune(pictures: Pictures, **values: Any) -> Result:
         raise InvalidInput(
             "--detach draws nothing: leave out --png and --svg, and draw with `swiftopt layers show` later"
         )
-    prompts = []
-    file = Path(request.stream)
-    read_twice = request.stream != STDIN and not (file.is_fifo() or file.is_char_device())  # <(command) gives text once
-    if queued or read_twice:  # a bad line must not cost the loading of torch
-        prompts = read_stream(request.stream, request.task, request.limit, request.form)
-    strategy_info(request.settings.strategy)  # an unknown one is refused
+    prompts = read_stream(request.stream, request.task, request.limit, request.form)
     tuning_options.warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
-    return _tune_here(request, values["db"], pictures)
+    return _tune_here(request, prompts, values["db"], pictures)
 
 
 def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
@@ -162,8 +157,8 @@ def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
     return comparison(request, compared, made_on, pictures, values["db"])
 
 
-def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Result:
-    options.check_model(request)
+def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, pictures: Pictures) -> Result:
+    check_tuning(request, prompts)  # before torch is loaded
     if request.out is None:  # decided here, so that a run cut short can tell where its completions are
         request = replace(request, out=str(default_output(request.stream)))
     else:
@@ -174,7 +169,7 @@ def _tune_here(request: TuneRequest, db: str | None, pictures: Pictures) -> Resu
         progress = TuneProgress(console(stderr=True))
         try:
             with progress:
-                result = run_tuning(request, store, progress)
+                result = run_tuning(request, store, progress, prompts)
         except BaseException:
             if progress.n_finished:
                 note(f"{progress.n_finished} completions are in {request.out}")
@@ -201,10 +196,8 @@ def _tune_through_queue(
     out = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
         _check_completions_file(out)
-    if not os.path.isabs(request.model) or os.path.exists(request.model):  # else it may be on the workers only
-        options.check_model(request)
     path = os.path.expanduser(request.model)
-    name = os.path.abspath(path) if os.path.exists(path) else request.model  # for workers with other working folders
+    name = os.path.abspath(path) if os.path.exists(path) else request.model  # for a server in another folder
     sent = replace(request, model=name, out=None)
     with backend.open() as client:
         job, is_new = client.jobs.submit(sent, prompts, queue, uuid.uuid4().hex)

@@ -538,7 +538,7 @@ def check_model(request: ModelRequest, *others: str | None) -> None:
     from ..models.sources import check_names
 
     for name in filter(None, (request.model, *others)):
-        check_names(name, request.dtype, request.device)
+        check_names(name, request.dtype, request.device, request.speed)
 
 
 def load(request: ModelRequest) -> Runtime:

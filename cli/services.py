@@ -163,7 +163,7 @@ def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel
         given, equals, path = words.partition("=")
         path = path if equals else words
         name = given if equals else Path(words).name if os.path.exists(words) else words
-        check_names(path, values["dtype"], values["device"])
+        check_names(path, values["dtype"], values["device"], values["speed"])
         if name in found:
             raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
         own = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
@@ -273,10 +273,10 @@ def check_start(working: WorkerContext) -> None:
     Raises: SettingsError: the device is unknown or not here, or the name is taken. ServiceUnreachable, StoreError:
         Redis or the database cannot be used.
     """
-    from ..models.sources import check_dtype_and_device
+    from ..models.sources import check_placement
     from ..worker.queue import RedisQueue
 
-    check_dtype_and_device("auto", working.device)
+    check_placement("auto", working.device)
     with closing(RedisQueue(working.redis)) as queue:
         queue.ping()
         open_store(working.database).close()

@@ -13,6 +13,7 @@ SwiftoptError                         exit 1
 │   └── ContextOverflow                        prompt and completion do not fit the model's context
 ├── NotFound (LookupError)            exit 3
 │   ├── ModelNotFound                          no alias, folder, file or hub model of that name
+│   │   └── HubUnreachable                         the hub, which may have it, does not answer
 │   ├── FileNotFound                           no such file
 │   │   └── StreamNotFound                     no such file of prompts
 │   ├── LayerSetNotFound                       nothing stored for that model and task
@@ -90,6 +91,9 @@ class NotFound(SwiftoptError, LookupError):
 
 
 class ModelNotFound(NotFound): ...
+
+
+class HubUnreachable(ModelNotFound): ...
 
 
 class FileNotFound(NotFound): ...

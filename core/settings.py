@@ -15,6 +15,7 @@ from .serialization import LARGEST, Settings, count, ranged, share
 # weight formats that parts of a draft can have beside the model's own
 Format = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
 FORMATS: tuple[str, ...] = get_args(Format)
+FP8_ON_CPU = "our kernels for a CPU do not read fp8: draft in int8 or int4"
 GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
 # Other engines, as `export --to`, `tune --engine` and look-ups name them.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]

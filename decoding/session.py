@@ -16,6 +16,7 @@ from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.serialization import LARGEST
 from ..core.streams import EMPTY_STOP
 from ..core.types import Completion, Prompt, Sampling, n_turns
+from ..models.prompts import no_template, refuse_tokens
 from ..models.runtime import Runtime
 from .context import Ending, ResumePoint, TokenRule
 from .engine import Work, alone
@@ -59,8 +60,8 @@ class Session:
         for name in ("max_new_tokens", "min_new_tokens"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} {getattr(self, name)} is out of range: use 0 or more", name)
-        self._check_tokens("stop_token_ids", self.stop_token_ids)
-        self._check_tokens("logit_bias", [token_id for token_id, _ in self.sampling.logit_bias])
+        refuse_tokens("stop_token_ids", self.stop_token_ids, self.runtime.vocab_size)
+        refuse_tokens("logit_bias", dict(self.sampling.logit_bias), self.runtime.vocab_size)
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
         if self.grammar is not None:
             self.rule()  # one that cannot be read with this tokenizer is refused here
@@ -179,13 +180,6 @@ class Session:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
         return ids
 
-    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
-        last = self.runtime.vocab_size - 1
-        for token_id in token_ids:
-            if not 0 <= token_id <= last:
-                words = f"{what} names token {token_id}, but this model has tokens 0 to {last}"
-                raise SettingsError(f"{words}: use ids of its own tokenizer", what)
-
     def _tokenizer(self) -> Any:
         if self.runtime.tokenizer is None:
             raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
@@ -194,10 +188,7 @@ class Session:
     def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
         tokenizer = self.runtime.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InvalidInput(
-                f"{name} is a chat, but this model's tokenizer has no chat template:"
-                " give plain text, or use an instruct model"
-            )
+            raise no_template(name)
         if "developer" not in str(tokenizer.chat_template):  # it may leave out what a role says that it does not know
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         values = {"add_generation_prompt": True, **values}

@@ -7,11 +7,9 @@ out: their tokenizer names every token, but splits no text as the model's own do
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -34,9 +32,11 @@ from .saved import (
     LEFTOVERS,
     OnStep,
     cache_root,
+    converted_folder,
     first_line,
     no_step,
     refuse_missing,
+    refuse_other_file,
     remove_stale,
     replacing,
     share,
@@ -52,9 +52,6 @@ HEAD, EMBEDDING = "lm_head", "token_embd.weight"
 FACTORS = "rope_f"  # what the names of tensors of rotary factors begin with
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # of chat templates, where no key names them
-CONVERSION = "3"  # part of every converted folder's name; raise it when the conversion changes
-N_SAMPLES = 9  # places of a file that its key covers
-SAMPLE_BYTES = 1 << 20  # at each of them
 CONFIG_FIELDS = {  # GGUF's settings, and those of a config with the same value
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -82,7 +79,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or rotary scaling that would be
         lost. SettingsError: there is too little memory. OutputError: the cache cannot be written.
     """
-    folder = cache_root() / "gguf" / _key(gguf)
+    folder = converted_folder(gguf)
     if _is_whole(folder):
         return folder
     on_step(f"converting {gguf.name}, only once")
@@ -113,26 +110,11 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
     return folder
 
 
-def _key(gguf: Path) -> str:
-    try:
-        size = gguf.stat().st_size
-        digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
-        with gguf.open("rb") as file:
-            for i in range(N_SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * i // (N_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
-    return f"{re.sub(r'[^a-z0-9.]+', '-', gguf.stem.lower())[:60]}-{digest.hexdigest()[:16]}"
-
-
 def _check(gguf: Path) -> None:
     """Refuse files that transformers would fail on with a traceback, or read wrongly in silence."""
     import gguf as gguf_library
 
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
+    refuse_other_file(gguf)
     try:
         reader = gguf_library.GGUFReader(str(gguf))
         rotary = {

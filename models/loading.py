@@ -86,7 +86,7 @@ def load(
     """
     step = on_step or no_step
     torch.set_num_threads(n_threads())
-    source = check_names(name, dtype, device, here=True)
+    source = check_names(name, dtype, device, speed, here=True)
     with quiet():
         folder = local_folder(source, step)
         supported_config(folder)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import SettingsError
-from ..core.settings import FORMATS, group_size
+from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import LINEAR, Block, LayerModules, PackedLinear
 from .buffer import free_bytes
@@ -373,7 +373,7 @@ class QuantisedCopies:
     def _check_runs(self, name: str, device: torch.device) -> None:
         """Raises: SettingsError: nothing there computes with that format."""
         if name == "fp8" and device.type == "cpu" and self.packed is True:
-            raise SettingsError("our kernels for a CPU do not read fp8: draft in int8 or int4")
+            raise SettingsError(FP8_ON_CPU)
         if name == "fp8" and device.type == "cpu" and not cpu_multiplies_fp8():
             version = torch.__version__
             raise SettingsError(f"torch {version} does not multiply fp8 row by row on a CPU: draft in int8 or int4")

@@ -12,13 +12,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ContextOverflow, InvalidInput, LayerSetError, SettingsError, UnsupportedModel
+from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
 from .families import context_limit, family_of, is_parallel, windows_of
 from .parts import refuse_unnamed
+from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
 from .rows import (
     BufferPlan,
@@ -155,11 +156,7 @@ class Runtime:
 
     def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
         """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
-        if n_prompt + max_new_tokens > self.max_positions:
-            raise ContextOverflow(
-                f"this model's maximum context length is {self.max_positions} tokens, but the prompt has {n_prompt} and"
-                f" {max_new_tokens} new ones are to follow: shorten the prompt or ask for fewer new tokens"
-            )
+        refuse_overflow(n_prompt, max_new_tokens, self.max_positions)
 
     def check_layer_set(self, layer_set: LayerSet) -> None:
         """Raises: LayerSetError: the set was made for another depth."""

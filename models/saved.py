@@ -5,10 +5,12 @@ Nothing here needs torch before tensors are read.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -45,6 +47,9 @@ UNREAD_FILES = {
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # of a file's name, while it is being written
+CONVERSION = "3"  # part of every converted GGUF file's folder; raise it when the conversion changes
+N_SAMPLES = 9  # places of a GGUF file that its folder's name covers
+SAMPLE_BYTES = 1 << 20  # at each of them
 REPORT_S = 1.0  # between two reports of how much of the weights is read
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
@@ -130,6 +135,35 @@ def cache_root() -> Path:
     return Path(os.environ.get("SWIFTOPT_CACHE_DIR") or user_cache_dir("swiftopt", appauthor=False)).expanduser()
 
 
+def converted_folder(gguf: Path) -> Path:
+    """Return where the cache keeps a GGUF file once it is converted, whether it is or not.
+
+    Raises: ModelNotFound: the file cannot be read.
+    """
+    try:
+        size = gguf.stat().st_size
+        digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
+        with gguf.open("rb") as file:
+            for i in range(N_SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * i // (N_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
+    name = re.sub(r"[^a-z0-9.]+", "-", gguf.stem.lower())[:60]
+    return cache_root() / "gguf" / f"{name}-{digest.hexdigest()[:16]}"
+
+
+def refuse_other_file(gguf: Path) -> None:
+    """Raises: ModelNotFound: the file does not begin as a GGUF file, or cannot be read."""
+    try:
+        with gguf.open("rb") as file:
+            begins_so = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
+    if not begins_so:
+        raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
+
+
 def remove_stale(leftovers: Iterable[Path]) -> None:
     """Remove those files and folders that processes left unfinished in the cache when they crashed long ago."""
     for left in leftovers:
@@ -175,6 +209,16 @@ def is_complete(folder: Path) -> bool:
         return False
     files = weight_files(folder)
     return bool(files) and all(path.is_file() for path in files)
+
+
+def refuse_incomplete(folder: Path) -> None:
+    """Raises: ModelNotFound: the folder lacks weights; an index that cannot be read counts as none."""
+    files = weight_files(folder)
+    if not files:
+        raise ModelNotFound(f"{folder} holds no weights: copy or download its model.safetensors as well")
+    missing = next((path.name for path in files if not path.is_file()), None)
+    if missing is not None:
+        raise ModelNotFound(f"{folder} lacks {missing}, which its index names: copy or download it as well")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -272,11 +316,10 @@ def _no_config(path: Path, error: Exception) -> ModelNotFound:
     return ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again")
 
 
-def supported_type(folder: Path) -> tuple[str, Scheme | None]:
-    """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
+def config_values(folder: Path) -> dict[str, Any]:
+    """Read the values that the folder's config names, without transformers and its defaults.
 
-    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, cannot read
-        weights that are quantised in that way, or the folder holds what is no causal language model alone.
+    Raises: ModelNotFound: it cannot be read.
     """
     path = folder / "config.json"
     try:
@@ -285,6 +328,16 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise _no_config(path, error) from error
+    return config
+
+
+def supported_type(folder: Path) -> tuple[str, Scheme | None]:
+    """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
+
+    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, cannot read
+        weights that are quantised in that way, or the folder holds what is no causal language model alone.
+    """
+    path, config = folder / "config.json", config_values(folder)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(

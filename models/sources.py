@@ -15,23 +15,28 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from ..core.errors import DeviceMissing, ModelNotFound, OutputError, SettingsError, UnsupportedModel
+from ..core.errors import DeviceMissing, HubUnreachable, ModelNotFound, OutputError, SettingsError, UnsupportedModel
+from ..core.requests import Speed
 from .saved import (
     ADAPTER,
     OnStep,
     adapter_in,
     check_files,
+    converted_folder,
     files_of,
     first_line,
     has_tokenizer,
     is_complete,
     no_step,
+    refuse_incomplete,
+    refuse_other_file,
     supported_config,
     supported_type,
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
+CPU_SPEEDS: tuple[Speed, ...] = ("native", "onednn")  # those with "graphs" are for CUDA, the others for both
 HUB_TIMEOUT_S = 10  # to the hub's first answer
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
@@ -159,13 +164,13 @@ def resolve(name: str) -> Source:
     raise ModelNotFound(_no_model(name, path))
 
 
-def check_names(name: str, dtype: str, device: str, here: bool = False) -> Source:
+def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here: bool = False) -> Source:
     """Resolve a name and refuse all that can be refused before torch is loaded.
 
     Args:   here: load torch and refuse a device that is not on this machine, too.
-    Raises: ModelNotFound, UnsupportedModel: as `load`. SettingsError: dtype or device is no name of one.
+    Raises: ModelNotFound, UnsupportedModel: as `load`. SettingsError: as `check_placement`.
     """
-    check_dtype_and_device(dtype, device)
+    check_placement(dtype, device, speed)
     if here:
         check_device(device)
     source = resolve(name)
@@ -173,7 +178,20 @@ def check_names(name: str, dtype: str, device: str, here: bool = False) -> Sourc
         folder = Path(source.location)
         supported_type(folder)
         check_files(files_of(folder), folder)
+        refuse_incomplete(folder)
+    elif source.kind == "gguf":
+        refuse_other_file(Path(source.location))
     return source
+
+
+def known_folder(source: Source) -> Path | None:
+    """Return the source's folder if it is on this machine already; nothing is downloaded or converted for it."""
+    if source.kind == "folder":
+        return Path(source.location)
+    if source.kind == "hub":
+        return _cached(source.location)
+    folder = converted_folder(Path(source.location))
+    return folder if is_complete(folder) else None
 
 
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
@@ -205,12 +223,17 @@ def check_device(device: str) -> None:
         raise DeviceMissing(f"device {device} was asked for, but the last one here is cuda:{n_devices - 1}: use that")
 
 
-def check_dtype_and_device(dtype: str, device: str) -> None:
-    """Raises: SettingsError: one of them is no name of a dtype or device."""
+def check_placement(dtype: str, device: str, speed: Speed = "auto") -> None:
+    """Raises: SettingsError: dtype or device is no name of one, or the speed is never for them."""
     if dtype not in DTYPES:
-        raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+        raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}", "dtype")
     if not _DEVICE.fullmatch(device):
-        raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}")
+        raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}", "device")
+    kind, wanted = device.partition(":")[0], "cuda" if "graphs" in speed else "cpu" if speed in CPU_SPEEDS else None
+    if wanted is not None and kind in ("cpu", "cuda") and kind != wanted:
+        raise SettingsError(f"speed {speed} is for {wanted}, not for {device}: use another speed or device", "speed")
+    if kind == "cpu" and speed in ("native", "exact") and dtype == "float16":
+        raise SettingsError(f"speed {speed} computes no float16 on a CPU: use float32 or bfloat16", "dtype")
 
 
 def _no_model(name: str, path: str) -> str:
@@ -250,8 +273,8 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
 
     `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
 
-    Raises: ModelNotFound: the hub cannot provide it. UnsupportedModel: known from its config, before the weights.
-        OutputError: the hub's cache cannot be written.
+    Raises: ModelNotFound: the hub cannot provide it. HubUnreachable: it does not answer. UnsupportedModel: known from
+        its config, before the weights. OutputError: the hub's cache cannot be written.
     """
     cached = _cached(hub_id)
     if cached is not None:
@@ -275,7 +298,7 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
             raise OutputError(
                 f"{hub_id} cannot be kept in {HF_HUB_CACHE} ({first_line(error)}): make room there or set HF_HOME"
             ) from error
-        raise ModelNotFound(_sentence(hub_id, otherwise, error)) from error
+        raise _refused(hub_id, otherwise, error) from error
 
 
 def _check_listed(files: list[str], where: str) -> None:
@@ -311,18 +334,26 @@ def _cached(hub_id: str) -> Path | None:
     return folder if is_complete(folder) and has_tokenizer(folder) else None
 
 
-def _sentence(hub_id: str, otherwise: str, error: Exception) -> str:
+def _refused(hub_id: str, otherwise: str, error: Exception) -> ModelNotFound:
+    """Return what an error of the hub's client means for a model."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return f"the hub model {hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
+        return ModelNotFound(
+            f"the hub model {hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
+        )
     if isinstance(error, RepositoryNotFoundError):
         near = " or ".join(nearest(hub_id))
-        return f"the hub has no model {hub_id} that this account may read: check the name, or take {near}"
+        return ModelNotFound(
+            f"the hub has no model {hub_id} that this account may read: check the name, or take {near}"
+        )
     if isinstance(error, OfflineModeIsEnabled):
-        return f"{hub_id} is not on this machine and HF_HUB_OFFLINE forbids fetching it: unset it{otherwise}"
+        return ModelNotFound(
+            f"{hub_id} is not on this machine and HF_HUB_OFFLINE forbids fetching it: unset it{otherwise}"
+        )
     likely = get_close_matches(hub_id, [alias.hub_id for alias in ALIASES.values()], n=1, cutoff=0.85)
     advice = "check the network" + otherwise
     if likely and likely[0] != hub_id:
         advice += f", or did you mean {likely[0]}?"
-    return f"{hub_id} is not on this machine and the hub cannot be used ({first_line(error)}): {advice}"
+    words = f"{hub_id} is not on this machine and the hub cannot be used ({first_line(error)}): {advice}"
+    return HubUnreachable(words)

@@ -33,7 +33,6 @@ from ..core.settings import PRESETS, TuningSettings
 from ..core.streams import encodable, output_line, parse_stream, stream_lines, stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
-from ..optimizer.strategies import STRATEGIES
 from .middleware import Shared, State, sse
 from .schemas import Depth, Strict, Task, Word
 from .settings import MIB
@@ -103,12 +102,6 @@ class JobSubmission(Strict):
         own = values.get("settings", {})
         preset = TuningSettings(**PRESETS[values["preset"]].tuning).to_json()
         return {**values, "settings": {**preset, **own} if isinstance(own, dict) else own}
-
-    @model_validator(mode="after")
-    def _known_strategy(self) -> Self:
-        if self.settings.strategy not in STRATEGIES:
-            raise ValueError(f"settings.strategy is {self.settings.strategy!r}: use one of {', '.join(STRATEGIES)}")
-        return self
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
         """Return the request for a worker; the prompts are stored apart."""
@@ -309,7 +302,10 @@ def submit(
         Header(pattern=r"^[\x21-\x7e]{1,255}$", description="Makes a repeated submission give the job of the first."),
     ] = None,
 ) -> Response:
-    """Submit a tuning job: 202 with its address; 200 if an unfinished job does the same, or the key is known."""
+    """Submit a tuning job: 202 with its address; 200 if an unfinished job does the same, or the key is known.
+
+    A job that cannot succeed is refused: 422, or 404 where its model is not there.
+    """
     prompts, stream, task = prompts_of(app, body)
     job, is_new = app.board.submit(body.tune_request(stream, task), prompts, body.queue, idempotency_key)
     return JSONResponse(job.to_json(), 202 if is_new else 200, {"Location": f"/v1/jobs/{job.id}"})

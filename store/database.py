@@ -310,6 +310,11 @@ class Transactions:
         self.engine = engine
         self._writer = writing(engine)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes that use the database are on this machine, as with a SQLite file."""
+        return self.engine.dialect.name == "sqlite"
+
     def read(self, work: Callable[[Session], T]) -> T:
         """Run `work` in a transaction that writes nothing."""
         with store_errors(self.url), Session(self.engine) as session:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -107,7 +108,12 @@ def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
 def tune_spec(
     request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
 ) -> JobSpec:
-    """Describe a tuning job for the store: the request, and the prompts themselves, so that no worker reads a file."""
+    """Describe a tuning job for the store: the request, and the prompts themselves, so that no worker reads a file.
+
+    A model's path that is here is made whole, for workers in other folders.
+    """
+    if os.path.exists(path := os.path.expanduser(request.model)):
+        request = replace(request, model=os.path.abspath(path))
     return JobSpec(
         kind="tune",
         queue=queue,

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
-from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, StreamError, SwiftoptError
+from ..core.errors import JobCancelled, JobFailed, LeaseLost, SettingsError, SwiftoptError
 from ..core.events import Event, PhaseChanged, Progress, PromptFinished, TaskFinished, TrialsDone
 from ..core.requests import Promotion, TuneRequest, Wanted
 from ..core.settings import AUTO, SwiftSettings
@@ -30,6 +30,7 @@ from ..optimizer.drafting import prepared
 from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
+from .admission import check_tuning
 from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 
@@ -65,11 +66,8 @@ def run_tuning(
     if prompts is None:
         prompts = read_stream(request.stream, request.task, request.limit, request.form)
     prompts = prompts[: request.limit]
-    if not prompts:
-        raise StreamError("there is no prompt to tune on: give at least one")
-    check_room(request, prompts)
-    path = os.path.abspath(os.path.expanduser(request.model))  # a worker that goes on may be in another folder
-    spec = tune_spec(replace(request, model=path) if os.path.exists(path) else request, prompts, None)
+    check_tuning(request, prompts)
+    spec = tune_spec(request, prompts, None)
     store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
         claim = store.jobs.begin_here(spec, f"{socket.gethostname()}-{os.getpid()}")
@@ -77,17 +75,6 @@ def run_tuning(
             tasks = _tune(TuningRun(request, prompts, store, claim, keeper, on_event, writer))
         patiently(lambda: store.jobs.end(claim.lease, "succeeded"))
         return TuneResult(claim.job.id, tuple(tasks), writer.path)
-
-
-def check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
-    """Raises: SettingsError: completions are too short for a search: no longer than the context window."""
-    window = request.settings.context_window
-    longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
-    if request.settings.optimise and longest <= window:
-        raise SettingsError(
-            f"max_new_tokens {longest} leaves nothing to decode after the context window of {window}"
-            " tokens: raise --max-new-tokens or lower --context-window"
-        )
 
 
 def load_model(request: TuneRequest, on_step: OnStep) -> Runtime:

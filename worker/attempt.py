@@ -15,11 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import DeviceMissing, InvalidInput, LeaseLost, NotFound, SettingsError, StoreError, SwiftoptError
+from ..core.errors import (
+    DeviceMissing,
+    HubUnreachable,
+    InvalidInput,
+    LeaseLost,
+    NotFound,
+    SettingsError,
+    StoreError,
+    SwiftoptError,
+)
 from ..core.requests import DEFAULT_QUEUE, Delivery, Job, Lease, ServedModel, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
+from ..tasks.admission import check_tuning
 from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently
 from .queue import SPARE_S, JobService, RedisQueue
 
@@ -150,9 +160,9 @@ class Attempts:
         request = self._request(claim.job)
         lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
         prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
-        from ..tasks.tune import TuningRun, check_room  # imports torch, so only in the child
+        check_tuning(request, prompts)
+        from ..tasks.tune import TuningRun  # imports torch, so only in the child
 
-        check_room(request, prompts)
         stop, load, turn = self.ending.is_set, self._load, self.turn
         TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, stop, load, turn).tune()
 
@@ -297,9 +307,11 @@ def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> Callable[[],
     except LeaseLost as error:
         logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
         return lambda: False
-    except DeviceMissing as error:  # another worker may have it
+    except (DeviceMissing, HubUnreachable) as error:  # another worker may have the one, and the other may come back
         return partial(jobs.attempt_failed, lease, describe(error))
-    except InvalidInput as error:  # the same on every worker: another attempt would end alike
+    except (InvalidInput, NotFound) as error:  # another attempt would end alike
+        words = "attempt=failed job=%s attempt=%d error=%s reason=%r"
+        logger.error(words, lease.job, lease.attempt, type(error).__name__, str(error))
         return partial(jobs.end, lease, "failed", str(error))
     except Exception as error:
         logger.exception("attempt=failed job=%s attempt=%d", lease.job, lease.attempt)

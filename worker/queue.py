@@ -27,6 +27,7 @@ from ..core.errors import ServiceUnreachable, SettingsError, StoreError, safe_ur
 from ..core.requests import DEFAULT_QUEUE, Delivery, Job, JobSpec, TuneRequest, Verb
 from ..core.types import Prompt
 from ..store import Jobs, Store
+from ..tasks.admission import check_tuning
 from ..tasks.job import tune_spec
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
@@ -175,8 +176,9 @@ class JobService:
     ) -> tuple[Job, bool]:
         """Return the job for the request on these prompts and whether it is new; the row precedes the delivery.
 
-        Raises: Conflict: the idempotency key was used for something else.
+        Raises: Conflict: the idempotency key was used for something else. SwiftoptError: as `check_tuning`.
         """
+        check_tuning(request, prompts, elsewhere=not self.store.is_local)
         return self.submit_spec(tune_spec(request, prompts, queue, idempotency_key))
 
     def submit_spec(self, spec: JobSpec) -> tuple[Job, bool]:

@@ -16,7 +16,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import RedirectResponse, Response
 
-from ...core.errors import ServiceUnreachable, StoreError, StoreUnavailable, SwiftoptError
+from ...core.errors import (
+    ModelNotFound,
+    ServiceUnreachable,
+    StoreError,
+    StoreUnavailable,
+    SwiftoptError,
+    UnsupportedModel,
+)
 from ...core.events import JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
 from ...core.requests import DEFAULT_QUEUE, STATES, VERB_HELP, Job, JobEvent, TuneRequest, Verb
 from ...core.serialization import explained
@@ -326,7 +333,8 @@ def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job
 def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
     """Return the errors of a form as (name of the field, sentence)."""
     if isinstance(error, SwiftoptError):
-        return [("stream", str(error))]
+        about = "model" if isinstance(error, ModelNotFound | UnsupportedModel) else "stream"
+        return [(error.param or about, str(error))]
     found = []
     for each in error.errors():
         name = ".".join(str(part) for part in each["loc"][:2])

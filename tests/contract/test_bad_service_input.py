@@ -124,13 +124,14 @@ def worker(*options: str) -> list[str]:
     return [sys.executable, "-m", "swiftopt", "worker", "--burst", *options]
 
 
-def test_job_whose_model_is_not_there_costs_the_log_one_line(job: Job) -> None:
+def test_job_fails_at_once_and_costs_the_log_one_line_when_its_model_is_not_there(job: Job) -> None:
     done = subprocess.run(worker(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr and "alembic" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "/no/such/model" in line]
     assert "attempt=failed" in line and "there is no folder" in line
     with Store.open() as store:
-        assert store.jobs.get(job.id).state == "queued"
+        failed = store.jobs.get(job.id)
+    assert (failed.state, failed.attempt) == ("failed", 1) and "there is no folder" in str(failed.error)
 
 
 def record_of(logger: str, error: Exception) -> logging.LogRecord:

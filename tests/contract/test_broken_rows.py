@@ -104,7 +104,7 @@ def test_local_run_that_was_killed_is_ended_by_the_next_one(store: Store, engine
     stream = tmp_path / "s.jsonl"
     stream.write_text('{"prompt": "a b"}\n')
     with pytest.raises(ModelNotFound):
-        run_tuning(TuneRequest("no-such-model", str(stream), out=str(tmp_path / "out")), store, lambda event: None)
+        run_tuning(TuneRequest("org/not-here", str(stream), out=str(tmp_path / "out")), store, lambda event: None)
     assert store.jobs.get(job).state == "failed"
 
 

@@ -88,7 +88,7 @@ def test_model_without_a_chat_template_is_one_sentence(tmp_path: Path, capsys: p
     ("template", "question", "says"),
     [
         ("{{ raise_exception('no system role') }}", "w3", "no system role"),
-        (CHAT_TEMPLATE, "w3 " * 300, "context of 256"),
+        (CHAT_TEMPLATE, "w3 " * 300, "context length is 256"),
     ],
     ids=["template", "context"],
 )

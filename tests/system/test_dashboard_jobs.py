@@ -198,7 +198,7 @@ def test_outputs_can_be_downloaded_in_the_session(store: Store, tmp_path: Path) 
 def test_job_is_submitted_from_a_file(client: TestClient, store: Store) -> None:
     file = {"file": ("code.jsonl", b'{"prompt": "w1"}\n{"prompt": "w2", "task": "notes"}\n')}
     asked = {
-        "model": "m",
+        "model": "org/m",
         "limit": "2",
         "settings.strategy": "swift",
         "settings.early_stop": "no",
@@ -208,7 +208,7 @@ def test_job_is_submitted_from_a_file(client: TestClient, store: Store) -> None:
     assert done.status_code == 303, done.text
     job = store.jobs.get(done.headers["location"].removeprefix("/jobs/"))
     request = TuneRequest.from_json(job.request)
-    assert (job.n_prompts, request.model, request.limit, request.sampling.seed) == (2, "m", 2, 7)
+    assert (job.n_prompts, request.model, request.limit, request.sampling.seed) == (2, "org/m", 2, 7)
     assert (request.settings.strategy, request.settings.early_stop) == ("swift", False)
     assert store.jobs.stream(str(job.stream)).count("code") == 1, "the task of the line that names none"
     html = client.get(f"/jobs/{job.id}").text
@@ -224,7 +224,7 @@ def test_job_is_submitted_from_a_stream_folder(store: Store, tmp_path: Path) -> 
     (folder / "notes.jsonl").write_text('{"prompt": "w1"}\n')
     client = client_of(store, ServerSettings(stream_folders=(folder,), requests_per_min=0))
     assert 'value="notes.jsonl"' in client.get("/jobs/new").text
-    done = post(client, "/jobs/new", data={"model": "m", "stream": "notes.jsonl"})
+    done = post(client, "/jobs/new", data={"model": "org/m", "stream": "notes.jsonl"})
     assert store.jobs.get(done.headers["location"].removeprefix("/jobs/")).request["task"] == "notes"
     wrong = post(client, "/jobs/new", data={"model": "m", "stream": "note.jsonl"})
     assert wrong.status_code == 422 and "did you mean &#39;notes.jsonl&#39;?" in wrong.text
@@ -235,6 +235,8 @@ def test_job_is_submitted_from_a_stream_folder(store: Store, tmp_path: Path) -> 
     "values, lines, words",
     [
         ({"model": ""}, b'{"prompt": "w"}', "Model is"),
+        ({"model": "no-model"}, b'{"prompt": "w"}', "there is no model &#39;no-model&#39;"),
+        ({"max_new_tokens": "4"}, b'{"prompt": "w"}', "max_new_tokens 4 leaves nothing to decode"),
         ({"limit": "many"}, b'{"prompt": "w"}', "Take only the first prompts is &#39;many&#39;"),
         ({"max_new_tokens": "0"}, b'{"prompt": "w"}', "Tokens per completion is 0"),
         ({"settings.skip_ratio": "7"}, b'{"prompt": "w"}', "skip_ratio"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.core.errors import ModelNotFound, OutputError, UnsupportedModel
+from swiftopt.core.errors import HubUnreachable, ModelNotFound, OutputError, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
 
@@ -164,7 +164,7 @@ def test_hub_out_of_reach_is_said_quickly(tmp_path: Path, monkeypatch: pytest.Mo
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)  # the discard port, where nobody answers
     paused: list[float] = []
     monkeypatch.setattr(time, "sleep", paused.append)
-    with pytest.raises(ModelNotFound, match=r"the hub cannot be used .*check the network") as caught:
+    with pytest.raises(HubUnreachable, match=r"the hub cannot be used .*check the network") as caught:
         load("codellama-7b")
     assert sum(paused) < 5, "seconds between tries"
     assert "\n" not in str(caught.value)

@@ -204,7 +204,7 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(tmp_path: Path) -> 
     stream = tmp_path / "long.jsonl"
     stream.write_text(json.dumps({"id": "huge", "prompt": "word " * 9000}) + "\n", encoding="utf-8")
     done = swiftopt("generate", "--model", MODEL, "--stream", str(stream), expect=2)
-    assert "'huge'" in done.stderr and "context of 8192" in done.stderr and "Traceback" not in done.stderr
+    assert "'huge'" in done.stderr and "context length is 8192" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:

@@ -207,10 +207,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = 
 }
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ModelNotFound, "cannot be loaded"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ModelNotFound, "holds no weights"),
     "truncated": (_truncate, ModelNotFound, "cannot be loaded"),
     "a weight missing": (_drop_weight, ModelNotFound, r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj"),
-    "a shard missing": (_lose_shard, ModelNotFound, "cannot be loaded"),
+    "a shard missing": (_lose_shard, ModelNotFound, "lacks model-00002-of-00006.safetensors"),
     "an index of nothing": (_lose_index, ModelNotFound, "is no index of weights"),
     "a layer too many": (
         lambda f: edit_config(f, num_hidden_layers=3),

@@ -1,0 +1,116 @@
+"""What the files of a saved model tell of the prompts that it can decode, without torch; and what is said of others.
+
+A loaded model checks every prompt again: files may leave values to transformers, and tokens to a chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..core.errors import ContextOverflow, InvalidInput, SettingsError
+from ..core.types import Prompt
+from .families import context_limit
+from .saved import config_values
+
+MOST_BYTES = 4 << 20  # of prompts that are split into tokens, which takes about a second a megabyte
+
+
+def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str = "") -> None:
+    """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
+    if n_prompt + max_new_tokens > limit:
+        raise ContextOverflow(
+            f"{whose}this model's maximum context length is {limit} tokens, but the prompt has {n_prompt} and"
+            f" {max_new_tokens} new ones are to follow: shorten the prompt or ask for fewer new tokens"
+        )
+
+
+def refuse_tokens(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises: SettingsError: a token is not one of the model's; `what` is the field that names it."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            words = f"{what} names token {token_id}, but this model has tokens 0 to {vocab_size - 1}"
+            raise SettingsError(f"{words}: use ids of its own tokenizer", what)
+
+
+def no_template(whose: str) -> InvalidInput:
+    return InvalidInput(
+        f"{whose} is a chat, but this model's tokenizer has no chat template: give plain text, or use an instruct model"
+    )
+
+
+def check_prompts(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int, biased: Iterable[int] = ()) -> None:
+    """Check, as far as its files tell, that a saved model can decode prompts.
+
+    Tokens are counted without those that a template or the tokenizer adds, so that nothing is refused which fits.
+
+    Args:   max_new_tokens: of prompts that say nothing else. biased: the token ids of a `logit_bias`.
+    Raises: InvalidInput: there is no chat template for a chat. SettingsError: the model has no such token.
+        ContextOverflow: a prompt does not fit the context. ModelNotFound: the config cannot be read.
+    """
+    config = config_values(folder)
+    if isinstance(vocab_size := config.get("vocab_size"), int):
+        refuse_tokens("logit_bias", biased, vocab_size)
+    chat = next((prompt for prompt in prompts if prompt.messages or prompt.turns), None)
+    if chat is not None and not _has_template(folder):
+        raise no_template(f"prompt {chat.id!r}")
+    limit = _stated_context(config)
+    if limit is not None:
+        _check_lengths(folder / "tokenizer.json", prompts, max_new_tokens, limit)
+
+
+def _check_lengths(tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: int, limit: int) -> None:
+    splitter: Any = None
+    left = MOST_BYTES
+    for prompt in prompts:
+        room, texts = prompt.max_new_tokens or max_new_tokens, _first_texts(prompt)
+        n_bytes = sum(len(text.encode()) for text in texts)
+        n_tokens = 1
+        if n_bytes + room > limit and n_bytes <= left and tokenizer.is_file():  # a token has a byte at least
+            left -= n_bytes
+            splitter = splitter or _splitter(tokenizer)
+            n_tokens = sum(len(each.ids) for each in splitter.encode_batch(texts, add_special_tokens=False))
+        refuse_overflow(n_tokens, room, limit, f"prompt {prompt.id!r}: ")
+
+
+def _first_texts(prompt: Prompt) -> list[str]:
+    """Return the texts of a prompt up to its first turn."""
+    if prompt.messages:
+        return [str(message.get("content", "")) for message in prompt.messages]
+    return [prompt.turns[0] if prompt.turns else prompt.text or ""]
+
+
+def _splitter(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_file(str(path))
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _stated_context(config: Mapping[str, Any]) -> int | None:
+    """Return the most positions by the config's own words; None where it leaves them to transformers' defaults."""
+    limit = config.get("max_position_embeddings", config.get("n_positions"))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if type(limit) is not int or not isinstance(rope, Mapping):
+        return None
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    more = {"original_max_position_embeddings": config.get("original_max_position_embeddings") or limit}
+    known = {i: {"rope_type": part.get("type"), **more, **part} for i, part in enumerate(parts)}
+    try:
+        return context_limit(SimpleNamespace(max_position_embeddings=limit, rope_parameters=known))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,54 @@
+"""What is refused before a tuning job is queued or run: all of which files and settings tell that it cannot succeed.
+
+It needs neither torch nor the network. The CLI, the API, the dashboard and workers ask it, so that each says the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..core.errors import SettingsError, StreamError
+from ..core.requests import TuneRequest
+from ..core.settings import FP8_ON_CPU
+from ..core.types import Prompt
+from ..models.prompts import check_prompts
+from ..models.saved import supported_type
+from ..models.sources import check_names, check_placement, known_folder
+from ..optimizer.strategies import strategy_info
+
+
+def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: bool = False) -> None:
+    """Refuse a job that no worker could bring to an end.
+
+    Args:   elsewhere: workers may be on other machines, with files that are not on this one.
+    Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting does not fit the
+        others, the prompts or the model. ModelNotFound, UnsupportedModel: the model cannot be loaded.
+    """
+    if not prompts:
+        raise StreamError("there is no prompt to tune on: give at least one")
+    settings = request.settings
+    strategy_info(settings.strategy)
+    _check_room(request, prompts)
+    if settings.draft_format == "fp8" and request.device == "cpu" and request.speed in ("native", "exact"):
+        raise SettingsError(FP8_ON_CPU, "settings.draft_format")
+    path = os.path.expanduser(request.model)
+    if elsewhere and os.path.isabs(path) and not os.path.exists(path):
+        check_placement(request.dtype, request.device, request.speed)
+        return
+    source = check_names(request.model, request.dtype, request.device, request.speed)
+    if (folder := known_folder(source)) is not None:
+        supported_type(folder)
+        check_prompts(folder, prompts, request.max_new_tokens, dict(request.sampling.logit_bias))
+
+
+def _check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
+    """Raises: SettingsError: completions are too short for a search: no longer than the context window."""
+    window = request.settings.context_window
+    longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
+    if request.settings.optimise and longest <= window:
+        raise SettingsError(
+            f"max_new_tokens {longest} leaves nothing to decode after the context window of {window} tokens: raise"
+            " max_new_tokens above it, or lower context_window",
+            "max_new_tokens",
+        )
