@@ -22,7 +22,7 @@ from typing import Any
 
 from ..core.streams import read_stream
 from ..core.types import Prompt
-from .serving import ask, measure, model_tuning, served
+from .serving import ask, measure, model_card, model_tuning, served
 
 SCHEMA = "swiftopt.bench-disturbed-start/1"
 N_WARM, N_MEASURED = 10, 20  # requests
@@ -51,8 +51,9 @@ def start(model: str, prompts: Sequence[Prompt], max_new_tokens: int, is_disturb
             options = ["--db", str(Path(folder) / "plans.db")]
             client = running.enter_context(served(model, options, lambda step: None))
         costs = model_tuning(client)["costs"]
+        name = model_card(client)["id"]
         for prompt in prompts[:N_WARM]:
-            ask(client, max_new_tokens, "best", prompt)
+            ask(client, name, max_new_tokens, "best", prompt)
         measured = measure(client, prompts[N_WARM:], max_new_tokens, 1, len(prompts), lambda line: None)
     after = measured["tuning"]["costs"]
     return {

@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @contextmanager
 def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -> Iterator[httpx2.Client]:
-    """`swiftopt serve` of a model called "model" on a free port, as a client of it, once its engine is there.
+    """`swiftopt serve` of one model on a free port, as a client of it, once its engine is there.
 
     Raises: ServiceUnreachable: it does not start.
     """
-    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--model"]
+    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--log", "warnings"]
     with subprocess.Popen(
-        [*command, f"model={model}", *options], stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+        [*command, "--model", model, *options], stdout=subprocess.PIPE, text=True, env=os.environ.copy()
     ) as process:
         try:
             assert process.stdout is not None
@@ -48,15 +48,22 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 
 
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
-    until, before = time.monotonic() + LOAD_S, ""
-    while (found := client.get("/health").json()["engines"]["model"]) != "ok":
-        if found != before:
-            on_step(found)
-            before = found
-        failed = not found.startswith("it is loading")  # the server tries again for ever
+    until, told = time.monotonic() + LOAD_S, ""
+    while (state := _state(client)) != "ok":
+        failed = not state.startswith("it is loading")  # the server tries again for ever
         if failed or process.poll() is not None or time.monotonic() > until:
-            raise ServiceUnreachable(f"the engine does not come up ({found}): try `swiftopt doctor`")
+            raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
+        phase = state.partition(": ")[2].partition(",")[0]  # without its rounds
+        if phase != told:
+            told = phase
+            on_step(f"load: {phase}")
         time.sleep(0.1)
+
+
+def _state(client: httpx2.Client) -> str:
+    """Return the state of the only engine."""
+    (state,) = client.get("/health").json()["engines"].values()
+    return str(state)
 
 
 def measure(
@@ -73,7 +80,7 @@ def measure(
     request in between: the shorter the window, the more do requests that end apart lose by that. Both ways read every
     prompt anew: each has a salt of its own. Ctrl-C ends it with the requests that were asked for both ways, if any.
     """
-    (card,) = client.get("/v1/models").json()["data"]
+    card = model_card(client)
     results: list[dict[str, Any]] = []
     shifts: list[dict[str, Any]] = []
     tuning, interrupted = dict[str, Any](), False
@@ -83,7 +90,7 @@ def measure(
                 walls, texts = {}, {}
                 for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
                     clock = time.perf_counter()
-                    texts[way] = list(pool.map(partial(ask, client, max_new_tokens, way), block))
+                    texts[way] = list(pool.map(partial(ask, client, card["id"], max_new_tokens, way), block))
                     walls[way] = time.perf_counter() - clock
                 tuning = model_tuning(client)
                 times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
@@ -91,8 +98,9 @@ def measure(
                 n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
                 results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
                 n_done = sum(each["requests"] for each in results)
-                speeds = " and ".join(f"{n_tokens / walls[way]:.1f} {way}" for way in walls)
-                on_run(f"request {n_done} of {len(prompts)}: tok/s {speeds}")
+                served_s, plain_s = walls["best"], walls["plain"]
+                speeds = f"{n_tokens / served_s:.1f} tok/s as served, {n_tokens / plain_s:.1f} plainly"
+                on_run(f"request {n_done} of {len(prompts)}: {speeds}")
                 for shift in new_shifts(tuning, shifts):
                     on_run(shift_line(shift))
                     shifts.append(shift)
@@ -117,9 +125,15 @@ def measure(
     }
 
 
+def model_card(client: httpx2.Client) -> dict[str, Any]:
+    """Return what the server says of its only model; `id` is its name."""
+    (card,) = client.get("/v1/models").json()["data"]
+    return dict(card)
+
+
 def model_tuning(client: httpx2.Client) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/v1/tuning").json()["models"]["model"]
-    return found
+    (found,) = client.get("/v1/tuning").json()["models"].values()
+    return dict(found)
 
 
 def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,10 +163,10 @@ def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def ask(client: httpx2.Client, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
+def ask(client: httpx2.Client, model: str, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
     """Return text and number of tokens of one completion, for chats that of the first turn."""
     common: dict[str, Any] = {
-        "model": "model",
+        "model": model,
         "max_tokens": prompt.max_new_tokens or max_new_tokens,
         "temperature": 0,
         "ignore_eos": True,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import psutil
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
 from . import options
 from .options import ConfiguredGroup, FloatRange, IntRange, database_url, natural, open_store, option, pick, positive
-from .output import Result, emit_json, note
+from .output import Result, console, emit_json, note
 
 if TYPE_CHECKING:
     from ..store.migrations import SchemaState
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from ..worker.queue import RedisQueue
 
 FRESH_S = 60.0  # a worker whose last heartbeat is older counts as gone
+LOADING = re.compile("engine=(loading|ready)")  # log records of what the live line shows
 BEATS_S = 20.0  # a worker that lives has sent a heartbeat within this time
 # torch is asked in a process of its own: what it starts for CUDA would not survive the worker's forks.
 ASK_TORCH = """
@@ -100,6 +105,13 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @options.machine(ServedModel, "speed")
 @option(
     options.SERVICES,
+    "--log",
+    type=click.Choice(["warnings", "requests", "all"]),
+    default="requests",
+    help="What the log on stderr has: warnings; requests, too; or all, with health checks and metrics.",
+)
+@option(
+    options.SERVICES,
     "--stream-folder",
     "folders",
     multiple=True,
@@ -118,8 +130,10 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
-    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none. One line per
-    request goes to stderr. --json prints the address as JSON.
+    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none.
+
+    The log goes to stderr. --json prints the address as soon as requests are taken; those for a model wait until it is
+    loaded.
     """
     if new_key is not None:
         return _new_key(new_key).print(as_json)
@@ -132,22 +146,81 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
         "stream_folders": stream_folders(values["folders"]),
         "origins": allowed_origins(values["origins"]),
     }
-    settings = pick(ServerSettings, {**values, **own, "max_body_bytes": values["max_body_mb"] * MIB})
+    sizes = {"max_body_bytes": values["max_body_mb"] * MIB, "log_polls": values["log"] == "all"}
+    settings = pick(ServerSettings, {**values, **own, **sizes})
     served = _served(models, values)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
         host, port = values["host"], bound.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-        def ready() -> None:
+        with StartReport(url, [model.name for model in served], quiet=as_json) as report:
+            start_log(report.handler, logging.WARNING if values["log"] == "warnings" else logging.INFO)
             if as_json:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
-            note(f"swiftopt serves {url}; Ctrl-C ends it")
-
-        run(bound, store, values["redis"], settings, ready, served)
+            run(bound, store, values["redis"], settings, report, served)
     return 0
+
+
+class StartReport:
+    """Says on stderr that models are being loaded, and where each is served once it answers.
+
+    At a terminal one line shows the step that each model is at. Log records are written through `handler`, above it.
+    """
+
+    def __init__(self, url: str, models: Sequence[str], quiet: bool) -> None:
+        self._url, self._steps, self._quiet = url, dict.fromkeys(models, "starting its process"), quiet
+        self._line: Status | None = None
+        self.handler: logging.Handler = logging.StreamHandler(sys.stderr)
+        shown = console(stderr=True)
+        if shown.is_terminal and models and not quiet:
+            self._line, self.handler = shown.status(self._words()), ConsoleHandler(shown)
+            self.handler.addFilter(lambda record: not (self._steps and LOADING.match(record.getMessage())))
+
+    def __enter__(self) -> StartReport:
+        if self._line is not None:
+            self._line.start()
+        elif self._steps:
+            self._say(f"loading {', '.join(self._steps)}; requests wait until that is done")
+        else:
+            self._say(f"swiftopt serves layer sets and takes jobs at {self._url}; Ctrl-C ends it")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._line is not None:
+            self._line.stop()
+
+    def __call__(self, model: str, state: str) -> None:
+        """Take in that the state of a model has changed; after its first "ok" the log tells the rest."""
+        if model not in self._steps:
+            return
+        self._steps[model] = state.removeprefix("it is loading the model").removeprefix(": ") or "starting its process"
+        if state == "ok":
+            del self._steps[model]
+            if self._line is not None and not self._steps:
+                self._line.stop()
+            self._say(f"swiftopt serves {model} at {self._url}; Ctrl-C ends it")
+        if self._line is not None:
+            self._line.update(self._words())
+
+    def _words(self) -> Text:
+        steps = "; ".join(f"{name}: {step}" for name, step in self._steps.items())
+        return Text(f"loading {steps}", no_wrap=True, overflow="ellipsis")
+
+    def _say(self, words: str) -> None:
+        if self._line is not None:
+            self._line.console.print(words, soft_wrap=True)
+        elif not self._quiet:
+            note(words)
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes log records through a console, which keeps them apart from its live display."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), soft_wrap=True)
 
 
 def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
@@ -212,7 +285,9 @@ def worker(
     for problem in problems:
         note(f"error: {problem}")
     if not check:
-        start_log()
+        handler = logging.StreamHandler()
+        handler.addFilter(OneLineErrors())
+        start_log(handler)
         check_start(working)
         note(f"worker {working.name} listens on queue {queue!r}")
         run_worker(working, burst)
@@ -259,12 +334,11 @@ class OneLineErrors(logging.Filter):
         return True
 
 
-def start_log() -> None:
-    handler = logging.StreamHandler()
-    handler.addFilter(OneLineErrors())
+def start_log(handler: logging.Handler, level: int = logging.INFO) -> None:
     log_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
-    logging.basicConfig(level=logging.INFO, format=log_format, handlers=[handler])
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.basicConfig(level=level, format=log_format, handlers=[handler])
+    for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def check_start(working: WorkerContext) -> None:

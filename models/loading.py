@@ -95,7 +95,7 @@ def load(
         if device not in ("cpu", "auto-map"):
             use_expandable_segments()
         place = placement(device, folder, dtype, speed)
-        doing = f"loading {source.name}"
+        doing = f"reading {source.name}"
         step(doing)
         with reporting_progress(step, doing):
             model, n_parameters = _load_model(folder, dtype, place, doing, step)

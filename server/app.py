@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -26,7 +26,7 @@ from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
 from .dashboard import jobs, plans, searches, served
 from .dashboard import router as dashboard
-from .engines import Engines
+from .engines import Engines, OnState
 from .lookups import LookupCache, find_plan
 from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
@@ -105,7 +105,7 @@ def serve(
     store: Store,
     redis_url: str | None,
     settings: ServerSettings,
-    on_ready: Callable[[], None] = lambda: None,
+    on_state: OnState = lambda name, state: None,
     served: Sequence[ServedModel] = (),
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; with models, requests in progress then get `settings.drain_s` to end.
@@ -113,7 +113,7 @@ def serve(
     Raises: SettingsError: the Redis URL cannot be used.
     """
     queue = RedisQueue(redis_url) if redis_url else None
-    engines = Engines(served, settings.max_waiting)
+    engines = Engines(served, settings.max_waiting, on_state)
     app = create_app(store, JobService(store, queue), settings, queue, engines)
     config = uvicorn.Config(
         app,
@@ -127,7 +127,6 @@ def serve(
     gc.collect()
     gc.freeze()  # else a full collection walks all objects, for 80 ms, and a look-up waits
     with _reconciling(store, queue), _quiet_end():
-        on_ready()
         _Server(config, engines, settings.drain_s).run(sockets=[bound])
 
 

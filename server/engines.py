@@ -34,7 +34,7 @@ ANSWER_S = 30.0  # to a question that needs no decoding
 TUNING_S = 0.5  # that a scrape of the metrics waits for the engines' tuning
 MOST_RESTARTS = 2  # of a request in flight when engines died: it may be the cause
 ENDS = ("done", "failed")  # the last events of a request
-LOG_S = 1.0  # between two log lines about a model that is being loaded
+LOG_S = 30.0  # between two log lines about one phase of loading a model
 END_S = 5.0  # for a process to end by itself
 STEADY_S = 60.0  # after a process that lived so long, the wait is the shortest again
 
@@ -101,6 +101,7 @@ class Reply:
         self.events.put_nowait((self, event))
 
 
+OnState = Callable[[str, str], None]  # gets a model's name and its `EngineProcess.state` when that has changed
 Events = asyncio.Queue[tuple[Reply, dict[str, Any]]]
 
 
@@ -119,8 +120,8 @@ async def next_event(events: Events, within_s: float) -> tuple[Reply, dict[str, 
 class EngineProcess:
     """One model's process, and the requests that it has."""
 
-    def __init__(self, served: ServedModel, most_waiting: int) -> None:
-        self.served, self.most_waiting = served, most_waiting
+    def __init__(self, served: ServedModel, most_waiting: int, on_state: OnState = lambda name, state: None) -> None:
+        self.served, self.most_waiting, self._on_state = served, most_waiting, on_state
         self.about: dict[str, Any] | None = None  # of the model, once it is loaded
         self.reason = "it is loading the model"  # why it cannot serve
         self.n_starts, self.created = 0, int(time.time())
@@ -129,7 +130,7 @@ class EngineProcess:
         self._numbers = count(1)
         self.tuning = ModelTuning()  # as of the last answer
         self._stdin: asyncio.StreamWriter | None = None
-        self._logged_at = -LOG_S
+        self._logged = ("", -LOG_S)  # phase of loading that was logged last, and when
 
     @property
     def state(self) -> str:
@@ -230,6 +231,7 @@ class EngineProcess:
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
             self._fail_replies()
             self.about, self.tuning = None, ModelTuning()
+            self._on_state(self.served.name, self.state)
             wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
@@ -270,6 +272,7 @@ class EngineProcess:
         elif event["event"] == "ready":
             self.about = event
             logger.info("engine=ready model=%s", self.served.name)
+            self._on_state(self.served.name, self.state)
             for values in self._verbs.values():
                 self._write({"op": "tuning", "id": 0, **values})
             for reply in self._replies.values():  # those that an earlier process had not begun to reply
@@ -281,9 +284,11 @@ class EngineProcess:
             self._log_loading(event["step"])
 
     def _log_loading(self, step: str) -> None:
-        """Log a step of the loading, at most one per LOG_S."""
-        if time.monotonic() - self._logged_at >= LOG_S:
-            self._logged_at = time.monotonic()
+        """Log a step of the loading if its phase, the words before a comma, has just begun or lasts LOG_S."""
+        self._on_state(self.served.name, self.state)
+        (phase, logged_at), now = self._logged, time.monotonic()
+        if step.partition(",")[0] != phase or now - logged_at >= LOG_S:
+            self._logged = step.partition(",")[0], now
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:
@@ -467,8 +472,13 @@ class EngineMetrics(Collector):
 class Engines:
     """The engines of one server, by the names that clients use; none: it decodes nothing."""
 
-    def __init__(self, served: Sequence[ServedModel] = (), most_waiting: int = 0) -> None:
-        self.of = {model.name: EngineProcess(model, most_waiting) for model in served}
+    def __init__(
+        self,
+        served: Sequence[ServedModel] = (),
+        most_waiting: int = 0,
+        on_state: OnState = lambda name, state: None,
+    ) -> None:
+        self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in served}
         self.metrics = EngineMetrics(self.of)
 
     def all(self) -> list[EngineProcess]:

@@ -31,6 +31,7 @@ from .transport import too_large
 
 LOGINS_PER_MIN = 20  # to the dashboard
 IDENTITY = "identity"  # the content coding of a body that is sent as it is
+POLLS = ("/livez", "/readyz", "/health", "/metrics")  # routes that machines ask every few seconds
 LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
@@ -147,7 +148,8 @@ class AccessMiddleware:
             # raw_path is ASCII without line breaks, and has no query
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
             millis = (time.perf_counter() - began) * 1000
-            access.info("%s %s %d %.1f ms %s", scope["method"], path[:500], status, millis, caller)
+            if path not in POLLS or self._settings.log_polls:
+                access.info("%s %s %d %.1f ms %s", scope["method"], path[:500], status, millis, caller)
 
     def _key_owner(self, headers: Headers) -> str | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")

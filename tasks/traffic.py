@@ -40,6 +40,7 @@ from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
 from .generate import Generated, GenerateInfo, GrowingText
+from .job import patiently
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
@@ -139,6 +140,9 @@ class Traffic:
     ) -> None:
         self.model, self.runtime, self.store = model, runtime, store
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
+        if store is not None:  # what is stored of it is found under its alias and path, too
+            known = replace(runtime.info, names=(*runtime.info.names, model))
+            patiently(lambda: store.remember_model(known))
         self.costs = self._stored_costs(on_step)
         self._costs_saved_at = time.monotonic()
         runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)

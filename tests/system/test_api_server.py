@@ -317,6 +317,18 @@ def test_log_has_one_line_per_request_whatever_is_asked(served: Served) -> None:
     assert "swiftopt.access" in line and "/v1/layer-sets/a%0Aforged%20GET/b 404" in line and "hidden" not in text
 
 
+@pytest.mark.parametrize(("log", "polls", "requests"), [("warnings", 0, 0), ("requests", 0, 1), ("all", 5, 1)])
+def test_health_checks_and_metrics_are_logged_only_with_all(
+    log: str, polls: int, requests: int, database: str, tmp_path: Path
+) -> None:
+    with serving(database, tmp_path / "log", "--log", log) as server:
+        for path in ("/livez", "/readyz", "/health", "/metrics", "/livez?by=probe"):
+            assert server.client.get(path).status_code == 200
+        assert server.client.get("/v1/jobs").status_code == 200
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "swiftopt.access" in line]
+    assert len(lines) == polls + requests and len([line for line in lines if "/v1/jobs" in line]) == requests
+
+
 # --- events
 
 

@@ -78,7 +78,7 @@ def test_ctrl_c_shows_what_was_measured(
 def test_ctrl_c_shows_what_was_asked_of_a_server(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, choice = {"device": "cpu", "dtype": "float32"}, {"choices": [{"text": "w1"}]}
+    model, choice = {"id": "model", "device": "cpu", "dtype": "float32"}, {"choices": [{"text": "w1"}]}
     found = {
         "/v1/models": {"data": [model]},
         "/v1/tuning": {"models": {"model": {"tasks": []}}},

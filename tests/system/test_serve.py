@@ -352,6 +352,34 @@ def test_loading_is_told_step_by_step_before_the_engine_is_ready(server: Served)
     assert ready and "engine=loading" in before and "reading its weights" in before
 
 
+def test_server_says_that_it_serves_a_model_when_that_answers(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--db", str(tmp_path / "a.db")]
+    command += ["--model", f"mine={folder}", "--no-tune"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        said = next(line for line in process.stderr if line.startswith("swiftopt serves"))
+        found = httpx2.get(f"{said.split()[4].rstrip(';')}/health").json()
+        process.terminate()
+    assert first == "loading mine; requests wait until that is done\n"
+    assert said.startswith("swiftopt serves mine at http://127.0.0.1:") and found["engines"] == {"mine": "ok"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a terminal of ours is Linux's")
+def test_terminal_shows_one_line_while_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--db", str(tmp_path / "a.db")]
+    with subprocess.Popen([*command, "--model", f"mine={folder}"], stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while b"swiftopt serves mine" not in shown:
+            shown += os.read(ours, 1 << 16)
+        process.terminate()
+    os.close(ours)
+    assert b"loading mine: measuring costs" in shown and b"engine=loading" not in shown
+    assert len(shown.partition(b"swiftopt serves")[0].split(b"\n")) <= 2  # one, and what moves to the next
+
+
 def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None:
     done = client.completions.create(
         model="tiny", prompt=TEXT, max_tokens=32, temperature=0, extra_body={"return_metrics": True}

@@ -49,7 +49,7 @@ def test_load_gives_the_saved_function_in_evaluation_mode_and_says_nothing(
     assert not any(parameter.requires_grad for parameter in loaded.hf_model.parameters())
     assert loaded.tokenizer("w3 w4")["input_ids"] == [3, 4]
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
-    assert steps == [f"loading {folder}"]
+    assert steps == [f"reading {folder}"]
     assert capfd.readouterr() == ("", "")
 
 
@@ -337,7 +337,7 @@ def test_gguf_conversion_keeps_the_function_and_is_made_once(
     assert first.dtype == torch.bfloat16
     assert len(steps) == 3
     second = load(str(tiny_gguf), "float32", on_step=steps.append)
-    assert steps[3:] == [f"loading {tiny_gguf}"]
+    assert steps[3:] == [f"reading {tiny_gguf}"]
     rounded = tiny_model("llama", torch.float32)
     for parameter in rounded.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))

@@ -57,7 +57,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> swiftopt.Model:
 @pytest.fixture
 def store(sqlite_url: str, model: swiftopt.Model) -> Iterator[Store]:
     with Store.open(sqlite_url) as opened:
-        opened.remember_model(model.runtime.info)
         yield opened
 
 
@@ -123,6 +122,19 @@ def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
 def task_of(model: swiftopt.Model) -> TaskTraffic:
     n_layers = model.runtime.n_layers
     return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), looked_up=True)
+
+
+def test_what_is_learnt_under_a_served_name_is_found_by_the_names_of_its_model(
+    model: swiftopt.Model, store: Store
+) -> None:
+    traffic = Traffic("assistant", model.runtime, store, SETTINGS)
+    answers(traffic, model.runtime, "code")
+    traffic._store_version(traffic._task("code"))
+    await_answers(traffic)
+    (known,) = store.models()
+    assert set(known.names) == {"assistant", *model.runtime.info.names} and known.n_parameters
+    for name in known.names:
+        assert store.lookup(name, "code").version == 1
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
