@@ -44,14 +44,14 @@ WAITS = (
     ("inter_token_latency_seconds", "Per token after the first text."),
     ("e2e_request_latency_seconds", "From a request to its end."),
 )
-COUNTERS: tuple[tuple[str, str, Callable[[Completion], int]], ...] = (  # and what a finished request adds
-    ("prompt_tokens", "Tokens of prompts.", lambda done: done.n_prompt_tokens),
-    ("generation_tokens", "Tokens of completions.", lambda done: done.n_tokens),
-    ("prefix_cache_queries", "Tokens of prompts looked up in what was read before.", lambda done: done.n_prompt_tokens),
-    ("prefix_cache_hits", "Tokens of prompts that were found there.", lambda done: done.n_cached),
-    ("spec_decode_num_drafts", "Rounds that drafted.", lambda done: sum(map(sum, done.by_draft_length.values()))),
-    ("spec_decode_num_draft_tokens", "Draft steps.", lambda done: done.drafted),
-    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda done: done.accepted),
+COUNTERS = (  # names, words, and the sum of `Period` that each is
+    ("prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
+    ("generation_tokens", "Tokens of completions.", "tokens"),
+    ("prefix_cache_queries", "Tokens of prompts looked up in what was read before.", "prompt_tokens"),
+    ("prefix_cache_hits", "Tokens of prompts that were found there.", "cached_tokens"),
+    ("spec_decode_num_drafts", "Rounds that drafted.", "drafts"),
+    ("spec_decode_num_draft_tokens", "Draft steps.", "drafted"),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 SUCCESS, ERROR = "vllm:request_success", "error"
@@ -337,20 +337,84 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 @dataclass(slots=True)
 class Period:
-    """Sums over the requests of a task that ended within one period, which begins `at` seconds since 1970."""
+    """Sums over requests that ended within one period, which begins `at` seconds since 1970, and their figures.
+
+    `decoded` are the tokens of rounds, `drafts` the rounds that drafted. `first_token_s` and, of the `n_timed` requests
+    with more than one token, `between_tokens_s` are what their clients waited, on average per request. What each figure
+    means is a table in docs/serving.md.
+    """
 
     at: int
     requests: int = 0
     tokens: int = 0
+    decoded: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    rounds: int = 0
     first_token_s: float = 0.0
+    n_timed: int = 0
     between_tokens_s: float = 0.0
     spent: Timings = field(default_factory=Timings)
     accepted_per_position: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, at: int, done: Completion, first_token_s: float, whole_s: float) -> Period:
+        """Return the sums of one request; seconds are those that its client waited."""
+        n_between = done.n_tokens - 1
+        return cls(
+            at,
+            requests=1,
+            tokens=done.n_tokens,
+            decoded=done.n_decoded,
+            prompt_tokens=done.n_prompt_tokens,
+            cached_tokens=done.n_cached,
+            drafts=sum(map(sum, done.by_draft_length.values())),
+            drafted=done.drafted,
+            accepted=done.accepted,
+            first_token_s=first_token_s,
+            n_timed=int(n_between > 0),
+            between_tokens_s=(whole_s - first_token_s) / n_between if n_between > 0 else 0.0,
+            spent=done.timings,
+            accepted_per_position=list(done.accepted_per_position),
+        )
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second of decoding: those of rounds / the rounds' seconds, of one request."""
+        return _quotient(self.decoded, self.spent.decode_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """α: accepted / drafted tokens."""
+        return _quotient(self.accepted, self.drafted)
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that were read before."""
+        return _quotient(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def mean_first_token_s(self) -> float | None:
+        return _quotient(self.first_token_s, self.requests)
+
+    @property
+    def mean_between_tokens_s(self) -> float | None:
+        return _quotient(self.between_tokens_s, self.n_timed)
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of the rounds that drafted in which each position of the draft was accepted."""
+        return [n / self.drafts for n in self.accepted_per_position] if self.drafts else []
+
+    def throughput(self, length_s: float) -> float | None:
+        """Tokens per second of all requests, idle time included; None where none ended, or it has just begun.
+
+        Args: length_s: seconds of the whole period, which may not be over.
+        """
+        passed_s = min(length_s, time.time() - self.at)
+        return self.tokens / passed_s if self.requests and passed_s >= PERIOD_S else None
 
     def __add__(self, other: Period) -> Period:
         """Return the sums of both, from the beginning of this one."""
@@ -359,31 +423,39 @@ class Period:
         return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
 
 
+def _quotient(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
 class History:
-    """The latest traffic by model and task, in periods of PERIOD_S."""
+    """The latest traffic by model and task, in periods of PERIOD_S, and the sums of each model since the start."""
 
     def __init__(self) -> None:
         self._periods: dict[tuple[str, str], deque[Period]] = {}
+        self._totals: dict[str, Period] = {}
 
     @property
     def tasks(self) -> list[tuple[str, str]]:
         """The models and tasks of which a request ended."""
         return list(self._periods)
 
-    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
-        """Count a request that has ended."""
+    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> Period:
+        """Count a request that has ended; return its sums."""
         at = int(time.time()) // PERIOD_S * PERIOD_S
+        ended = Period.of(at, done, first_token_s, whole_s)
+        self._totals[model] = self.total(model) + ended
         if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
             del self._periods[min(self._periods, key=lambda each: self._periods[each][-1].at)]
         own = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
-        ended = Period(at, 1, done.n_tokens, done.n_prompt_tokens, done.n_cached, done.drafted, done.accepted)
-        ended.rounds, ended.first_token_s = sum(done.verified_widths.values()), first_token_s
-        ended.between_tokens_s = (whole_s - first_token_s) / max(1, done.n_tokens - 1)
-        ended.spent, ended.accepted_per_position = done.timings, list(done.accepted_per_position)
         if own and own[-1].at == at:
             own[-1] += ended
         else:
             own.append(ended)
+        return ended
+
+    def total(self, model: str) -> Period:
+        """Return a model's traffic since the server's start."""
+        return self._totals.get(model, Period(0))
 
     def last(self, span_s: int, n: int, model: str | None = None, task: str | None = None) -> list[Period]:
         """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first."""
@@ -451,14 +523,14 @@ class EngineMetrics(Collector):
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
         """Count a request that has ended; seconds are those that its client waited."""
-        self.history.add(model, task, done, first_token_s, whole_s)
+        ended = self.history.add(model, task, done, first_token_s, whole_s)
         waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": whole_s}
-        if done.n_tokens > 1:
-            waits["inter_token_latency_seconds"] = (whole_s - first_token_s) / (done.n_tokens - 1)
+        if ended.n_timed:
+            waits["inter_token_latency_seconds"] = ended.between_tokens_s
         for name, seconds in waits.items():
             self._waits[name].labels(model).observe(seconds)
-        for name, _, n_of in COUNTERS:
-            self._counters[name].labels(model).inc(n_of(done))
+        for name, _, total in COUNTERS:
+            self._counters[name].labels(model).inc(getattr(ended, total))
         reason = "length" if done.finish_reason == "length" else "stop"
         self._ended.labels(model, reason).inc()
         for position, n in enumerate(done.accepted_per_position):

@@ -270,6 +270,11 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:,.{digits}f}{unit}"
 
 
+def percent(share: float | None, digits: int = 0) -> str:
+    """Return a share in per cent; a dash for None."""
+    return number(None if share is None else 100 * share, digits, " %")
+
+
 def tok_s(value: float | None) -> str:
     """Return tokens per second; a dash for None."""
     return number(value, 1 if value is None or abs(value) >= 10 else 2)
@@ -302,7 +307,7 @@ def truncate(environment: Environment, text: str, length: int, end: str = "...")
     return do_truncate(environment, text, length, killwords=True, end=end)
 
 
-templates.filters |= {each.__name__: each for each in (number, tok_s, seconds, ago, moment, truncate)}
+templates.filters |= {each.__name__: each for each in (number, percent, tok_s, seconds, ago, moment, truncate)}
 templates.globals["static"] = {  # addresses, which change with their files
     name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()
 }.__getitem__

@@ -192,7 +192,7 @@ def figures_of(job: Job) -> list[tuple[str, str]]:
     return [
         ("Task", now.task[:60]),
         ("Phase", now.phase[:60]),
-        ("Tokens per second", number(now.tok_s, 1)),
+        ("Tokens per second of decoding", number(now.tok_s, 1)),
         ("Tokens", number(now.tokens, 0)),
         ("Candidates", number(now.n_trials, 0)),
         ("Matchness, best", number(now.best_matchness)),

@@ -12,7 +12,7 @@ import secrets
 import time
 from codecs import getincrementaldecoder
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_args
 
@@ -25,7 +25,7 @@ from ...core.errors import InvalidInput, StoreError, SwiftoptError
 from ...core.events import ModelTuning
 from ...core.requests import CompletionRequest, Piece
 from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
-from ..engines import EngineProcess, Period, Reply, next_event
+from ..engines import NOW_S, EngineProcess, Period, Reply, next_event
 from ..errors import Refused, refused_by
 from ..middleware import Shared, State
 from ..schemas import Task, Word
@@ -59,22 +59,26 @@ router = pages()
 
 @dataclass(frozen=True, slots=True)
 class ServedNow:
-    """An engine, its tuning, and its traffic that ended in the last minute."""
+    """An engine, its tuning, and its traffic: of the last minute, and since the server's start."""
 
     engine: EngineProcess
     tuning: ModelTuning
     lately: Period
+    total: Period
 
     @property
-    def tok_s(self) -> float:
-        """Tokens per second of the last minute."""
-        return self.lately.tokens / (time.time() - self.lately.at)
+    def throughput(self) -> float | None:
+        """Tokens per second of the last minute, of all requests."""
+        return self.lately.throughput(NOW_S)
 
 
 async def served_now(app: State) -> list[ServedNow]:
     """Return what every engine does now."""
     tunings, history = await app.engines.ask_tuning(), app.engines.metrics.history
-    return [ServedNow(engine, tunings[name], history.now(name)) for name, engine in app.engines.of.items()]
+    return [
+        ServedNow(engine, tunings[name], history.now(name), history.total(name))
+        for name, engine in app.engines.of.items()
+    ]
 
 
 def alarms(served: list[ServedNow], store_error: str) -> list[str]:
@@ -103,15 +107,13 @@ async def overview(app: Shared) -> dict[str, Any]:
     except StoreError as failure:
         error = str(failure)
     tasks = [task for one in served for task in one.tuning.tasks]
-    drafted, accepted = (sum(getattr(one.lately, name) for one in served) for name in ("drafted", "accepted"))
     return {
         "served": served,
         "alarms": alarms(served, error),
         "jobs": jobs,
         "saved_s": sum(task.all_saved_s for task in tasks),
-        "tokens": sum(task.tokens for task in tasks),
-        "tok_s": sum(one.tok_s for one in served),
-        "acceptance": accepted / drafted if drafted else None,
+        "tokens": sum(one.total.tokens for one in served),
+        "lately": sum((one.lately for one in served), Period(0)),
         "n_running": sum(min(one.engine.n_requests, one.engine.served.concurrency) for one in served),
         "n_requests": sum(one.engine.n_requests for one in served),
     }
@@ -122,37 +124,38 @@ async def overview(app: Shared) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that is a table too: lines by name, a value for each period (None: nothing ended then)."""
+    """A chart that is a table too: lines by name, a value for each period (None: nothing ended then).
+
+    `top` is the end of its axis; None: a little above the largest value.
+    """
 
     title: str
     unit: str
     lines: dict[str, list[float | None]]
+    top: float | None = None
 
 
 def charts(periods: list[Period], length_s: float) -> list[Chart]:
     """Return the charts of a task's traffic."""
 
-    def ratio(above: str, below: str) -> list[float | None]:
-        pairs = [(getattr(period, above), getattr(period, below)) for period in periods]
-        return [round(a / b, 4) if b else None for a, b in pairs]
+    def values(figure: Callable[[Period], float | None]) -> list[float | None]:
+        found = [figure(period) for period in periods]
+        return [None if value is None else round(value, 4) for value in found]
 
-    tok_s = [round(period.tokens / length_s, 4) if period.requests else None for period in periods]
+    speeds = {
+        "decoding, one request": values(lambda own: own.decode_tok_s),
+        "throughput, all requests": values(lambda own: own.throughput(length_s)),
+    }
     parts = [seconds_by_part(period.spent) for period in periods]
+    by_part: dict[str, list[float | None]] = {name: [round(own[name], 4) for own in parts] for name in parts[0]}
     return [
-        Chart("Tokens per second", "", {"completions": tok_s}),
-        Chart("Time to first token", "s", {"mean": ratio("first_token_s", "requests")}),
-        Chart("Time per token", "s", {"mean": ratio("between_tokens_s", "requests")}),
-        Chart("Acceptance", "", {"accepted / drafted": ratio("accepted", "drafted")}),
-        Chart("Prompt tokens read before", "", {"cached / prompt": ratio("cached_tokens", "prompt_tokens")}),
-        Chart("Where time went", "s", {name: [round(own[name], 4) for own in parts] for name in parts[0]}),
+        Chart("Tokens per second", "", speeds),
+        Chart("Time to first token", "s", {"mean": values(lambda own: own.mean_first_token_s)}),
+        Chart("Time per token", "s", {"mean": values(lambda own: own.mean_between_tokens_s)}),
+        Chart("Acceptance", "", {"accepted / drafted": values(lambda own: own.acceptance_rate)}, 1.0),
+        Chart("Prompt tokens read before", "", {"cached / prompt": values(lambda own: own.cached_share)}, 1.0),
+        Chart("Where the requests' time went", "s", by_part),
     ]
-
-
-def by_position(periods: list[Period]) -> list[tuple[int, float]]:
-    """Return the share of rounds in which each position of the draft was accepted, from 1."""
-    whole = sum(periods[1:], periods[0])
-    shown = whole.accepted_per_position[:POSITIONS]
-    return [(place, n / whole.rounds) for place, n in enumerate(shown, 1)] if whole.rounds else []
 
 
 Named = Annotated[Word | None, Query()]
@@ -170,15 +173,15 @@ async def traffic(
     span = span if span in SPANS else "1 hour"
     history = app.engines.metrics.history
     periods = history.last(SPANS[span], POINTS, model, task)
+    whole = sum(periods[1:], periods[0])
     return {
         **{"span": span, "spans": list(SPANS), "model": model, "task": task, "tasks": history.tasks},
         "query": request.url.query,
         "charts": charts(periods, SPANS[span] // POINTS),
         "moments": [period.at for period in periods],
         "clock": [time.strftime("%H:%M:%S", time.localtime(period.at)) for period in periods],
-        "by_position": by_position(periods),
-        "requests": sum(period.requests for period in periods),
-        "tokens": sum(period.tokens for period in periods),
+        "by_position": list(enumerate(whole.accepted_by_position[:POSITIONS], 1)),
+        "whole": whole,
     }
 
 
@@ -231,10 +234,9 @@ class Side:
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens per second after the first, as the engine measured them, or so far."""
-        if (done := self.completion) is not None:
-            spent = done.timings.total_s - done.prefill_s
-            return (done.n_tokens - done.first_tokens) / spent if spent and done.n_tokens > 1 else None
+        """Tokens per second of decoding, as the engine measured them; so far, as they arrive."""
+        if self.completion is not None:
+            return self.completion.decode_tok_s if self.completion.n_decoded else None
         if self.first_at is None or len(self.traced) < 2:
             return None
         return (len(self.traced) - 1) / (time.perf_counter() - self.first_at)

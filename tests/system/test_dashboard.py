@@ -16,8 +16,8 @@ from swiftopt.core.requests import ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
-from swiftopt.server.dashboard.served import ServedNow, Side, Try, by_position, charts, request_of
-from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History
+from swiftopt.server.dashboard.served import ServedNow, Side, Try, charts, request_of
+from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History, Period
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService
@@ -116,17 +116,19 @@ def test_key_can_not_be_guessed_for_long(store: Store, keys: tuple[str, Path]) -
 
 
 def ended(n_tokens: int, drafted: int, accepted: int) -> Completion:
-    widths, spent = {1: n_tokens}, Timings(draft_s=1.0, verify_s=2.0)
+    """A completion one of whose drafts was accepted as far as it was, and none of as many other rounds drafted."""
     return Completion(
         (0,) * n_tokens,
         "",
         "length",
         "adaptive",
+        first_tokens=1,
         drafted=drafted,
         accepted=accepted,
-        accepted_per_position=(accepted,),
-        verified_widths=widths,
-        timings=spent,
+        accepted_per_position=(1,) * accepted,
+        by_draft_length={drafted: (*(0,) * accepted, 1, *(0,) * (drafted - accepted))} if drafted else {},
+        verified_widths={1: n_tokens},
+        timings=Timings(draft_s=1.0, verify_s=2.0),
     )
 
 
@@ -136,8 +138,12 @@ def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytes
     for ago in range(600, -1, -1):  # ten tokens end every second
         monkeypatch.setattr("time.time", lambda ago=ago: 1_000_020.0 + second - ago)
         history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
-    found = ServedNow(None, None, history.now("a"))  # type: ignore[arg-type]
-    assert 500 <= found.lately.tokens <= 610 and found.tok_s == pytest.approx(10, rel=0.05)
+    found = ServedNow(None, None, history.now("a"), history.total("a"))  # type: ignore[arg-type]
+    assert 500 <= found.lately.tokens <= 610 and found.throughput == pytest.approx(10, rel=0.05)
+    for length, n in ((600, 10), (3600, 60), (3600, 6)):  # the newest period counts its seconds so far
+        tok_s = history.last(length, n)[-1].throughput(length // n)
+        assert tok_s is None or tok_s == pytest.approx(10, rel=0.2)
+    assert found.total.tokens == 6010
 
 
 def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +157,12 @@ def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatc
     assert [period.tokens for period in every[-2:]] == [30, 30] and sum(period.requests for period in every) == 3
     assert [period.tokens for period in of_a] == [*[0] * 8, 30, 0]
     assert sum(period.drafted for period in history.last(600, 10, None, "code")) == 18
-    assert every[-2].spent == Timings(draft_s=2.0, verify_s=4.0) and every[-2].accepted_per_position == [4]
-    assert [chart.lines for chart in charts(every, 60)][3]["accepted / drafted"][-2:] == [0.5, 0.5]
-    assert by_position(every) == [(1, 9 / 60)]
+    assert every[-2].spent == Timings(draft_s=2.0, verify_s=4.0) and every[-2].accepted_per_position == [1] * 4
+    speeds, *_, acceptance, _, _ = charts(every, 60)
+    assert acceptance.lines["accepted / drafted"][-2:] == [0.5, 0.5] and acceptance.top == 1.0
+    assert speeds.lines["decoding, one request"][-2:] == [round(28 / 6, 4), round(29 / 3, 4)]
+    assert sum(every, Period(0)).accepted_by_position == [1.0] * 4 + [0.5], "of the rounds that drafted"
+    assert [history.total(model).tokens for model in ("a", "b", "c")] == [30, 30, 0]
     now += KEPT_S
     assert not any(period.requests for period in history.last(KEPT_S, 10))
 
@@ -175,6 +184,8 @@ def test_traffic_page_shows_figures_without_scripts(store: Store) -> None:
     client = TestClient(app)
     found = client.get("/traffic?span=10 minutes").text
     assert "1 requests, 10 tokens" in found and "a/&lt;b&gt;" in found and found.count("<tr>") > 300
+    ends = re.findall(r'data-top="([^"]+)">\s*<figcaption>([^<]+)<', found)
+    assert ends == [("1.0", "Acceptance"), ("1.0", "Prompt tokens read before")], "axes of shares end at 1"
     assert "0 requests, 0 tokens" in client.get("/traffic?model=other").text
     assert client.get("/traffic?span=" + "x" * 30).status_code == 422
 

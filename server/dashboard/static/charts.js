@@ -33,7 +33,7 @@
       spanGaps: false, points: { size: 5 },
     }));
     const size = () => ({ width: Math.max(200, holder.clientWidth), height: 200 });
-    const plot = new uPlot({ ...size(), series: [{ label: "Time", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series], axes: [{ ...axis, space: 80, values: (_, ats) => ats.map(clock) }, { ...axis, size: 60 }], scales: { y: { range: { min: { pad: 0, soft: 0, mode: 1 }, max: { pad: 0.1 } } } } }, columns, holder);
+    const plot = new uPlot({ ...size(), series: [{ label: "Time", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series], axes: [{ ...axis, space: 80, values: (_, ats) => ats.map(clock) }, { ...axis, size: 60 }], scales: { y: { range: figure.dataset.top ? [0, Number(figure.dataset.top)] : { min: { pad: 0, soft: 0, mode: 1 }, max: { pad: 0.1 } } } } }, columns, holder);
     plots.set(holder, plot);
     new ResizeObserver(() => plot.setSize(size())).observe(holder);
   }
