@@ -31,6 +31,7 @@ GIB = 1 << 30
 LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
 LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small model may not fit
 CLOCK_S = 2.0  # difference between two clocks from which times in lists mislead
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Status = Literal["ok", "warn", "fail"]
@@ -125,8 +126,13 @@ def check_devices() -> Iterator[Check]:
     except (ImportError, OSError) as error:
         yield Check("devices", "fail", f"torch cannot be imported: {error}")
         return
-    if not torch.cuda.is_available():
-        yield Check("devices", "warn", "no CUDA device, models run on the CPU")
+    if not torch.cuda.is_available() and NVIDIA_DRIVER.exists():
+        words = (
+            f"an NVIDIA driver is here, but torch {torch.__version__} finds no CUDA device, so models run on the CPU"
+        )
+        yield Check("devices", "warn", f"{words}: install a torch that is built for that driver's CUDA")
+    elif not torch.cuda.is_available():
+        yield Check("devices", "ok", "the CPU; there is no CUDA device")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"

@@ -19,7 +19,7 @@ from ..core.requests import GenerateRequest
 from ..core.settings import SwiftSettings
 from ..core.streams import read_stream
 from ..core.types import Prompt, Sampling, Trial, check_task
-from ..models.sources import ALIASES, find_alias
+from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
 from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
 from . import options
 from .charts import Pictures, draw_layer_sets, draw_search
@@ -395,29 +395,34 @@ def _search_table(report: Mapping[str, Any]) -> Table:
 @options.store_and_json
 @options.example("models")
 def models(store: Store) -> Result:
-    """List the short names of models, and what was loaded and tuned here.
+    """List the short names of models, which of them are on this machine, and what was loaded and tuned here.
 
-    Any folder of a saved model, GGUF file or hub id of a supported architecture works as well.
+    `here` is wheel or cached (by the hub's client); other models are downloaded at first use. Any folder of a saved
+    model, GGUF file or hub id of a supported architecture works as well.
     """
-    stored, records = store.models(), store.layer_sets()
+    stored, records, copies = store.models(), store.layer_sets(), local_copies()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}
     value = {
         "schema": "swiftopt.models/1",
-        "aliases": [{"alias": name, **dataclasses.asdict(alias)} for name, alias in ALIASES.items()],
+        "aliases": [
+            {"alias": name, **dataclasses.asdict(alias), "here": copies[name]._asdict() if name in copies else None}
+            for name, alias in ALIASES.items()
+        ],
         "stored": [info.to_json() for info in stored],
         "tasks": tasks,
     }
     loaded: list[RenderableType] = ["", stored_table(stored, tasks, console().width)] if stored else []
-    return Result(value, [aliases_table(tasks), *loaded])
+    return Result(value, [aliases_table(tasks, copies), *loaded])
 
 
-def aliases_table(tasks: Mapping[str, Sequence[str]]) -> Table:
-    """List the short names of models, with the tasks tuned under each."""
-    rows = [
-        (name, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), ", ".join(tasks.get(name, ())))
-        for name, alias in ALIASES.items()
-    ]
-    return table([fixed("alias"), fixed("hub id"), numeric("layers"), numeric("size"), folding("tuned")], rows)
+def aliases_table(tasks: Mapping[str, Sequence[str]], copies: Mapping[str, LocalCopy]) -> Table:
+    """List the short names of models, those on this machine first, with the tasks tuned under each."""
+    rows = []
+    for name, alias in sorted(ALIASES.items(), key=lambda item: item[0] not in copies):
+        where, tuned = copies[name].kind if name in copies else "", ", ".join(tasks.get(name, ()))
+        rows.append((name, where, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), tuned))
+    columns = [fixed("alias"), fixed("here"), fixed("hub id"), numeric("layers"), numeric("size"), folding("tuned")]
+    return table(columns, rows)
 
 
 def stored_table(stored: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]], width: int) -> Table:

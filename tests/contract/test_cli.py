@@ -445,6 +445,17 @@ def test_doctor_tells_the_free_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+@pytest.mark.parametrize(("driver", "status"), [(False, "ok"), (True, "warn")])
+def test_doctor_warns_of_no_cuda_device_only_where_a_driver_is(
+    driver: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path if driver else tmp_path / "absent")
+    (found,) = doctor.check_devices()
+    assert (found.name, found.status) == ("devices", status) and "no CUDA device" in found.text
+
+
 def test_tune_object_keeps_the_verdict_and_the_command() -> None:
     from swiftopt.cli.backend import Backend, Ended
     from swiftopt.cli.jobs import tune_result

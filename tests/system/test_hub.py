@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 from tiny_files import save
 
+from swiftopt.cli.main import run
 from swiftopt.core.errors import HubUnreachable, ModelNotFound, OutputError, UnsupportedModel
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.loading import load
+from swiftopt.models.sources import ALIASES
 
 
 class Hub(ThreadingHTTPServer):
@@ -111,6 +114,24 @@ def test_hub_model_is_fetched_once_and_then_needs_no_network(
     assert first.info.fingerprint == fingerprint(tmp_path / "origin")
     assert first.tokenizer("w3")["input_ids"] == [3]
     assert capfd.readouterr() == ("", "")
+
+
+def test_models_that_are_on_this_machine_are_marked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alias = replace(ALIASES["gpt2"], hub_id="ours/tiny")
+    monkeypatch.setitem(ALIASES, "gpt2", alias)
+    (tmp_path / "hub-cache" / "models--EleutherAI--pythia-70m").mkdir(parents=True)  # a download that was cut
+
+    def shown() -> dict[str, dict[str, str] | None]:
+        assert run(["models", "--json", "--db", str(tmp_path / "a.db")]) == 0
+        return {found["alias"]: found["here"] for found in json.loads(capsys.readouterr().out)["aliases"]}
+
+    before = shown()
+    assert before["gpt2"] is None and before["pythia-70m"] is None
+    load("gpt2", speed="eager")
+    here = shown()["gpt2"]
+    assert here is not None and here["kind"] == "cached" and (Path(here["path"]) / "config.json").is_file()
 
 
 def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:

@@ -43,7 +43,7 @@ from swiftopt.core.events import (
 )
 from swiftopt.core.records import LayerSetRecord, ModelInfo, PlanInUse
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
-from swiftopt.models.sources import ALIASES
+from swiftopt.models.sources import ALIASES, LocalCopy
 
 WIDTHS = (80, 120)
 USED = PlanInUse("humaneval", 12, "swift", "use", 1.27, (1.19, 1.33))
@@ -249,8 +249,9 @@ def test_records_table_fits_and_marks_the_best(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_model_tables_fit_with_whole_hub_ids(width: int) -> None:
     tasks = {"smollm2-135m": ["humaneval", "notes"]}
-    lines = drawn(aliases_table(tasks), width)
+    lines = drawn(aliases_table(tasks, {"gpt2-xl": LocalCopy("cached", "/hub/gpt2-xl")}), width)
     assert widest(lines) <= width
+    assert "gpt2-xl" in lines[2] and "cached" in lines[2] and not any("cached" in line for line in lines[3:])
     assert all(any(alias.hub_id in line for line in lines) for alias in ALIASES.values())
     info = ModelInfo("v1:0", "llama", 30, 134_515_008, ("smollm2-135m", "/a/long/" + "folder/" * 20))
     stored = drawn(stored_table([info], tasks, width), width)
