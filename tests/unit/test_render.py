@@ -251,7 +251,8 @@ def test_model_tables_fit_with_whole_hub_ids(width: int) -> None:
     tasks = {"smollm2-135m": ["humaneval", "notes"]}
     lines = drawn(aliases_table(tasks, {"gpt2-xl": LocalCopy("cached", "/hub/gpt2-xl")}), width)
     assert widest(lines) <= width
-    assert "gpt2-xl" in lines[2] and "cached" in lines[2] and not any("cached" in line for line in lines[3:])
+    first, *others = lines[[line.startswith("alias") for line in lines].index(True) + 1 :]
+    assert first.split()[:2] == ["gpt2-xl", "cached"] and not any("cached" in line for line in others)
     assert all(any(alias.hub_id in line for line in lines) for alias in ALIASES.values())
     info = ModelInfo("v1:0", "llama", 30, 134_515_008, ("smollm2-135m", "/a/long/" + "folder/" * 20))
     stored = drawn(stored_table([info], tasks, width), width)
