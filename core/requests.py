@@ -29,6 +29,7 @@ PEERS: Mapping[str, str] = {
 }
 Piece = str | list[int]  # what a token adds to a text; its bytes, where they are no text by themselves
 THINK, THOUGHT = "<think>", "</think>"  # around a model's thought
+CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"  # around a call of a tool, as Qwen and Hermes write it
 
 EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # as the result files of earlier versions have them
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import platformdirs
 
-from .errors import OutputError, SettingsError, StreamError, StreamNotFound
+from .errors import InvalidInput, OutputError, SettingsError, StreamError, StreamNotFound, UnsupportedValue
 from .serialization import Form, Record, Settings, count, ranged
 from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, LONGEST_NAME, Completion, Prompt, check_task
@@ -77,13 +77,42 @@ def _reference(value: Any) -> dict[str, str]:
 
 Text = Annotated[str, Form(str, str, _not_blank)]
 
+TEXT_PARTS: Mapping[str, str] = {  # of contents: where a part of a type has its text
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    "refusal": "refusal",
+}
+
+
+def text_of(content: str | Iterable[Any], place: str = "content", parts: Mapping[str, str] = TEXT_PARTS) -> str:
+    """Return the text of a content, which may be a list of parts in OpenAI's form.
+
+    Args:   parts: the types of parts that are read, and where each has its text.
+    Raises: InvalidInput: a part is no text; `param` is its place.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in parts:
+            words = f"{place}[{i}] is of type {kind!r}: only text is read here, send parts of type text"
+            raise UnsupportedValue(words, f"{place}[{i}].type")
+        if not isinstance(text := part.get(parts[kind]), str):
+            raise InvalidInput(f"{place}[{i}] has no text: give it one", f"{place}[{i}].{parts[kind]}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _content(value: Any) -> Any:
+    return _not_blank(text_of(value) if isinstance(value, list) else value)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn(Record):
-    """A message of a line."""
+    """A message of a line; parts of text are joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text
+    content: Annotated[str, Form(str, str, _content)]
 
 
 @dataclass(frozen=True, slots=True)

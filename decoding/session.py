@@ -9,15 +9,15 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.serialization import LARGEST
 from ..core.streams import EMPTY_STOP
 from ..core.types import Completion, Prompt, Sampling, n_turns
-from ..models.prompts import no_template, refuse_tokens
+from ..models.prompts import refuse_tokens
 from ..models.runtime import Runtime
+from .chats import ChatPrompt
 from .context import Ending, ResumePoint, TokenRule
 from .engine import Work, alone
 from .grammar import Grammar
@@ -90,10 +90,10 @@ class Session:
     ) -> list[int]:
         """Return the token ids of a chat by the model's template, which gets the `tools` and the values of `template`.
 
-        Raises: InvalidInput: there is none, or it refuses the messages. ContextOverflow: the chat is much longer than
-                the context.
+        Raises: InvalidInput: there is none, it refuses the chat, or it would leave out what `param` names.
+                ContextOverflow: the chat is much longer than the context.
         """
-        return self._templated("the prompt", messages, {"tools": list(tools) or None, **template})
+        return self._templated(messages, {"tools": list(tools) or None, **template})
 
     def check(self, prompt: Prompt) -> int:
         """Return the positions that the prompt's first turn needs, completion included.
@@ -175,7 +175,8 @@ class Session:
         elif messages is None:
             ids = list(tokenizer(prompt.text)["input_ids"])
         else:
-            ids = self._templated(f"prompt {prompt.id!r}", messages)
+            with _naming(prompt.id, InvalidInput):
+                ids = self._templated(messages)
         if not ids:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
         return ids
@@ -185,25 +186,11 @@ class Session:
             raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
         return self.runtime.tokenizer
 
-    def _templated(self, name: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
-        tokenizer = self.runtime.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise no_template(name)
-        if "developer" not in str(tokenizer.chat_template):  # it may leave out what a role says that it does not know
-            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
-        values = {"add_generation_prompt": True, **values}
-        try:
-            if len(str(messages)) + len(str(values)) > LONG * self.runtime.max_positions:
-                as_text = {"tokenize": False, "sanitize_control_tokens": False}
-                self._check_length(tokenizer.apply_chat_template(list(messages), **{**values, **as_text}))
-            encoded = tokenizer.apply_chat_template(list(messages), return_dict=True, **values)
-        except ContextOverflow:
-            raise
-        except (TemplateError, TypeError, ValueError) as error:  # as of a role that the model was not trained on
-            raise InvalidInput(
-                f"{name} does not suit this model's chat template ({error}): change its messages"
-            ) from error
-        return list(encoded["input_ids"])
+    def _templated(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
+        chat = ChatPrompt(self.runtime.tokenizer, messages, values)
+        if len(str(messages)) + len(str(values)) > LONG * self.runtime.max_positions:
+            self._check_length(chat.text)
+        return chat.encode()
 
     def _check_length(self, text: str) -> None:
         """Check that a very long text fits, piece by piece: all of it takes seconds a megabyte, while others wait.
@@ -264,9 +251,9 @@ def hf_generate(
 
 
 @contextmanager
-def _naming(prompt_id: str) -> Iterator[None]:
-    """Say which prompt does not fit the context."""
+def _naming(prompt_id: str, kind: type[InvalidInput] = ContextOverflow) -> Iterator[None]:
+    """Say which prompt an error of a kind is about."""
     try:
         yield
-    except ContextOverflow as error:
-        raise ContextOverflow(f"prompt {prompt_id!r}: {error}") from error
+    except kind as error:
+        raise type(error)(f"prompt {prompt_id!r}: {error}", error.param) from error

@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.requests import THINK, THOUGHT, Piece, settled
+from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settled
 from ..core.types import Completion
 from .engines import Reply
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")  # Llama's, Mistral's, and Phi-4's two
 LAST_TAG = "<|/tool_call|>"  # ends Phi-4's
-_BLOCK = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+_BLOCK = re.compile(f"{CALL_BEGINS}(.*?){CALL_ENDS}", re.DOTALL)
 _CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 _JSON = json.JSONDecoder()
 
@@ -63,7 +62,7 @@ class ToolParser:
             if LAST_TAG.startswith(self._held):
                 return shown
             self._after_call = False
-        cut = settled(self._held, [OPEN])
+        cut = settled(self._held, [CALL_BEGINS])
         shown, self._held = shown + self._held[:cut], self._held[cut:]
         self._has_text = self._has_text or bool(shown.strip())
         return shown

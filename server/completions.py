@@ -27,7 +27,7 @@ from .choices import Choice, TokenLogprobs, by_name, named, speculative
 from .engines import Events, next_event
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
-from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, plain_messages
+from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields, plain_messages
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
@@ -58,6 +58,7 @@ class Exchange(ABC):
             replace(each, task=each.task or (key and key.task))
             for each in body.requests(caller["key_owner"] or "")  # prefixes are shared within a key
         ]
+        self.asked: CommonFields = body  # as its client has it
         self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(requests))
@@ -134,8 +135,7 @@ class Exchange(ABC):
         except SwiftoptError as error:
             if not self._is_begun:
                 raise
-            if error.param is not None:
-                error.param = self.body.name_of(error.param)
+            self.asked.name(error)
             for event in self.failed(refused_by(error).openai()):
                 yield event
 

@@ -9,22 +9,29 @@ from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
-from ..core.errors import InvalidInput, UnsupportedField
+from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.serialization import LARGEST, explained_body
+from ..core.streams import text_of
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
-from .schemas import MOST_MESSAGES, AskedChat, CommonFields, Lenient, call_arguments
+from .schemas import MOST_MESSAGES, AskedChat, CommonFields, Lenient
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
 FIXED = {"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0}
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # fields that need stored responses
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}  # by those of chats
+PLACES = {  # by those of chats, which a pattern finds
+    r"messages\b": "input",
+    r"max_tokens\b": "max_output_tokens",
+    r"response_format(\.json_schema)?\b": "text.format",
+    r"(tools\[\d+\]|tool_choice)\.function\b": r"\1",
+}
+REASONING = {"reasoning_text": "text"}  # parts of a thought
 
 
 class TextOptions(Lenient):
@@ -48,6 +55,7 @@ class AskedResponse(CommonFields):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)  # in the chat, and the same ones in the request
 
     def check(self) -> None:
         super().check()
@@ -62,8 +70,26 @@ class AskedResponse(CommonFields):
     def name_of(self, field: str) -> str:
         if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):
             return "tools"
-        name = super().name_of(field)
-        return NAMES.get(re.split(r"[.\[]", name)[0], name)
+        return self._in_its_words(super().name_of(field))
+
+    def name(self, error: SwiftoptError) -> None:
+        super().name(error)
+        error.args = (self._in_its_words(str(error)),)
+
+    def _in_its_words(self, text: str) -> str:
+        """Return a text in which places of the chat are those of the request."""
+
+        def own(match: re.Match[str]) -> str:
+            parts = re.split(r"(?=[.\[])", match[0])
+            for n in range(len(parts), 0, -1):
+                if (place := self._places.get("".join(parts[:n]))) is not None:
+                    return place + "".join(parts[n:])
+            return match[0]
+
+        text = re.sub(r"\bmessages\[\d+\](\.\w+|\[\d+\])*", own, text)
+        for pattern, place in PLACES.items():
+            text = re.sub(rf"\b{pattern}", place, text)
+        return text
 
     def repeated(self) -> dict[str, Any]:
         """Return the fields of the request that its response repeats, with their defaults."""
@@ -88,26 +114,30 @@ class AskedResponse(CommonFields):
 
         Raises: InvalidInput: a part of it cannot be asked for here.
         """
-        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = Messages()
+        if self.instructions:
+            messages.add({"role": "system", "content": self.instructions}, "instructions", "", "")
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
+            messages.add({"role": "user", "content": self.input}, "input", "", "")
         else:
-            messages += [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
-        if not messages:
+            for i, item in enumerate(self.input):
+                messages.add_item(item, f"input[{i}]")
+        self._places = messages.places
+        if not messages.found:
             raise InvalidInput("input is an empty list: send at least one item", "input")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
-            **{"messages": messages, "max_tokens": self.max_output_tokens, "response_format": self._format()},
+            **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
             **{"tools": [_tool(each) for each in self.tools or ()] or None, "tool_choice": choice},
         }
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
             words, place, _ = explained_body(error.errors(include_url=False), values)
-            raise InvalidInput(f"as a chat: {words}", place) from error
+            raise InvalidInput(words, place) from error
 
     def _format(self) -> dict[str, Any] | None:
         """Return the form of the text as chats have it."""
@@ -117,25 +147,62 @@ class AskedResponse(CommonFields):
         return {"type": "json_schema", "json_schema": {key: own[key] for key in own if key != "type"}}
 
 
-def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return an item of the input as a message of a chat."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        content = item.get("content")
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            words = [text for text in texts if isinstance(text, str)]
-            if len(words) < len(content):
-                raise InvalidInput(f"{place}: only parts of text are supported here", place)
-            content = "".join(words)
-        return {"role": item.get("role"), "content": content}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": call_arguments(item.get("arguments"), place)}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output":
-        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    raise InvalidInput(f"{place}: items of type {kind!r} are not supported here", place)
+class Messages:
+    """The items of an input as messages of a chat: `found`, and by places in these the `places` in the request.
+
+    A message of the assistant, its thought before it and the calls behind it are one message, as they were answered.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        self._is_open = False  # the assistant's message may go on
+
+    def add(self, message: dict[str, Any], place: str, role: str = ".role", content: str = ".content") -> None:
+        """Add a message; `role` and `content` end the places in the request that these are from."""
+        own = f"messages[{len(self.found)}]"
+        self.found.append(message)
+        self.places |= {own: place, f"{own}.role": place + role, f"{own}.content": place + content}
+        self._is_open = message["role"] == "assistant"
+
+    def add_item(self, item: Mapping[str, Any], place: str) -> None:
+        """Add an item of the input.
+
+        Raises: InvalidInput: it cannot be said here.
+        """
+        match kind := item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": item.get("content")}
+                if self._is_open and message["role"] == "assistant" and "content" not in self.found[-1]:
+                    self.found[-1] |= message
+                    self.places[f"messages[{len(self.found) - 1}].content"] = f"{place}.content"
+                else:
+                    self.add(message, place)
+            case "reasoning":
+                thought = text_of(item.get("content") or (), f"{place}.content", REASONING)
+                if not thought:
+                    words = f"{place} has no text of its thought, and none is stored here: leave it out"
+                    raise InvalidInput(words, f"{place}.content")
+                self.add({"role": "assistant", "reasoning_content": thought}, place)
+            case "function_call":
+                self._add_call(item, place)
+            case "function_call_output":
+                if item.get("output") is None:
+                    raise InvalidInput(f"{place} has no output: give what the function returned", f"{place}.output")
+                message = {"role": "tool", "content": item["output"], "tool_call_id": item.get("call_id")}
+                self.add(message, place, role=".type", content=".output")
+            case _:
+                words = f"{place}: items of type {kind!r} are not supported here"
+                raise UnsupportedValue(f"{words}: leave it out", f"{place}.type")
+
+    def _add_call(self, item: Mapping[str, Any], place: str) -> None:
+        if not self._is_open:
+            self.add({"role": "assistant", "content": ""}, place, role=".type")
+        calls = self.found[-1].setdefault("tool_calls", [])
+        own = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
+        self.places |= {own: place, f"{own}.function": place}
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +217,7 @@ class ResponseExchange(Exchange):
     def __init__(self, app: State, request: Request, body: AskedResponse) -> None:
         body.check()
         super().__init__(app, request, body.chat())
+        self.asked = body
         self.ignored, self._repeated, self._numbers = body.ignored, body.repeated(), count()
         self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, schemas_in
+from ..core.streams import text_of
 from ..core.types import Sampling
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
@@ -35,7 +36,7 @@ TEXT_TOKENS = 16  # of a completion of text without a length
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
-        *("return_dict", "return_tensors"),
+        *("return_dict", "return_tensors", "sanitize_control_tokens"),
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
@@ -199,9 +200,13 @@ class CommonFields(Lenient):
         try:
             yield
         except SwiftoptError as error:
-            if error.param is not None:
-                error.param = self.name_of(error.param)
+            self.name(error)
             raise
+
+    def name(self, error: SwiftoptError) -> None:
+        """Let an error name a field as the client does."""
+        if error.param is not None:
+            error.param = self.name_of(error.param)
 
     def name_of(self, field: str) -> str:
         """Return what the client calls a field of the engine's request."""
@@ -260,68 +265,58 @@ class GenerationFields(CommonFields):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.n_logprobs,
             json_schema=None if self.response_format is None else self.response_format.schema_of_text(),
-            prediction="" if self.prediction is None else joined(self.prediction.content, "prediction.content"),
+            prediction="" if self.prediction is None else text_of(self.prediction.content, "prediction.content"),
             salt=f"{salt}:{self.cache_salt or ''}",
         )
 
 
-def joined(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    """Return the text of a content.
-
-    Raises: InvalidInput: a part of it is no text.
-    """
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidInput(f"{place}: only parts of type text are supported here", place)
-    return "".join(part["text"] for part in content)
-
-
 class Message(Lenient):
-    """One message of a chat; parts of text are joined."""
+    """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
 
-    role: str
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None  # of which `tool_calls` took the place, as "tool" of "function"
+    audio: Any = None
+
+    def said(self, place: str) -> dict[str, Any]:
+        """Return it as templates read it: with the content as a text.
+
+        Raises: InvalidInput: a part of it is no text, or a call names no function.
+        """
+        if self.audio is not None:
+            raise UnsupportedField(f"{place}.audio: only text is read here, send it as content", f"{place}.audio")
+        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        texts = (text_of(self.content or "", f"{place}.content"), self.refusal)
+        message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
+        calls = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
+        if self.function_call is not None:  # which has no id: the function's name joins it to what it returns
+            function = _call({"function": self.function_call}, place, "function_call")
+            calls.append({"id": f"call_{self.function_call['name']}", **function})
+        if self.role == "function":
+            message |= {"role": "tool", "tool_call_id": f"call_{message.get('name')}"}
+        return {**message, "tool_calls": calls} if calls else message
 
 
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
     """Return the messages as templates read them.
 
-    Raises: InvalidInput: a part of one is no text, or the arguments of a call are no object.
+    Raises: InvalidInput: as `Message.said`.
     """
-    found = []
-    for i, each in enumerate(messages):
-        more = {name: value for name, value in (each.model_extra or {}).items() if value is not None}
-        content = joined(each.content or "", f"messages[{i}].content")
-        if each.tool_calls:
-            place = f"messages[{i}].tool_calls"
-            more["tool_calls"] = [_plain_call(call, f"{place}[{j}]") for j, call in enumerate(each.tool_calls)]
-        found.append({"role": each.role, "content": content, **more})
-    return tuple(found)
+    return tuple(message.said(f"messages[{i}]") for i, message in enumerate(messages))
 
 
-def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], place: str, key: str = "function") -> dict[str, Any]:
+    """Return an earlier call of a function, whose arguments may be anything."""
+    if (kind := call.get("type", "function")) != "function":
+        raise UnsupportedValue(f"{place} is of type {kind!r}: only calls of functions are read here", f"{place}.type")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidInput(f"{place} has no function: send the call as it was answered", place)
-    arguments = call_arguments(function.get("arguments"), f"{place}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def call_arguments(arguments: Any, place: str) -> Mapping[str, Any]:
-    """Return the arguments of an earlier call, which clients send as JSON, as templates read them.
-
-    Raises: InvalidInput: they are no object.
-    """
-    try:
-        found = arguments if isinstance(arguments, Mapping) else json.loads(arguments or "{}")
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidInput(f"{place}: the arguments are no JSON: send them as the call had them", place) from None
-    if not isinstance(found, Mapping):
-        raise InvalidInput(f"{place}: the arguments are no JSON object: send them as the call had them", place)
-    return found
+        raise InvalidInput(f"{place} has no function: send the call as it was answered", f"{place}.{key}")
+    if not isinstance(name := function.get("name"), str) or not name:
+        raise InvalidInput(f"{place}.{key} has no name: send the call as it was answered", f"{place}.{key}.name")
+    return {**call, "type": "function", "function": {"arguments": None, **function}}
 
 
 class NamedTool(BaseModel):

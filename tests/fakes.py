@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -36,13 +36,19 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
 
 
 class WordTokenizer:
-    """One token per word: word "w17" is token 17, any other word hashes to one; token 1 ends a text."""
+    """One token per word: word "w17" is token 17, any other word hashes to one; token 1 ends a text.
+
+    With a template, whatever that is, the messages of a chat are written one behind the other.
+    """
 
     chat_template: str | None = None
     eos_token_id = 1
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [self._id(word) for word in text.split()]}
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: Any) -> str:
+        return " ".join(message["content"] for message in messages)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{i}" for i in token_ids if not (skip_special_tokens and i == self.eos_token_id))

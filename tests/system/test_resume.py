@@ -7,7 +7,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import cache
 from typing import Any
@@ -54,20 +54,12 @@ KEPT = (TrialsDone, PromptFinished, Progress)
 DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
 
 
-class ChatTokenizer(WordTokenizer):
-    """Writes the messages of a chat one behind the other."""
-
-    chat_template: str | None = "all messages"
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> dict[str, list[int]]:
-        return self(" ".join(message["content"] for message in messages))
-
-
 @cache
 def runtime() -> Runtime:
     """Eight layers: more layer sets of a size than a run tries, most of which change some argmaxes."""
     made = quick_runtime("llama", seed=2, scale=SCALE, num_hidden_layers=N_LAYERS)
-    made.tokenizer = ChatTokenizer()
+    made.tokenizer = WordTokenizer()
+    made.tokenizer.chat_template = "all messages"
     made.tokenizer.eos_token_id = None
     return made
 

@@ -292,10 +292,14 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
     refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
     robot = [{"role": "robot", "content": "w1"}]
-    words = refused(post("/v1/chat/completions", json={**chat, "messages": robot}), 400, "messages")
-    assert "no role robot" in words
+    words = refused(post("/v1/chat/completions", json={**chat, "messages": robot}), 400, "messages[0].role")
+    assert "'robot': use 'developer', 'system', 'user'" in words
+    tool = [*chat["messages"], {"role": "tool", "content": "w1"}]
+    assert "no role tool" in refused(
+        post("/v1/chat/completions", json={**chat, "messages": tool}), 400, "messages[1].role"
+    )
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content")
+    refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content[0].type")
     refused(post("/v1/completions", json={"model": "tiny", "prompt": []}), 400, "prompt")
     refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
     streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})
@@ -706,7 +710,7 @@ def nested(depth: int) -> dict[str, Any]:
     return {"items": nested(depth - 1)} if depth else {}
 
 
-CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "", "arguments": "{"}}
 TYPELESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     # what a completion cannot do
@@ -780,11 +784,11 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
-        "messages[0].tool_calls[0].function.arguments",
-        "no JSON",
+        "messages[0].tool_calls[0].function.name",
+        "send the call as it was answered",
     ),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
-    (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format", "missing"),
+    (RESPONSE, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
     # what cannot be sent to an engine
     (COMPLETION, {"prompt": HALF}, "", "half of a character"),
     (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "", "half of a character"),
@@ -798,7 +802,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (CHAT, {"swiftopt": {"task": "a/b"}}, "swiftopt.task", "use a text without '/' and control characters"),
     (CHAT, {"messages": []}, "messages", "messages is []: use at least 1 item"),
     (COMPLETION, {"prompt": 5}, "prompt", "prompt is 5: use a text, or a list"),
-    (RESPONSE, {"text": {"format": {"type": "xml"}}}, "text.format", "use 'text', 'json_object' or 'json_schema'"),
+    (RESPONSE, {"text": {"format": {"type": "xml"}}}, "text.format.type", "use 'text', 'json_object' or 'json_schema'"),
 )
 
 

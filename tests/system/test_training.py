@@ -52,9 +52,6 @@ def test_features_are_the_states_that_decoding_sees(runtime: Runtime) -> None:
 def test_features_cover_every_turn(runtime: Runtime) -> None:
     runtime = worded_runtime()
     runtime.tokenizer.chat_template = "words"
-    runtime.tokenizer.apply_chat_template = lambda messages, **_: {
-        "input_ids": runtime.tokenizer(" ".join(m["content"] for m in messages))["input_ids"]
-    }
     two_turns = Prompt(id="1", task="t", turns=("w1 w2", "w3"))
     assert features_of(Session(runtime, Sampling(), 6), two_turns, (2,)).n_rows == 10
 

@@ -1,0 +1,273 @@
+"""The form of a chat that a template leaves nothing out of.
+
+Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What one does
+not read, it leaves out in silence. So a probe of the chat, with a marker in place of each text, is rendered in one form
+after the other, until all markers are there. Forms are remembered by the shape of the chat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+
+from ..core.requests import CALL_BEGINS, CALL_ENDS
+
+Message = Mapping[str, Any]
+Change = Callable[[Message], list[Message]]  # of one message, into one or more
+
+MOST_FORMS = 512  # that are remembered for one tokenizer
+MOST_CHANGES = 3  # that one form is made of
+ID_LENGTH = 9  # characters of a call's id in Mistral's templates, which refuse any other
+REFUSALS = (TemplateError, TypeError, ValueError)  # of templates; what has another type than one expects is a TypeError
+MAY_BE_EMPTY = ("system", "developer")  # roles whose empty messages may be left out: they ask nothing of the model
+
+
+class LeftOut(NamedTuple):
+    """What a template leaves out: a part of a message; all of it, where the part is its role."""
+
+    message: int
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and the `values` that the template gets beside them."""
+
+    tokenizer: Any
+    messages: Sequence[Message]
+    values: Mapping[str, Any]
+
+    def rendered(self) -> str:
+        """Return the text that the template makes of it.
+
+        Raises: one of `REFUSALS`.
+        """
+        values = {"add_generation_prompt": True, **self.values, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(list(self.messages), **values))
+
+    def changed(self, form: Sequence[Change]) -> Chat:
+        chat = self
+        for change in form:
+            chat = replace(chat, messages=list(chain.from_iterable(map(change, chat.messages))))
+        return chat
+
+
+_FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()  # by tokenizer
+
+
+def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
+    """Return the changes after which a chat's template leaves nothing out, or what it leaves out in any form.
+
+    Where it refuses every form, that is none: the chat itself shows why.
+    """
+    forms, shape = _FORMS.setdefault(chat.tokenizer, {}), _shape(chat)
+    form = forms.pop(shape, None)
+    forms[shape] = form = _form(chat) if form is None else form  # the last: those used least recently are dropped
+    for other in list(forms)[:-MOST_FORMS]:
+        forms.pop(other, None)
+    return form
+
+
+def _shape(chat: Chat) -> bytes:
+    """Return a digest of what a template may decide by: all but the texts."""
+
+    def row(message: Message) -> Any:
+        calls = [(_kind(call["function"]["arguments"]), len(str(call.get("id")))) for call in _calls(message)]
+        content = type(message.get("content")) if says(message) else message.get("content")
+        return message["role"], content, calls, len(str(message.get("tool_call_id"))), sorted(message)
+
+    values = {**chat.values, "tools": bool(chat.values.get("tools"))}
+    shape = (chat.tokenizer.chat_template, [row(each) for each in chat.messages], sorted(values.items()))
+    return hashlib.sha256(repr(shape).encode(errors="replace")).digest()
+
+
+def _kind(arguments: Any) -> tuple[type, bool]:
+    return type(arguments), bool(arguments)
+
+
+def _form(chat: Chat) -> tuple[Change, ...] | LeftOut:
+    probe, furthest = _Probe(chat), None
+    changes = [change for change in CHANGES if probe.chat.changed([change]) != probe.chat]
+    forms = (form for n in range(MOST_CHANGES + 1) for form in combinations(changes, n))
+    for form in sorted(forms, key=lambda form: (_with_written_calls in form, len(form))):
+        try:
+            left_out = probe.left_out(form)
+        except REFUSALS:
+            continue
+        if left_out is None:
+            return form
+        furthest = left_out if furthest is None else max(furthest, left_out, key=lambda each: each.message)
+    return () if furthest is None else furthest
+
+
+class _Probe:
+    """A chat of the same shape with a marker in place of each text; `places` are what the markers are of."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.places: dict[str, LeftOut] = {}
+        messages = [self._marked(i, message) for i, message in enumerate(chat.messages)]
+        values = {**chat.values, "continue_final_message": False}  # no template sees it
+        self.chat = replace(chat, messages=messages, values=values)
+
+    def _marked(self, i: int, message: Message) -> Message:
+        marked = dict(message)
+        if says(message):
+            marked["content"] = self._marker(i, "content")
+        if calls := _calls(message):
+            marked["tool_calls"] = [self._marked_call(i, j, call) for j, call in enumerate(calls)]
+        return marked
+
+    def _marked_call(self, i: int, j: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        place, arguments = f"tool_calls[{j}]", call["function"]["arguments"]
+        match arguments:
+            case {} if arguments:
+                arguments = {"key": self._marker(i, place)}
+            case [_, *_]:
+                arguments = [self._marker(i, place)]
+            case str() if arguments:
+                arguments = self._marker(i, place)
+        return {**call, "function": {**call["function"], "name": self._marker(i, place), "arguments": arguments}}
+
+    def _marker(self, i: int, part: str) -> str:
+        marker = f"Qz{len(self.places)}zQ"
+        self.places[marker] = LeftOut(i, part)
+        return marker
+
+    def left_out(self, form: Sequence[Change]) -> LeftOut | None:
+        """Return what is left out of the chat in a form.
+
+        Raises: one of `REFUSALS`: the template does not take the form.
+        """
+        chat = self.chat.changed(form)
+        text = chat.rendered()
+        if any(each in text for each in _as_python(chat.messages)):
+            raise TypeError("the template writes a value of another type than it expects")
+        kept = {place.message for marker, place in self.places.items() if marker in text}
+        for marker, (i, part) in self.places.items():
+            if marker not in text:
+                return LeftOut(i, part if i in kept else "role")
+        roles = {each["role"] for each in chat.messages if _is_empty(each)} - {*MAY_BE_EMPTY}
+        for role in sorted(roles):
+            others = [each for each in chat.messages if each["role"] != role or not _is_empty(each)]
+            try:
+                vanishes = bool(others) and replace(chat, messages=others).rendered() == text
+            except REFUSALS:  # they matter to the order of the roles, then
+                continue
+            if vanishes:
+                empty = (i for i, each in enumerate(self.chat.messages) if each["role"] == role and _is_empty(each))
+                return LeftOut(next(empty), "content")
+        return None
+
+
+def _as_python(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield how a template writes what it takes for texts and what is none."""
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            yield from (str(part), json.dumps(part))
+        arguments = (call["function"]["arguments"] for call in _calls(message))
+        yield from (str(each) for each in arguments if each and isinstance(each, Mapping | list))
+
+
+def says(message: Message) -> bool:
+    """Return whether a message has a text that is not blank."""
+    return isinstance(content := message.get("content"), str) and bool(content.strip())
+
+
+def _is_empty(message: Message) -> bool:
+    return not (says(message) or _calls(message) or isinstance(message.get("content"), list))
+
+
+def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+# --- changes
+
+
+def with_arguments(message: Message, read: Callable[[Any], Any]) -> Message:
+    """Return a message with other arguments of its calls."""
+    if not (calls := _calls(message)):
+        return message
+    functions = ({**call["function"], "arguments": read(call["function"].get("arguments"))} for call in calls)
+    return {**message, "tool_calls": [{**call, "function": own} for call, own in zip(calls, functions, strict=True)]}
+
+
+def _with_json(message: Message) -> list[Message]:
+    """Give arguments as JSON, as OpenAI does."""
+    return [with_arguments(message, _as_json)]
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_objects(message: Message) -> list[Message]:
+    """Put arguments that are no object into one, for templates that go through its keys."""
+    return [with_arguments(message, lambda own: own if isinstance(own, Mapping) else {"arguments": own})]
+
+
+def _with_short_ids(message: Message) -> list[Message]:
+    """Shorten the ids of calls, equal ones alike."""
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short(message["tool_call_id"])
+    if calls := _calls(message):
+        changed["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+    return [changed]
+
+
+def _short(call_id: Any) -> str:
+    text = str(call_id)
+    is_short = len(text) == ID_LENGTH and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:ID_LENGTH]
+
+
+def _apart(message: Message) -> list[Message]:
+    """Say what comes with calls in a message before them, for templates that read nothing else beside calls."""
+    if not (says(message) and _calls(message)):
+        return [message]
+    return [_without_calls(message), {**message, "content": ""}]
+
+
+def _without_calls(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "tool_calls"}
+
+
+def _singly(message: Message) -> list[Message]:
+    """Make each call in a message of its own, for templates that read one."""
+    if len(calls := _calls(message)) < 2:
+        return [message]
+    others = ({**message, "content": "", "tool_calls": [call]} for call in calls[1:])
+    return [{**message, "tool_calls": calls[:1]}, *others]
+
+
+def _with_written_calls(message: Message) -> list[Message]:
+    """Write calls into the content, as Qwen and Hermes do, for templates that know of none."""
+    if not (calls := _calls(message)) or message["role"] != "assistant":
+        return [message]
+    said = [message["content"]] if says(message) else []
+    return [{**_without_calls(message), "content": "\n".join([*said, *map(_written, calls)])}]
+
+
+def _written(call: Mapping[str, Any]) -> str:
+    name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
+    return f'{CALL_BEGINS}\n{{"name": {name}, "arguments": {_as_json(arguments)}}}\n{CALL_ENDS}'
+
+
+def _with_parts(message: Message) -> list[Message]:
+    """Give contents as lists of parts, as templates of models that see images read them."""
+    content = message.get("content")
+    return [{**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message]
+
+
+CHANGES: tuple[Change, ...] = (  # the likeliest first
+    *(_with_json, _with_objects, _with_short_ids, _apart, _singly),
+    *(_with_parts, _with_written_calls),
+)

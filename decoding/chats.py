@@ -1,0 +1,82 @@
+"""From a chat to token ids, by the model's own template: what a message says is in the prompt."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..core.errors import InvalidInput
+from ..models.prompts import no_template
+from .chat_forms import REFUSALS, Chat, LeftOut, Message, remembered_form, says, with_arguments
+
+
+class ChatPrompt:
+    """A chat as the text and the token ids of a prompt.
+
+    Args:   messages: in OpenAI's form, with contents that are texts. A call's arguments are JSON, or whatever else an
+            earlier answer has in their place: cut off, or no object. values: what the template gets beside them, such
+            as `tools`, and other arguments of transformers' `apply_chat_template`.
+    Raises: InvalidInput: there is no template, or it refuses the chat or would leave out what `param` names.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        if template is None:
+            raise no_template("this")
+        messages = [with_arguments(each, _read) for each in messages]
+        if "developer" not in str(template):
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        chat = Chat(tokenizer, messages, values)
+        form = remembered_form(chat)
+        if isinstance(form, LeftOut):
+            raise _left_out(chat, form)
+        self._tokenizer, chat = tokenizer, chat.changed(form)
+        try:
+            self.text = chat.rendered()
+        except REFUSALS as error:
+            words = f"the chat does not suit this model's chat template ({error}): change its messages"
+            raise InvalidInput(words, _refused_role(chat, error)) from error
+
+    def encode(self) -> list[int]:
+        """Return the token ids, those of transformers' `apply_chat_template` of the chat in this form."""
+        return list(self._tokenizer(self.text, add_special_tokens=False)["input_ids"])
+
+
+def _read(arguments: Any) -> Any:
+    """Return what a call's JSON says; what is no JSON, such as an object that was cut off, as it is."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return {} if value is None else value
+
+
+def _left_out(chat: Chat, left_out: LeftOut) -> InvalidInput:
+    message, place = chat.messages[left_out.message], f"messages[{left_out.message}].{left_out.part}"
+    if left_out.part == "role":
+        words = f"what messages[{left_out.message}] says in the role {message['role']!r}: use a role that it knows"
+    elif left_out.part == "content":
+        words = f"{place}: " + ("send it in a message of its own" if says(message) else "write something")
+    else:
+        words = f"{place}: leave it out, too"
+    return InvalidInput(f"this model's chat template leaves out {words}", place)
+
+
+def _refused_role(chat: Chat, error: Exception) -> str | None:
+    """Return the place of the role that a template refuses, if its error is about one: the first chats are not."""
+
+    def is_refused(n: int) -> bool:
+        try:
+            replace(chat, messages=chat.messages[:n]).rendered()
+        except REFUSALS:
+            return True
+        return False
+
+    if "role" not in str(error).lower():
+        return None
+    return f"messages[{bisect_left(range(1, len(chat.messages)), True, key=is_refused)}].role"
