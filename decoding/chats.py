@@ -1,4 +1,4 @@
-"""From a chat to token ids, by the model's own template: what a message says is in the prompt."""
+"""From a chat to token ids, by the model's own template: what a message says is in the prompt, and text stays text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from ..core.errors import InvalidInput
 from ..models.prompts import no_template
 from .chat_forms import REFUSALS, Chat, LeftOut, Message, remembered_form, says, with_arguments
+from .control_tokens import Literals, encode
 
 
 class ChatPrompt:
@@ -33,16 +34,30 @@ class ChatPrompt:
         form = remembered_form(chat)
         if isinstance(form, LeftOut):
             raise _left_out(chat, form)
-        self._tokenizer, chat = tokenizer, chat.changed(form)
+        self._tokenizer, self._literals = tokenizer, Literals(tokenizer)
+        self._rendered = self._render(chat.changed(form))
+
+    def _render(self, chat: Chat) -> str:
+        """Return the text, with words in place of what spells a control token."""
+        hidden = self._literals.hidden
+        messages = [hidden(each, is_answer=each["role"] == "assistant") for each in chat.messages]
+        values = {name: hidden(value) for name, value in chat.values.items()}
         try:
-            self.text = chat.rendered()
+            return replace(chat, messages=messages, values=values).rendered()
         except REFUSALS as error:
             words = f"the chat does not suit this model's chat template ({error}): change its messages"
             raise InvalidInput(words, _refused_role(chat, error)) from error
 
+    @property
+    def text(self) -> str:
+        return self._literals.shown(self._rendered)
+
     def encode(self) -> list[int]:
-        """Return the token ids, those of transformers' `apply_chat_template` of the chat in this form."""
-        return list(self._tokenizer(self.text, add_special_tokens=False)["input_ids"])
+        """Return the token ids: transformers' own of the chat, where no text spells a control token.
+
+        Raises: InvalidInput: a text spells a token that the tokenizer has no other ids for.
+        """
+        return encode(self._tokenizer, self._rendered, self._literals)
 
 
 def _read(arguments: Any) -> Any:
