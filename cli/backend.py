@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -29,6 +31,7 @@ from ..core.errors import (
     safe_url,
 )
 from ..core.events import (
+    PHASES,
     Event,
     Progress,
     TaskFinished,
@@ -324,8 +327,7 @@ class RunState:
 
 def live_view(state: RunState, width: int) -> RenderableType:
     """Show where the run is, its figures, and the curve of matchness so far, in at most four lines."""
-    place = f"prompt {state.index + 1} of {state.n_prompts}" if state.n_prompts else ""
-    head = Text(" · ".join(filter(None, (state.task, state.phase, place, state.detail or state.prompt_id))))
+    head = Text(_head(state, width - 2))
     head.truncate(width - 2, overflow="ellipsis")
     lines: list[RenderableType] = []
     if state.n_prompts:
@@ -333,21 +335,33 @@ def live_view(state: RunState, width: int) -> RenderableType:
         done = round(columns * min(1.0, state.index / state.n_prompts))
         lines.append(Text.assemble("  ", ("━" * done, "cyan"), ("━" * (columns - done), "dim")))
     if state.progress is not None:
-        figures = Text("  " + progress_words(state.progress))
-        figures.truncate(width, overflow="ellipsis")
-        lines.append(figures)
+        lines.append(Text("  " + progress_words(state.progress, width - 2)))
     if state.matchness:
         lines.append(Text("  " + sparkline(state.matchness, min(60, width - 2)), style="green"))
     return Group(head, *lines)
 
 
-def progress_words(progress: Progress) -> str:
-    """Return the figures of a round on one line of 80 columns."""
-    return (
-        f"{progress.tok_s:.1f} tok/s  matchness {number(progress.matchness)} (best {number(progress.best_matchness)})"
-        f"  {progress.n_trials} trials  α {number(progress.acceptance_rate)}"
-        f"  M {number(progress.mean_generated_length, 1)}  r {progress.skip_ratio:.2f}"
+def _head(state: RunState, width: int) -> str:
+    """Return where the run is, the longest of several forms that fits; else the shortest."""
+    phase, detail = PHASES.get(state.phase, state.phase), state.detail or state.prompt_id
+    places = (f"prompt {state.index + 1} of {state.n_prompts}", f"{state.index + 1}/{state.n_prompts}")
+    forms = [(state.task, phase, place if state.n_prompts else "", more) for more in (detail, "") for place in places]
+    heads = [" · ".join(filter(None, form)) for form in forms]
+    return next((head for head in heads if cell_len(head) <= width), heads[-1])
+
+
+def progress_words(progress: Progress, width: int = 80) -> str:
+    """Return the figures of a round on one line, as many of them as it has room for."""
+    figures = (
+        f"{progress.tok_s:.1f} tok/s",
+        f"matchness {number(progress.matchness)} (best {number(progress.best_matchness)})",
+        f"{progress.n_trials} trials",
+        f"α {number(progress.acceptance_rate)}",
+        f"M {number(progress.mean_generated_length, 1)}",
+        f"r {progress.skip_ratio:.2f}",
     )
+    lines = accumulate(figures, lambda line, figure: f"{line}  {figure}")
+    return max((line for line in lines if cell_len(line) <= width), key=len, default="")
 
 
 class TuneProgress:
@@ -387,7 +401,7 @@ class TuneProgress:
         if self._live is None:
             self._console.print(line, soft_wrap=True)
         else:
-            self._console.print(line, no_wrap=True, overflow="ellipsis")  # a wrapped line would tear the display
+            self._console.print(line)  # folded here, for a line that the terminal folds would tear the display
 
     def _is_news(self, event: Event) -> bool:
         """Return whether an event deserves a line that stays: phases come and go with every prompt."""

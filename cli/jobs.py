@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import InvalidInput, safe_url
-from ..core.events import JobState, TaskFinished
+from ..core.events import PHASES, JobState, TaskFinished
 from ..core.records import PlanInUse
 from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
 from ..core.settings import ENGINES, preset_of
@@ -402,7 +402,7 @@ def job_view(job: Job) -> RenderableType:
         ("model", job.model or f"none, a {job.kind} job"),
         ("stream", str(job.request.get("stream") or "")),
         ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
-        ("now", f"{now.task}, {now.phase}: {progress_words(now)}" if now is not None else ""),
+        ("now", f"{now.task}, {PHASES[now.phase]}: {progress_words(now)}" if now is not None else ""),
         *found,
         *(("plan in use", plan.sentence) for plan in job.plans),
         ("queue", job.queue or "none, it runs where it was begun"),

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord, Plan, PlanInUse, PlanVersion
-from ..core.types import NOT_FASTER, Kind, LayerSet, Timings, Trial, Verdict, VerdictWord, seconds_by_part
+from ..core.types import NOT_FASTER, ORIGINS, Kind, LayerSet, Timings, Trial, Verdict, VerdictWord, seconds_by_part
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
@@ -381,8 +381,9 @@ def tune_summary(
         rows.append(("tokens per second", speeds))
     rows.append(("searched", f"{len(trials)} candidates on {finished.n_prompts} prompts, {finished.n_tokens} tokens"))
     if trials:
-        proposed = ", ".join(f"{n} {origin}" for origin, n in Counter(trial.origin for trial in trials).most_common())
-        rows.append(("tried", f"{proposed}; {sum(trial.adopted for trial in trials)} adopted"))
+        counts = Counter(ORIGINS.get(trial.origin, f"suggested by {trial.origin}") for trial in trials)
+        origins = ", ".join(f"{words} {n}" for words, n in counts.most_common())
+        rows.append(("candidates", f"{origins}; {sum(trial.adopted for trial in trials)} taken into use"))
     rows.append(("search ended", finished.stopped_because))
     timings: list[RenderableType] = [timings_table(finished.timings, finished.n_tokens), ""]
     if finished.paces:

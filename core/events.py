@@ -216,6 +216,15 @@ def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
 
 # --- in words, for terminal and pages
 
+PHASES: Mapping[str, str] = {
+    "load": "loading",
+    "profile": "preparing",
+    "accumulate": "collecting text",
+    "optimise": "searching",
+    "accelerate": "search ended",
+    "verdict": "verdict",
+}
+
 
 def event_task(event: Event) -> str:
     """Return the task that an event belongs to; empty before the first one."""
@@ -238,7 +247,7 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
         case StateChanged():
             return state_words(event)
         case PhaseChanged():
-            return f"{task}{event.phase}" + (f": {event.detail}" if event.detail else "")
+            return f"{task}{PHASES[event.phase]}" + (f": {event.detail}" if event.detail else "")
         case FormatTried(problem=""):
             return (
                 f"drafts in {event.format}: {_figure(event.expected)}x expected,"

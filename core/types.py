@@ -377,14 +377,25 @@ class Completion(Record):
         return self.n_decoded / decode_s if decode_s else None
 
 
+ORIGINS: Mapping[str, str] = {  # of candidates, for a person
+    "uniform": "first set",
+    "trimmed": "first set with less left out",
+    "in use": "set in use again",
+    "final": "challengers again",
+    "stored": "known sets",
+    "family": "by a study of the layers",
+    "move": "changes to the best",
+    "random": "at random",
+    "late": "at random, before a suggestion came",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Trial(Record):
     """One candidate layer set, scored once.
 
-    `origin` says where it came from: "uniform" (the start), "trimmed" (the start after r was lowered), "in use" and
-    "final" (the set in use and its challengers, scored once more side by side), "stored" (known from elsewhere),
-    "random", "late" (a suggestion was due but not there yet, so the step was drawn at random), or a word of the
-    strategy's own. `score` is the value that is maximised; the window is the one at `position` of the prompt's text.
+    `origin` says where it came from: one of `ORIGINS`, or the name of the engine that suggested it. `score` is the
+    value that is maximised; the window is the one at `position` of the prompt's text.
     """
 
     step: int

@@ -410,7 +410,7 @@ class Search:
         if not self._proposer.chooses_size and matchness > settings.target_matchness:
             self.finish(f"matchness {matchness:.2f} is above {settings.target_matchness}")
         elif n_tried >= self._budget:
-            enough = "" if n_tried >= settings.max_steps else ", as many as a stream of this length is worth"
+            enough = "" if n_tried >= settings.max_steps else ", the limit for this stream"
             self.finish(f"{n_tried} candidates were scored{enough}")
         elif self._spent(n) and not self._contest.finals.finalists:
             self.finish(f"no better layer set in {self._proposer.patience} candidates")

@@ -24,7 +24,7 @@ from ...core.errors import (
     SwiftoptError,
     UnsupportedModel,
 )
-from ...core.events import JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
+from ...core.events import PHASES, JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
 from ...core.requests import DEFAULT_QUEUE, STATES, VERB_HELP, Job, JobEvent, TuneRequest, Verb
 from ...core.serialization import explained
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
@@ -191,7 +191,7 @@ def figures_of(job: Job) -> list[tuple[str, str]]:
         return []
     return [
         ("Task", now.task[:60]),
-        ("Phase", now.phase[:60]),
+        ("Phase", PHASES[now.phase]),
         ("Tokens per second of decoding", number(now.tok_s, 1)),
         ("Tokens", number(now.tokens, 0)),
         ("Candidates", number(now.n_trials, 0)),

@@ -328,7 +328,7 @@ def test_live_display_wraps_no_line_and_keeps_only_news(width: int) -> None:
         progress(PhaseChanged("notes", "accelerate", "no better layer set in 300 candidates, " * 6))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     kept = [line for line in plain.replace("\r", "\n").splitlines() if line.startswith("notes: ")]
-    assert len(kept) == 1 and kept[0].startswith("notes: accelerate: no better")
+    assert len(kept) == 1 and kept[0].startswith("notes: search ended: no better")
     assert len(kept[0].rstrip()) <= width
 
 
@@ -352,9 +352,9 @@ def test_log_tells_each_phase_once() -> None:
             progress(PhaseChanged("notes", "accumulate", ""))
             progress(PhaseChanged("notes", "optimise", ""))
     assert shown.getvalue().splitlines() == [
-        "profile: measuring costs, round 0",
-        "notes: accumulate",
-        "notes: optimise",
+        "preparing: measuring costs, round 0",
+        "notes: collecting text",
+        "notes: searching",
     ]
 
 

@@ -247,7 +247,7 @@ def test_job_tables_fit(width: int, store: Store, job: Job) -> None:
     running = replace(found, state="running", wanted="pause", layer_sets=(), progress=FIGURES)
     for renderable in (jobs_table([found, long, running], width), job_view(long), job_view(running)):
         assert max(map(cell_len, drawn(renderable, width))) <= width
-    assert "notes, optimise: 3.2 tok/s" in "\n".join(drawn(job_view(running), width))
+    assert "notes, searching: 3.2 tok/s" in "\n".join(drawn(job_view(running), width))
     text = "\n".join(drawn(jobs_table([found, running], width), width))
     assert found.id in text and "notes v1 1.20x" in text and "pausing" in text and "2/2" in text
 
@@ -289,7 +289,7 @@ def test_follower_tells_every_state_and_ends_with_the_trials(store: Store, job: 
     ended = follow(QueueClient(store, None), job, progress)
     worker.join()
     lines = to.getvalue().splitlines()
-    assert lines[:3] == ["queued", "running on w1", "notes: accumulate"] and lines[-1] == "succeeded"
+    assert lines[:3] == ["queued", "running on w1", "notes: collecting text"] and lines[-1] == "succeeded"
     assert ended.job.state == "succeeded" and ended.tasks[0].trials == TRIALS
 
 

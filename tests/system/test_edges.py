@@ -344,8 +344,11 @@ def test_a_later_turn_beyond_the_context_is_named_after_the_finished_turns(tmp_p
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_chat_that_outgrows_the_context_ends_there_and_the_tuning_goes_on(tmp_path: Path, concurrency: int) -> None:
+def test_chat_that_outgrows_the_context_ends_there_and_the_tuning_goes_on(
+    tmp_path: Path, concurrency: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tuned on or held out, in one life or from any checkpoint on."""
+    monkeypatch.setattr("swiftopt.optimizer.verdict.is_open", lambda verdict: False)  # which the clock would decide
     runtime = chatting(tmp_path, TURNS, max_position_embeddings=40)
     prompts = [
         Prompt(f"{name}{i}", "t", turns=tuple(map(words, turns)))

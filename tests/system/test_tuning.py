@@ -200,7 +200,8 @@ def test_no_trials_when_optimisation_is_switched_off() -> None:
     assert result.trials == () and result.record.layer_set == LayerSet.uniform(4, 2)
 
 
-def test_each_task_gets_its_own_set_and_verdict() -> None:
+def test_each_task_gets_its_own_set_and_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftopt.optimizer.verdict.is_open", lambda verdict: False)  # which the clock would decide
     mixed = [prompt for pair in zip(stream(6, "a"), stream(6, "b"), strict=True) for prompt in pair]
     results, events = tune(mixed, max_steps=20)
     assert [result.task for result in results] == ["a", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -308,8 +309,51 @@ def test_live_view_shows_the_round_at_80_columns() -> None:
     for event in some_events()[:7]:
         state = state.after(event)  # type: ignore[arg-type]
     text = "\n".join(drawn(live_view(state, 80), 80))
-    for word in ("notes", "optimise", "prompt 3 of 24", "0.81 (best 0.93)", "1000 trials", "α 0.92", "M 13.4"):
+    for word in ("notes", "searching", "prompt 3 of 24", "0.81 (best 0.93)", "1000 trials", "α 0.92", "M 13.4"):
         assert word in text
+
+
+LIMIT = "36 candidates were scored, the limit for this stream"
+
+
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [
+        (94, f"code · search ended · prompt 5 of 32 · {LIMIT}"),
+        (84, f"code · search ended · 5/32 · {LIMIT}"),
+        (80, "code · search ended · prompt 5 of 32"),
+        (30, "code · search ended · 5/32"),
+    ],
+)
+def test_live_view_says_less_where_there_is_no_room(width: int, head: str) -> None:
+    state = RunState(
+        "code", "accelerate", LIMIT, "p", 4, 32, Progress("code", "accelerate", 9, 70.4, 0.8, 0.9, 36, 0.7, 2.8, 0)
+    )
+    lines = drawn(live_view(state, width), width)
+    assert lines[0].rstrip() == head and "…" not in "".join(lines)
+    assert lines[2].strip().endswith({30: "70.4 tok/s"}.get(width, "r 0.00"))
+
+
+def test_end_of_a_search_is_one_line_of_80_columns() -> None:
+    line = event_line(PhaseChanged("summary", "accelerate", LIMIT))
+    assert line == f"summary: search ended: {LIMIT}" and len(line) <= 80
+
+
+def test_long_line_at_a_terminal_is_folded_not_cut() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=True, markup=False, highlight=False, legacy_windows=False)
+    with TuneProgress(console) as progress:
+        progress(StreamShifted("notes", "acceptance fell from 0.90 to 0.61", 2))
+    text = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", " ", stream.getvalue()).split())
+    assert "notes: other text, for acceptance fell from 0.90 to 0.61: searching again, 2 known sets first" in text
+
+
+def test_origins_of_candidates_are_words() -> None:
+    trials = [
+        Trial(i, LayerSet(30), origin, 0.5, 1.0) for i, origin in enumerate(["family", "family", "in use", "tpe"])
+    ]
+    text = " ".join(drawn(tune_summary(replace(some_result(30), trials=tuple(trials)), USED, "o", COMMAND, 120), 120))
+    assert "by a study of the layers 2, set in use again 1, suggested by tpe 1; 0 taken into use" in text
 
 
 def test_state_starts_over_when_the_task_changes() -> None:
@@ -326,7 +370,7 @@ def test_tasks_that_report_by_turns_keep_their_phases_curves_and_places() -> Non
     for event in (*notes, *code, TrialsDone("notes", some_trials(2))):
         progress(event)
     assert (progress.state.phase, progress.state.prompt_id, len(progress.state.matchness)) == ("optimise", "a", 5)
-    assert "notes · optimise · prompt 1 of 4 · a" in "\n".join(drawn(live_view(progress.state, 80), 80))
+    assert "notes · searching · prompt 1 of 4 · a" in "\n".join(drawn(live_view(progress.state, 80), 80))
     progress(PromptFinished(Prompt("b", "code", text="x"), 1, Completion((1,), "w", "stop", "plain")))
     assert "code: prompt 2 of 4 (b): 1 tokens" in stream.getvalue()
     assert progress.state.phase == "accumulate"
@@ -338,8 +382,8 @@ def test_progress_writes_plain_lines_when_there_is_no_terminal() -> None:
         for event in some_events():
             progress(event)  # type: ignore[arg-type]
     assert stream.getvalue().splitlines() == [
-        "load: smollm2-135m",
-        "notes: optimise: a detail",
+        "loading: smollm2-135m",
+        "notes: searching: a detail",
         "drafts in int4: 2.91x expected, 0.95 of the tokens agree",
         "drafts in int8 do not run here: no such kernel",
         "notes: set of trial 7 in use: 13 attentions and 12 MLPs left out, matchness 0.90",
