@@ -61,7 +61,7 @@ def bench() -> None:
     common="model stream task limit max_new_tokens methods assistant png db as_json",
 )
 @options.model_and_stream
-@option(PROMPTS, "--task", help="Whose stored layer set to use.  [default: each prompt's own task]")
+@options.task("plan", "Whose stored layer set to use.  [default: each prompt's own task]", PROMPTS)
 @options.layer_set
 @measurement("--methods", default=",".join(COMPARED), help="What to compare.")
 @measurement("--assistant", metavar="MODEL", type=options.MODEL, help="The smaller model that drafts for hf-assisted.")
@@ -123,7 +123,7 @@ def decode(
 @bench.command(short_help="The papers' ablations, on this machine and model.")
 @click.argument("name")
 @options.model_and_stream
-@option(PROMPTS, "--task", help="Whose stored layer set, heads and probe to use.  [default: the stream's task]")
+@options.task("plan", "Whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)
 @options.draft_model
 @options.limit
 @options.form
@@ -191,7 +191,7 @@ def _cell(key: str, value: float | None) -> str:
 )
 @options.model_and_stream
 @options.limit
-@options.from_field(PROMPTS, GenerateRequest, "task", "Whose stored plan drafts.  [default: each prompt's own task]")
+@options.task("plan", "Whose stored plan drafts.  [default: each prompt's own task]", PROMPTS)
 @options.from_field(
     options.DRAFTING,
     GenerateRequest,
@@ -282,7 +282,7 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
 @bench.command(short_help="A served stream: a server that learns beside plain decoding.")
 @options.model_and_stream
 @options.limit
-@option(PROMPTS, "--task", help="Task of all lines.  [default: each prompt's own]")
+@options.task("default", "Task of lines that name none.  [default: the file's stem]", PROMPTS)
 @measurement("--concurrency", type=positive, default=1, help="Clients that ask at once.")
 @measurement("--window", type=positive, default=10, show_default=True, help="Requests that a ratio is of.")
 @options.shared(GenerateRequest, "max_new_tokens")

@@ -44,7 +44,7 @@ lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
     common="model stream task limit max_new_tokens methods lossless presets png no_store db as_json",
 )
 @options.model_and_stream
-@click.option("--task", help="Whose plan this makes.  [default: the stream's task; default, if it holds several]")
+@options.task("result", "Whose plan this makes.  [default: the stream's task; default, if it holds several]")
 @option(PROMPTS, "--limit", type=positive, help="Compare on the first prompts of the stream only.")
 @option(DRAFTING, "--methods", default="all", help="all, or names from the list below, by commas.")
 @option(

@@ -124,7 +124,7 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
         if param.name not in used and options.on_command_line(param.name or ""):
             flag, engine = param.opts[0], values["engine"]
             note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
-    prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
+    prompts = options.prompts_of(values["stream"], values["task"], values["limit"], values["form"])
     for model in filter(None, (values["model"], values["draft_model"])):
         check_names(model, values["dtype"], values["device"])
 
@@ -245,9 +245,7 @@ def _plan_that_ran(
     common="model stream task limit max_new_tokens words base exported png db as_json",
 )
 @options.model_and_stream
-@options.option(
-    options.PROMPTS, "--task", help="Whose stored plan swiftopt/best uses.  [default: each prompt's own task]"
-)
+@options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", options.PROMPTS)
 @options.limit
 @options.form
 @measurement("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")

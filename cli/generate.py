@@ -15,7 +15,7 @@ import click
 
 from ..core.errors import InvalidInput, StreamError, SwiftoptError
 from ..core.requests import GenerateRequest
-from ..core.streams import LineWriter, raw_prompt, read_stream
+from ..core.streams import LineWriter, raw_prompt
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.methods import method_info
 from . import options
@@ -43,9 +43,7 @@ COMMANDS = """\
     common="model task prompt stream limit out max_new_tokens temperature seed method db as_json",
 )
 @options.model
-@from_field(
-    OTHER, GenerateRequest, "task", "Whose stored layer set to use.  [default: the prompt's own task, or default]"
-)
+@options.task("plan", "Whose stored layer set to use.  [default: the prompt's own task, or default]")
 @option(PROMPTS, "--prompt", help="Raw text to continue.")
 @option(PROMPTS, "--stream", type=FILE, help=options.STREAM_HELP)
 @options.limit
@@ -131,7 +129,7 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
     if prompt is not None and stream is not None:
         raise click.UsageError("--prompt and --stream exclude each other: give one of them")
     if stream is not None:
-        return read_stream(stream, task, limit)
+        return options.prompts_of(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
     text = _decoded(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt

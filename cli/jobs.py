@@ -31,7 +31,6 @@ from .compare import comparison
 from .engines import server_of, tune_engine
 from .options import (
     FILE,
-    OTHER,
     PROMPTS,
     SERVICES,
     ConfiguredGroup,
@@ -60,7 +59,7 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
     common="model stream task limit max_new_tokens out concurrency preset engine png redis server detach db as_json",
 )
 @options.model_and_stream
-@from_field(OTHER, TuneRequest, "task", "Task of lines that name none.  [default: the file's stem]")
+@options.task("default", "Task of lines that name none.  [default: the file's stem]")
 @from_field(PROMPTS, TuneRequest, "out", "File for the completions.  [default: in your data folder]", type=FILE)
 @from_field(PROMPTS, TuneRequest, "limit", "Take only the first prompts.", type=positive)
 @from_field(PROMPTS, TuneRequest, "concurrency", "How many prompts are decoded at once.", type=positive)
@@ -133,7 +132,7 @@ def tune(pictures: Pictures, **values: Any) -> Result:
         raise InvalidInput(
             "--detach draws nothing: leave out --png and --svg, and draw with `swiftopt layers show` later"
         )
-    prompts = read_stream(request.stream, request.task, request.limit, request.form)
+    prompts = options.prompts_of(request.stream, request.task, request.limit, request.form)
     tuning_options.warn_idle(request.settings)
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
@@ -151,7 +150,9 @@ def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
         )
     methods = (BASE, preset_of(name).method)
     request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
-    made_on, compared = hold_out(read_stream(values["stream"], values["task"], values["limit"], values["form"]))
+    prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
+    options.note_tasks(prompts, "result")
+    made_on, compared = hold_out(prompts)
     if not compared:
         raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
     return comparison(request, compared, made_on, pictures, values["db"])

@@ -109,7 +109,7 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 
 @layers.command(short_help="Self-SD's offline search for a layer set.")
 @options.model_and_stream
-@click.option("--task", help="Task to store the set under.  [default: the first prompt's own]")
+@options.task("result", "Task to store the set under.  [default: the first prompt's own]")
 @options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
 @options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
 @options.option(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
 from click.core import ParameterSource
@@ -27,9 +27,9 @@ from ..core.serialization import LARGEST
 from ..core.settings import THREADS
 from ..core.streams import EMPTY_STOP, StreamForm, read_stream, read_with_others
 from ..core.templates import TEMPLATES
-from ..core.types import Sampling
+from ..core.types import Prompt, Sampling
 from .charts import Pictures
-from .output import Result, note_load
+from .output import Result, note, note_load
 
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
@@ -51,6 +51,7 @@ OTHER = "Other options"
 ALL_OPTIONS = "swiftopt.all-options"  # key of a context's `meta`: true where help lists the options that are not common
 MANY = 12  # options from which on they have headings
 N_MAIN = 3  # that come first: those that a command declares first
+TASKS_SHOWN = 3  # in a remark on a stream
 PLACEMENT = ("dtype", "device", "speed")  # options for where and how a model runs
 
 
@@ -329,6 +330,57 @@ def adapted(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
     return decorate
 
 
+# What becomes of a stream's lines that name another task than --task, by what a command takes that for.
+TaskUse = Literal["default", "result", "plan"]
+OTHER_TASKS: Mapping[TaskUse, str] = {
+    "default": "they keep it, and --task {task} is for {rest}",
+    "result": "--task {task} is what the result is stored under, for all lines",
+    "plan": "--task {task} chooses what all lines are decoded with",
+}
+
+
+class TaskOption(HeadedOption):
+    """--task of a command that reads a stream, with what it is for."""
+
+    def __init__(self, *names: Any, use: TaskUse, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.use = use
+
+
+def task(use: TaskUse, help: str, heading: str = OTHER) -> Decorator[Any]:
+    """Make --task of a command that reads a stream."""
+    return click.option("--task", cls=TaskOption, use=use, heading=heading, help=help)
+
+
+def note_tasks(prompts: Sequence[Prompt], use: TaskUse | None = None) -> None:
+    """Print what becomes of prompts whose lines name another task than the running command's --task, if any do.
+
+    Args: use: what --task is for, where that is not what it is for usually.
+    """
+    context = click.get_current_context()
+    name = context.params.get("task")
+    others = sorted({prompt.task for prompt in prompts} - {name})
+    n_others = sum(prompt.task != name for prompt in prompts)
+    if name is None or not n_others:
+        return
+    usual = next(param.use for param in context.command.params if isinstance(param, TaskOption))
+    n_rest = len(prompts) - n_others
+    rest = f"the other {n_rest}" if n_rest else "lines without one, which there are none of"
+    listed = ", ".join([*others[:TASKS_SHOWN], *(["…"] if len(others) > TASKS_SHOWN else [])])
+    what = OTHER_TASKS[use or usual].format(task=name, rest=rest)
+    note(f"note: {n_others} of {len(prompts)} lines name another task ({listed}): {what}")
+
+
+def prompts_of(stream: str, task: str | None, limit: int | None, form: StreamForm | None = None) -> list[Prompt]:
+    """Read a stream as `read_stream` does, for a command with --task, and print what becomes of lines that name others.
+
+    Raises: StreamNotFound, StreamError, SettingsError: as `read_stream`.
+    """
+    prompts = read_stream(stream, task, limit, form)
+    note_tasks(prompts)
+    return prompts
+
+
 @adapted
 def _with_form(template: str | None, shots: int | None, stop: tuple[str, ...], **values: Any) -> dict[str, Any]:
     return {**values, "form": StreamForm(template, shots, stop)}
@@ -337,13 +389,14 @@ def _with_form(template: str | None, shots: int | None, stop: tuple[str, ...], *
 @adapted
 def read(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
     """Read the stream that --stream, --task, --limit and `form` say, as `prompts`."""
-    return {**values, "prompts": read_stream(stream, values["task"], limit, form)}
+    return {**values, "prompts": prompts_of(stream, values["task"], limit, form)}
 
 
 @adapted
 def read_more(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
     """Read the stream as `read` does, and the prompts after --limit as `others`."""
     prompts, others = read_with_others(stream, values["task"], limit, form)
+    note_tasks(prompts)
     return {**values, "prompts": prompts, "others": others}
 
 

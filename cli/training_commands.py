@@ -71,7 +71,7 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
             type=options.FILE,
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
-        click.option("--task", help="What to store it under.  [default: the prompts' own task, or mixed]"),
+        options.task("result", "What to store it under.  [default: the prompts' own task, or mixed]"),
         option(options.PROMPTS, "--limit", type=positive, help="Take only the first prompts of each stream."),
         field("epochs", "Passes over all positions."),
         field("minutes", "End training after so long; completing the prompts is extra."),
@@ -122,6 +122,7 @@ def _trained(
     kind: LearnedKind, settings: HeadSettings | ProbeSettings, pictures: Pictures, values: dict[str, Any]
 ) -> Result:
     prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
+    options.note_tasks(prompts)
     tasks = {prompt.task for prompt in prompts}
     task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED)
     if "/" in task:

@@ -757,3 +757,46 @@ def test_configured_value_without_effect_brings_no_warning(
 def test_several_options_without_effect_have_a_line_each(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = warnings_of("--skip-ratio 0.3 --stop-threshold 0.5 --no-early-stop", home, capsys)
     assert [line.split()[1] for line in said] == ["--stop-threshold", "--no-early-stop", "--skip-ratio"]
+
+
+# --- a task beside lines that name theirs
+
+
+def takes_task_and_stream(path: tuple[str, ...]) -> bool:
+    return {"--task", "--stream"} <= {flag for param in command_at(path).params for flag in param.opts}
+
+
+WITH_BOTH = [path for path in every_command() if takes_task_and_stream(path)]
+
+
+def told(path: tuple[str, ...], tasks: list[str | None], capsys: pytest.CaptureFixture[str], *more: str) -> list[str]:
+    """Run a command on a stream of such tasks, with --task notes; return its remarks on them."""
+    lines = [{"prompt": "w1", **({} if task is None else {"task": task})} for task in tasks]
+    Path("tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    named = ("swift-parts",) if path[-1] == "ablate" else ()
+    assert run([*path, *named, "--model", "smolm2", "--stream", "tasks.jsonl", "--task", "notes", *more]) != 0
+    return [line for line in capsys.readouterr().err.splitlines() if "lines name another task" in line]
+
+
+@pytest.mark.parametrize("path", WITH_BOTH, ids=" ".join)
+def test_task_beside_lines_that_name_others_says_what_it_does(
+    path: tuple[str, ...], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (note,) = told(path, ["code", "summary", None, "notes"], capsys)
+    assert note.startswith("note: 2 of 4 lines name another task (code, summary): ") and "--task notes" in note
+    assert told(path, [None, "notes"], capsys) == []
+
+
+def test_task_of_tune_says_how_many_lines_are_left_for_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = "note: 2 of 3 lines name another task (code, summary): they keep it, and --task notes is for the other 1"
+    assert told(("tune",), ["code", None, "summary"], capsys) == [kept]
+    all_named = told(("tune",), ["a", "b", "c", "d", "a"], capsys)
+    words = "they keep it, and --task notes is for lines without one, which there are none of"
+    assert all_named == [f"note: 5 of 5 lines name another task (a, b, c, …): {words}"]
+    assert "--task notes is what the result is stored under" in told(("tune",), ["a"], capsys, "--preset", "mtad")[0]
+
+
+def test_every_command_with_a_stream_and_a_task_is_among_those() -> None:
+    assert {"tune", "generate", "compare", "layers search", "heads train", "probe train", "bench decode"} <= {
+        " ".join(path) for path in WITH_BOTH
+    }
