@@ -8,8 +8,8 @@
 // added up across lanes. Keys are turned for that, and values paired, for all heads that read them. Tiles take keys as they
 // lie and turn the queries.
 #pragma once
-#include <vector>
 #include "dense.h"
+#include "memory.h"
 
 struct Run {
     int32_t start, length;
@@ -17,11 +17,16 @@ struct Run {
 
 // Which slots the rows of a pass see in one sliding window, as runs of consecutive slots.
 struct View {
-    int window = 0;  // 0: none
-    std::vector<Run> runs;
-    std::vector<int32_t> first;   // run of each row, and the number of runs
-    std::vector<int32_t> oldest;  // place of the first slot of each row
-    std::vector<int32_t> n_seen;  // slots of each row
+    int window;            // 0: none
+    List<Run> runs;
+    List<int32_t> first;   // run of each row, and the number of runs
+    List<int32_t> oldest;  // place of the first slot of each row
+    List<int32_t> n_seen;  // slots of each row
+
+    void begin(int its_window) {
+        window = its_window;
+        runs.clear(), first.clear(), oldest.clear(), n_seen.clear();
+    }
 };
 
 // Add the n rows of a sequence.
@@ -31,12 +36,12 @@ struct View {
 static inline void look(View& view, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
     const int end = first_slot + n, window = view.window;
     for (int row = 0; row < n; row++) {
-        view.first.push_back(int32_t(view.runs.size()));
+        view.first.add(int32_t(view.runs.n));
         const int oldest = window ? std::max(0, positions[row] - window + 1) : 0;
         int seen = 0;
         if (!visible) {
             seen = first_slot + row + 1 - oldest;
-            view.runs.push_back({oldest, seen});
+            view.runs.add({oldest, seen});
         } else {
             const uint8_t* sees = visible + int64_t(row) * end;
             for (int slot = 0; slot < end;) {
@@ -47,12 +52,12 @@ static inline void look(View& view, int n, int first_slot, const int32_t* positi
                 }
                 const int start = slot;
                 while (slot < end && is_seen(slot)) slot++;
-                view.runs.push_back({start, slot - start});
+                view.runs.add({start, slot - start});
                 seen += slot - start;
             }
         }
-        view.oldest.push_back(oldest);
-        view.n_seen.push_back(seen);
+        view.oldest.add(oldest);
+        view.n_seen.add(seen);
     }
 }
 
@@ -176,16 +181,24 @@ static void add_sums(
     }
 }
 
+// The lanes of a and b that a corner of the turned square takes; GCC and clang name the operation differently.
+template <int STEP, bool LOW, int... I>
+static inline vf corner(vf a, vf b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (I & STEP ? LANES + I - (LOW ? STEP : 0) : I + (LOW ? 0 : STEP))...);
+#else
+    return __builtin_shuffle(a, b, vi{(I & STEP ? LANES + I - (LOW ? STEP : 0) : I + (LOW ? 0 : STEP))...});
+#endif
+}
+
 // Turn a square of LANES by LANES words: swap its halves' corners, then those of its quarters, ….
 template <int STEP = LANES / 2> static inline __attribute__((always_inline)) void turn(vf* rows) {
-    vi low, high;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) low[i] = i & STEP ? LANES + i - STEP : i, high[i] = i & STEP ? LANES + i : i + STEP;
+    constexpr std::make_integer_sequence<int, LANES> lanes;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         if (i & STEP) continue;
         const vf a = rows[i], b = rows[i + STEP];
-        rows[i] = __builtin_shuffle(a, b, low), rows[i + STEP] = __builtin_shuffle(a, b, high);
+        rows[i] = corner<STEP, true>(a, b, lanes), rows[i + STEP] = corner<STEP, false>(a, b, lanes);
     }
     if constexpr (STEP > 1) turn<STEP / 2>(rows);
 }

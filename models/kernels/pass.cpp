@@ -2,10 +2,7 @@
 //
 // Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
-#include <chrono>
-#include <exception>
-#include <new>
-#include <mutex>
+#include <ctime>
 #include "attention.h"
 #include "quantised.h"
 #include "team.h"
@@ -157,20 +154,26 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
 // The first address at or behind one that a cache line begins at: stores across two lines take twice as long.
 template <class P> P* on_line(P* from) { return (P*)((uintptr_t(from) + 63) / 64 * 64); }
 
-struct Arena {  // memory that is used again pass after pass; pieces are for one pass
-    std::vector<std::vector<char>> pieces;
-    size_t next = 0;
+struct Arena {  // pieces of memory for one pass
+    List<List<char>> pieces;
+
     void* take(size_t bytes) {
-        if (next == pieces.size()) pieces.emplace_back();
-        auto& piece = pieces[next++];
-        if (piece.size() < bytes + 64) piece = std::vector<char>(bytes + bytes / 4 + 64);
-        return on_line(piece.data());
+        List<char>& piece = pieces.add();
+        piece.reserve(bytes + 64);
+        return on_line(piece.items);
     }
 };
+
+double clock_s() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
 
 template <class T> class Runner {
   public:
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
+        views_.clear(), places_.clear(), parts_.clear();
         const size_t rows = std::max(1, pass.n_rows);
         size_t wide = 1, inner = 1, head = 0;
         bool packed = false, ordered = false, keeps = false;
@@ -197,7 +200,7 @@ template <class T> class Runner {
         }
         wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
         part_lists();
-        arena.next = 0;
+        arena.pieces.clear(), inputs_.clear();
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
         mixed_ = (T*)arena.take(rows * wide * sizeof(T));
         kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
@@ -214,12 +217,12 @@ template <class T> class Runner {
                 input.codes.scales = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
                 input.codes.sums = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
             }
-            inputs_.push_back(input);
+            inputs_.add(input);
         }
-        while (int(tiles.size()) < n_threads_) tiles.emplace_back(), scratch.emplace_back();
+        tiles.clear(), scratch.clear();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
-            grow(tiles[i], 2 * (whole_sides(rows) * PANEL + OUTPUTS));
-            grow(scratch[i], scratch_of(head) + 64 / sizeof(float));
+            tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
+            scratch.add().reserve(scratch_of(head) + 64 / sizeof(float));
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
@@ -242,37 +245,33 @@ template <class T> class Runner {
         T* turned;   // rows as `tile_products` takes them
     };
 
-    static void grow(std::vector<float>& memory, size_t n) {
-        if (memory.size() < n) memory.resize(n);
-    }
-
     void look_once(int window) {
         for (auto& view : views_)
             if (view.window == window) return;
-        views_.emplace_back();
-        View& view = views_.back();
-        view.window = window;
+        View& view = views_.add();
+        view.begin(window);
         int first = 0;
         for (int s = 0; s < pass_.n_sequences; first += pass_.sequences[s++].n_rows) {
             const Sequence& own = pass_.sequences[s];
             look(view, own.n_rows, own.first_slot, pass_.positions + first, own.visible);
         }
-        view.first.push_back(int32_t(view.runs.size()));
+        view.first.add(int32_t(view.runs.n));
     }
 
     // Which sequence each row is of, and the parts of each list that are of one.
     void part_lists() {
         if (pass_.n_sequences == 0) return;  // no attention
         for (int s = 0; s < pass_.n_sequences; s++) {
-            for (int row = 0; row < pass_.sequences[s].n_rows; row++) places_.push_back({s, pass_.sequences[s].first_slot + row});
+            for (int row = 0; row < pass_.sequences[s].n_rows; row++) places_.add({s, pass_.sequences[s].first_slot + row});
         }
-        parts_.resize(pass_.n_lists);
         for (int l = 0; l < pass_.n_lists; l++) {
             const RowList& list = pass_.lists[l];
+            List<Part>& parts = parts_.add();
+            parts.clear();
             for (int64_t i = 0; i < list.n; i++) {
                 const int s = places_[row_of(list, i)].sequence;
-                if (parts_[l].empty() || parts_[l].back().sequence != s) parts_[l].push_back({i, 0, s});
-                parts_[l].back().n++;
+                if (parts.n == 0 || parts.last().sequence != s) parts.add({i, 0, s});
+                parts.last().n++;
             }
         }
     }
@@ -304,9 +303,9 @@ template <class T> class Runner {
     // Share out work of a kind, and note how long it took where that is wanted.
     template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
         if (thread || !pass_.seconds) return team.each(n, piece, body);
-        const auto start = std::chrono::steady_clock::now();
+        const double start = clock_s();
         team.each(n, piece, body);
-        pass_.seconds[work] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        pass_.seconds[work] += clock_s() - start;
     }
 
     T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
@@ -318,8 +317,8 @@ template <class T> class Runner {
             for (int64_t i = 0; i < n; i++) make(inputs_[thread], i);
             return inputs_[thread];
         }
-        each(REST, thread, n, 1, [&](int64_t i, int64_t) { make(inputs_.back(), i); });
-        return inputs_.back();
+        each(REST, thread, n, 1, [&](int64_t i, int64_t) { make(inputs_.last(), i); });
+        return inputs_.last();
     }
 
     // Norm of the listed rows, rounded to codes where the map behind it wants that.
@@ -404,8 +403,8 @@ template <class T> class Runner {
         each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
             auto& tile = tiles[thread];
             const int first = int(panel) * most, last = std::min(first + most, map.n_out);
-            outputs(map, x, int(rows), first, last, tile.data(), most);
-            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.data() + r * most);
+            outputs(map, x, int(rows), first, last, tile.items, most);
+            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * most);
         });
     }
 
@@ -417,13 +416,13 @@ template <class T> class Runner {
                 T* to = hidden(row_of(list, row)) + first;
                 along(n_out, to, to, [&](vf h, int at) { return h + as_stored<T>(part_of(values, at, n_out)); });
             } else {
-                T* to = inputs_.back().rows + int64_t(row) * n + first;
+                T* to = inputs_.last().rows + int64_t(row) * n + first;
                 round_to(to, values, n_out);
             }
         });
         if (norm.kind == NO_NORM) return;
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-            T *delta = inputs_.back().rows + i * n, *to = hidden(row_of(list, i));
+            T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
             normed(norm, delta, n, delta);
             along(n, to, to, [&](vf h, int at) { return h + part_of(delta, at, n); });
         });
@@ -442,8 +441,8 @@ template <class T> class Runner {
             const Map& map = part.projections[which];
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
-            outputs(map, input, int(list.n), first, last, tile.data(), PANEL);
-            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.data() + r * PANEL, last - first);
+            outputs(map, input, int(list.n), first, last, tile.items, PANEL);
+            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
         });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
         // Queries to `mixed_`, keys and values to the buffer, head by head.
@@ -474,13 +473,13 @@ template <class T> class Runner {
         const View* view = nullptr;
         for (auto& each : views_)
             if (each.window == step.window) view = &each;
-        const std::vector<Part>& parts = parts_[step.rows];
+        const List<Part>& parts = parts_[step.rows];
         const Split split = split_of(parts, part.n_kv_heads, group);
         // Queries lie in `mixed_`, and what the heads read goes where the projections were.
         each(SLOTS, thread, split.n, 1, [&](int64_t item, int64_t) {
             const int share = int(item % split.n_shares), kv = int(item / split.n_shares % part.n_kv_heads);
             int64_t chunk = item / split.n_shares / part.n_kv_heads;
-            const Part* some = parts.data();
+            const Part* some = parts.items;
             for (; chunk >= chunks_of(some->n, split.n_rows); some++) chunk -= chunks_of(some->n, split.n_rows);
             const int64_t from = some->first + chunk * split.n_rows;
             const int own = share * split.n_heads;
@@ -491,13 +490,13 @@ template <class T> class Runner {
             for (int r = 0; r < n_rows; r++) {
                 const int row = row_of(list, from + r);
                 const int64_t at = (from + r) * q_size + (kv * group + own) * width;
-                const Run* runs = view->runs.data();
+                const Run* runs = view->runs.items;
                 rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->oldest[row], view->n_seen[row],
                            mixed_ + at, inner_ + at};
             }
             attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling,
                    (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
-                   on_line(scratch[thread].data()));
+                   on_line(scratch[thread].items));
         });
         leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
     }
@@ -510,7 +509,7 @@ template <class T> class Runner {
     static int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
     // The split that should be done first, where turning keys and values costs as much as four heads' sums.
-    Split split_of(const std::vector<Part>& parts, int n_kv_heads, int group) const {
+    Split split_of(const List<Part>& parts, int n_kv_heads, int group) const {
         int64_t longest = 1;
         for (const Part& each : parts) longest = std::max(longest, each.n);
         Split best{};
@@ -554,7 +553,7 @@ template <class T> class Runner {
         each(MAPS, thread, (n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
             auto& tile = tiles[thread];
-            float *gate = tile.data(), *up = gate + whole_sides(list.n) * PANEL;
+            float *gate = tile.items, *up = gate + whole_sides(list.n) * PANEL;
             outputs(part.in[0], input, int(list.n), first, last, gate, PANEL);
             if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL);
             for (int64_t r = 0; r < list.n; r++) {
@@ -588,13 +587,13 @@ template <class T> class Runner {
     const Step* steps_;
     const int n_steps_;
     int n_threads_ = 1;
-    std::vector<View> views_;
-    std::vector<Place> places_;              // of each row
-    std::vector<std::vector<Part>> parts_;  // of each list
-    std::vector<Input> inputs_;
     T *inner_, *mixed_, *kept_;
+    static inline List<View> views_;
+    static inline List<Place> places_;       // of each row
+    static inline List<List<Part>> parts_;   // of each list
+    static inline List<Input> inputs_;
     static inline Arena arena;
-    static inline std::vector<std::vector<float>> tiles, scratch;  // per thread
+    static inline List<List<float>> tiles, scratch;  // per thread
 };
 
 // The first of the largest of `n` values and, if it is wanted, the logarithm of its share of the sum of their
@@ -618,7 +617,7 @@ template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id,
     if (*token_id == n) *token_id = 0;  // nothing is a number
 }
 
-std::mutex one_pass;  // at a time: they share threads and memory
+pthread_mutex_t one_pass = PTHREAD_MUTEX_INITIALIZER;  // at a time: they share threads and memory
 pid_t owner = getpid();
 
 }  // namespace
@@ -627,19 +626,17 @@ pid_t owner = getpid();
 extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
     if (getpid() != owner) {  // a forked process: whoever held the lock is not here to give it back
         owner = getpid();
-        new (&one_pass) std::mutex;
+        one_pass = PTHREAD_MUTEX_INITIALIZER;
         team.forget_threads();
     }
-    std::lock_guard<std::mutex> lock(one_pass);
-    try {
+    pthread_mutex_lock(&one_pass);
+    const int failure = setjmp(failed);
+    if (failure == 0) {
         if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
         else Runner<float>(*pass, steps, n_steps);
-    } catch (const std::bad_alloc&) {
-        return 1;
-    } catch (const std::exception&) {
-        return 2;
     }
-    return 0;
+    pthread_mutex_unlock(&one_pass);
+    return failure;
 }
 
 // `likeliest` of each of `n_rows` rows of `n` values; `logprobs` null: they are not wanted.

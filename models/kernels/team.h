@@ -4,9 +4,9 @@
 #include <atomic>
 #include <climits>
 #include <new>
-#include <thread>
-#include <vector>
+#include <pthread.h>
 #include <unistd.h>
+#include "memory.h"
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -17,6 +17,8 @@ constexpr int SPINS = 4000;  // looks at a flag before sleeping: about as long a
 static inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 
@@ -31,21 +33,34 @@ struct Signal {
             relax();
         }
         sleepers.fetch_add(1);
-        while (value.load() == old) {
-#if defined(__linux__)
-            syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-#else
-            std::this_thread::yield();
-#endif
-        }
+        while (value.load() == old) sleep_while(old);
         sleepers.fetch_sub(1);
     }
     void set(uint32_t to) {
         value.store(to);
-#if defined(__linux__)
-        if (sleepers.load()) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-#endif
+        if (sleepers.load()) wake_all();
     }
+
+  private:
+#if defined(__linux__)
+    void sleep_while(uint32_t old) { syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0); }
+    void wake_all() { syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+    void sleep_while(uint32_t old) {
+        pthread_mutex_lock(&lock);
+        if (value.load() == old) pthread_cond_wait(&changed, &lock);
+        pthread_mutex_unlock(&lock);
+    }
+    // Under the lock: who has looked at the value and is not asleep yet must not miss it.
+    void wake_all() {
+        pthread_mutex_lock(&lock);
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&lock);
+    }
+#endif
 };
 
 class Team {
@@ -54,15 +69,10 @@ class Team {
 
     // Run `work` on `n` threads, this one among them; callers see to it that one call runs at a time.
     void run(int n, Work work, void* on) {
-        while (int(threads_.size()) < n - 1) {
-            int number = int(threads_.size()) + 1;
-            uint32_t seen = start_->value.load();
-            threads_.emplace_back([this, number, seen] { serve(number, seen); });
-            threads_.back().detach();
-        }
+        while (n_threads_ < n - 1) start_thread();
         n_ = n, work_ = work, on_ = on;
-        uint32_t count = start_->value.load() >> 8;
-        start_->set(((count + 1) << 8) | uint32_t(n));
+        uint32_t count = start_.value.load() >> 8;
+        start_.set(((count + 1) << 8) | uint32_t(n));
         work(on, 0);
         sync();
     }
@@ -76,39 +86,65 @@ class Team {
     // Nobody goes on before all threads have come here.
     void sync() {
         const int n = n_;  // before arriving: when all have, the next run may begin, with other numbers
-        uint32_t phase = phase_->value.load(std::memory_order_relaxed);
+        uint32_t phase = phase_.value.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
-            phase_->set(phase + 1);
+            phase_.set(phase + 1);
         } else {
-            phase_->wait_while(phase);
+            phase_.wait_while(phase);
         }
     }
 
     // After a fork only the calling thread lives on: begin with new threads and new signals.
     void forget_threads() {
-        new (&threads_) std::vector<std::thread>();
-        start_ = new Signal, phase_ = new Signal;
+        n_threads_ = 0;
+        new (&start_) Signal, new (&phase_) Signal;
         arrived_ = 0, next_ = 0;
     }
 
     static constexpr int most = 255;
 
   private:
+    struct Member {  // what a new thread is told
+        Team* team;
+        int number;
+        uint32_t seen;
+    };
+
+    void start_thread() {
+        auto* member = (Member*)malloc(sizeof(Member));
+        if (!member) longjmp(failed, NO_MEMORY);
+        *member = {this, n_threads_ + 1, start_.value.load()};
+        auto serve_member = [](void* told) -> void* {
+            const Member its = *(Member*)told;
+            free(told);
+            its.team->serve(its.number, its.seen);
+            return nullptr;
+        };
+        pthread_t thread;
+        if (pthread_create(&thread, nullptr, serve_member, member)) {
+            free(member);
+            longjmp(failed, NO_THREAD);
+        }
+        pthread_detach(thread);
+        n_threads_++;
+    }
+
     // A start says in one number that it is a new one and how many threads take part: others must not look at `n_`.
     void serve(int number, uint32_t seen) {
-        for (Signal* start = start_;;) {
-            start->wait_while(seen);
-            seen = start->value.load();
+        for (;;) {
+            start_.wait_while(seen);
+            seen = start_.value.load();
             if (uint32_t(number) < (seen & 0xff)) {
                 work_(on_, number);
                 sync();
             }
         }
     }
-    std::vector<std::thread> threads_;
-    Signal *start_ = new Signal, *phase_ = new Signal;
+    int n_threads_ = 0;
+    alignas(64) Signal start_;
+    alignas(64) Signal phase_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) int n_ = 1;
