@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test lowest browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test lowest wheels compilers browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,23 @@ lowest: setup
 	rm -rf .lowest
 	$(BIN)/pip install --quiet --no-deps --target .lowest httpcore==1.0.9 httpx==0.28.1 huggingface_hub==1.33.0 $(OLDEST)
 	PYTHONPATH=$(abspath .lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -p no:cacheprovider $(LOWEST)
+
+# The sdist, and a wheel with kernels for each platform, all made and checked on this machine; in dist/.
+wheels: setup
+	rm -rf dist build
+	$(BIN)/pip install --quiet auditwheel build check-wheel-contents twine
+	$(BIN)/python -m build --sdist
+	for platform in linux-x86_64 linux-aarch64 macos-arm64; do \
+	    SWIFTOPT_PLATFORM=$$platform $(BIN)/python -m build --wheel || exit 1; done
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --ignore W004,W005,W009 dist/*.whl
+	for wheel in dist/*manylinux*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
+	ls -l dist
+
+# The laws of rows with the library of each compiler that is here, beside the wheel's.
+compilers: setup
+	for compiler in g++ clang++; do ! command -v $$compiler > /dev/null || \
+	    SWIFTOPT_CXX=$$compiler $(BIN)/python -m pytest -n 2 tests/unit/test_kernels.py || exit 1; done
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup

@@ -1,7 +1,8 @@
-"""The library of our kernels: compiled once per machine by the compiler that is there, then loaded from the cache.
+"""The library of our kernels: from the wheel, or compiled once per machine by the compiler that is there.
 
-It is plain C++ behind a C interface, so that it depends on no version of torch or Python, and needs nothing but a
-compiler that is called c++, g++ or clang++ (or that CXX names).
+It is plain C++ behind a C interface that needs no C++ library, so that it depends on no version of torch or Python.
+Where the wheel has none for a processor, a compiler that is called c++, g++ or clang++ (or that CXX names) makes it,
+and it is kept in the cache.
 """
 
 from __future__ import annotations
@@ -24,37 +25,17 @@ from ...core.errors import SettingsError
 from ...core.settings import cpu_words
 from ..saved import cache_root, replacing
 from . import layout
+from .levels import BUILT, FLAGS, FOLDER, LEVELS, MATHS, SOURCES, TILES, library_name, options
 
 FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
-SOURCES = ("vec.h", "team.h", "tiles.h", "dense.h", "quantised.h", "attention.h", "pass.cpp")
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
-# Products and sums are joined only where the code says so, for else rows could differ in their last bits.
-MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILER = (
+    "SWIFTOPT_CXX"  # environment: compile with this program, or with the usual ones ("auto"), whatever the wheel has
+)
 COMPILE_S = 300  # seconds that a compiler may take
 SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
 ROWS = (1, 8)  # that a level's speed is measured with
 CLEARLY = 1.2
 Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Instructions that the library is compiled for; a processor must have all of `needs` and may have `extras`."""
-
-    march: str | None
-    needs: frozenset[str] = frozenset()
-    extras: tuple[str, ...] = ()
-
-
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2", "movbe"})
-_NUMBERS = ("avx512_bf16", "avx512_vnni")
-_TILES = ("amx_tile", "amx_bf16", "amx_int8")
-LEVELS = {
-    "amx": Level("x86-64-v4", _AVX512.union(_NUMBERS, _TILES), (*_NUMBERS, *_TILES)),
-    "avx512": Level("x86-64-v4", _AVX512, _NUMBERS),
-    "avx2": Level("x86-64-v3", frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})),
-    "portable": Level(None),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +82,7 @@ def kernels(level: str | None = None) -> Kernels | str:
 def processor_flags() -> frozenset[str]:
     """Instruction sets of this processor that this process may use, by Linux's names; empty if they cannot be read."""
     flags = frozenset(cpu_words("flags").split())
-    return flags if flags.isdisjoint(_TILES) or _granted_tiles() else flags.difference(_TILES)
+    return flags if flags.isdisjoint(TILES) or _granted_tiles() else flags.difference(TILES)
 
 
 def _granted_tiles() -> bool:
@@ -111,28 +92,23 @@ def _granted_tiles() -> bool:
 
 
 def compiled_levels() -> list[str]:
-    """Levels that this processor can run and whose library is in the cache, the highest first."""
+    """Levels that this processor can run and whose library is there, the highest first."""
     able = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
-    return [name for name in able if os.path.isfile(_library(name))]
+    return [name for name in able if any(os.path.isfile(place / _library(name)) for place in _places())]
 
 
-def _options(name: str) -> list[str]:
-    level = LEVELS[name]
-    if level.march is None:
-        return [*FLAGS, *MATHS]
-    extras = [
-        f"-m{extra.replace('avx512_', 'avx512').replace('_', '-')}"
-        for extra in level.extras
-        if extra in processor_flags()
-    ]
-    return [*FLAGS, *MATHS, f"-march={level.march}", *extras]
+def _library(name: str) -> str:
+    """Return the file name of a level's library for this machine."""
+    extras = LEVELS[name].extras_for(processor_flags())
+    return library_name(name, extras, platform.system(), platform.machine())
 
 
-def _library(name: str) -> Path:
-    digest = hashlib.sha256("|".join([platform.machine(), platform.system(), *_options(name)]).encode())
-    for source in SOURCES:
-        digest.update((Path(__file__).parent / source).read_bytes())
-    return cache_root() / "kernels" / f"{name}-{digest.hexdigest()[:16]}.so"
+def _places() -> list[Path]:
+    """Return the folders that libraries may lie in, in the order of looking; what is compiled goes into the last."""
+    cache, asked = cache_root() / "kernels", os.environ.get(COMPILER)
+    if not asked:
+        return [BUILT, cache]
+    return [cache if asked == "auto" else cache / Path(asked).name]  # the same sources, made by another program
 
 
 class _NoLibrary(Exception):
@@ -140,9 +116,11 @@ class _NoLibrary(Exception):
 
 
 def _loaded(name: str) -> Kernels:
-    path = _library(name)
-    with suppress(_NoLibrary):
-        return _opened(name, path)
+    file = _library(name)
+    for place in _places():
+        with suppress(_NoLibrary):
+            return _opened(name, place / file)
+    path = _places()[-1] / file
     try:
         return _compiled(name, path)
     except OSError:
@@ -152,19 +130,27 @@ def _loaded(name: str) -> Kernels:
 
 
 def _compiled(name: str, path: Path) -> Kernels:
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    asked = os.environ.get(COMPILER) or "auto"
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++") if asked == "auto" else (asked,)
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
         raise _NoLibrary(
-            "there is no C++ compiler here (c++, g++ or clang++): install one, for example the package g++"
+            f"swiftopt was installed without kernels for this processor ({platform.machine()}), and there is no C++"
+            " compiler here (c++, g++ or clang++): install one, for example the package g++"
         )
     with replacing(path, mode=0o755) as part:
-        command = [compiler, *_options(name), str(Path(__file__).parent / SOURCES[-1]), "-o", str(part)]
+        instructions = options(name, LEVELS[name].extras_for(processor_flags()))
+        command = [compiler, *FLAGS, *MATHS, "-shared", *instructions, str(FOLDER / SOURCES[-1]), "-o", str(part)]
         if (problem := _problem_of(command)) is not None:
             raise _NoLibrary(f"{compiler} {problem}: try another compiler by the variable CXX")
         with part.open("ab") as file:
-            file.write(_seal(part.read_bytes()))
+            file.write(seal(part.read_bytes()))
     return _opened(name, path)
+
+
+def seal(library: bytes) -> bytes:
+    """Return the last bytes of a complete library: loading part of one would crash the process."""
+    return hashlib.sha256(library).digest()
 
 
 def _problem_of(command: list[str]) -> str | None:
@@ -180,17 +166,14 @@ def _problem_of(command: list[str]) -> str | None:
     return f"cannot compile the kernels ({next((line for line in lines if 'error' in line), lines[0])[:160]})"
 
 
-def _seal(library: bytes) -> bytes:
-    """Return the last bytes of a complete library: loading part of one would crash the process."""
-    return hashlib.sha256(library).digest()
-
-
 def _opened(name: str, path: Path) -> Kernels:
     if not os.path.isfile(path):  # which returns False where a folder cannot be read
         raise _NoLibrary(f"{path} is not there")
     try:
         content = path.read_bytes()
-        if _seal(content[:-32]) != content[-32:]:
+        if (
+            path.parent != BUILT and seal(content[:-32]) != content[-32:]
+        ):  # those of a wheel are checked by its installer
             raise _NoLibrary(f"{path} is damaged: remove it")
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()

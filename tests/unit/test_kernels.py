@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
+from swiftopt.models.kernels.levels import BUILT, library_name, options, variants, zig_cpu
 from swiftopt.models.kernels.native import likeliest
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
@@ -442,6 +444,12 @@ void swiftopt_sizes(int* sizes) { for (int i = 0; i < 6; i++) sizes[i] = 8; }
 """
 
 
+def without_seal(kernels: Kernels) -> bytes:
+    """The library as a compiler makes it: only those of the cache have a seal."""
+    content = kernels.path.read_bytes()
+    return content if kernels.path.parent == BUILT else content[:-32]
+
+
 @dataclass(frozen=True)
 class Place:
     """A cache folder of a test's own, and programs that stand in for compilers."""
@@ -462,7 +470,7 @@ class Place:
         """A compiler that has that file ready, or what another has made of our sources; notes each of its runs."""
         if source is None:
             source = self.folder / "compiled"
-            source.write_bytes(library(LEVELS[0]).path.read_bytes()[:-32])  # without its seal
+            source.write_bytes(without_seal(library(LEVELS[0])))
         return self.compiler(
             f'#!/bin/sh\necho run >> "{self.folder}/runs"\nwhile [ "$1" != -o ]; do shift; done\ncp "{source}" "$2"\n'
         )
@@ -476,7 +484,12 @@ class Place:
         """What a new process says that multiplies by the library, or why it has none."""
         path = [str(Path(swiftopt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         kept = {name: value for name, value in os.environ.items() if name not in ("CXX", build.FORCED)}
-        kept |= {build.FORCED: LEVELS[0], "SWIFTOPT_CACHE_DIR": str(self.cache), "PYTHONPATH": os.pathsep.join(path)}
+        kept |= {
+            build.COMPILER: "auto",
+            build.FORCED: LEVELS[0],
+            "SWIFTOPT_CACHE_DIR": str(self.cache),
+            "PYTHONPATH": os.pathsep.join(path),
+        }
         done = subprocess.run(
             [sys.executable, "-c", USED], capture_output=True, text=True, check=False, env=kept | variables
         )
@@ -513,11 +526,37 @@ def test_library_is_compiled_once_and_then_read_from_the_cache(place: Place) -> 
     assert place.n_runs == 1 and [each.suffix for each in place.library().parent.iterdir()] == [".so"]
 
 
+def test_wheels_library_is_used_without_a_compiler_and_nothing_is_compiled(place: Place) -> None:
+    if not BUILT.is_dir():
+        pytest.skip("swiftopt was installed here without kernels")
+    empty = place.folder / "empty"
+    empty.mkdir()
+    level, path, product = place.use(PATH=str(empty), SWIFTOPT_CXX="").split()
+    assert (level, Path(path).parent, product) == (LEVELS[0], BUILT, "32.0") and not place.cache.exists()
+
+
+def test_every_variant_of_a_level_has_a_library_of_its_own_name() -> None:
+    for machine, n in (("x86_64", 6), ("aarch64", 1), ("arm64", 1)):
+        named = [library_name(level, extras, "Linux", machine) for level, extras in variants(machine)]
+        assert len(set(named)) == len(named) == n
+    assert options("avx512", ("avx512_bf16", "avx512_vnni")) == ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
+    assert zig_cpu("amx", ("avx512_vnni", "amx_tile")) == "x86_64_v4+avx512vnni+amx_tile"
+    assert (options("portable", ()), zig_cpu("portable", ())) == ([], "baseline")
+
+
+def test_processor_takes_the_best_set_of_extras_that_it_has_whole() -> None:
+    level = build.LEVELS["avx512"]
+    assert level.extras_for(frozenset({"avx512_bf16", "avx512_vnni", "sse"})) == ("avx512_bf16", "avx512_vnni")
+    assert level.extras_for(frozenset({"avx512_vnni"})) == ("avx512_vnni",)
+    assert level.extras_for(frozenset({"avx512_bf16"})) == level.extras_for(frozenset()) == ()
+
+
 def test_machine_without_a_compiler_is_told_to_get_one(place: Place) -> None:
     empty = place.folder / "empty"
     empty.mkdir()
     words = place.use(1, PATH=str(empty))
     assert "there is no C++ compiler here" in words and "g++" in words
+    assert f"without kernels for this processor ({platform.machine()})" in words
 
 
 @pytest.mark.parametrize(
@@ -606,7 +645,7 @@ def test_model_is_computed_by_torch_where_there_is_no_library(
     fresh: pytest.MonkeyPatch, place: Place, tmp_path: Path
 ) -> None:
     save(tmp_path / "model", dtype=torch.bfloat16)
-    fresh.setenv("CXX", place.compiler("#!/bin/sh\necho 'the disk is full' >&2\nexit 1\n"))
+    fresh.setenv(build.COMPILER, place.compiler("#!/bin/sh\necho 'the disk is full' >&2\nexit 1\n"))
     runtime = load(str(tmp_path / "model"), "bfloat16", "cpu")
     with pytest.raises(SettingsError, match=r"our kernels cannot be used: .*the disk is full"):
         at_speed(runtime, "native")
@@ -642,10 +681,10 @@ def test_every_level_can_be_forced(fresh: pytest.MonkeyPatch) -> None:
 
 def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest.MonkeyPatch, place: Place) -> None:
     ready = place.folder / "ready"
-    ready.write_bytes(library(LEVELS[-1]).path.read_bytes()[:-32])
+    ready.write_bytes(without_seal(library(LEVELS[-1])))
     copier = place.copier(ready)
     refuses = "#!/bin/sh\nfor each; do [ $each != -mamx-tile ] || { echo 'error: no tiles' >&2; exit 1; }; done\n"
-    fresh.setenv("CXX", place.compiler(f'{refuses}exec {copier} "$@"\n', "old-c++"))
+    fresh.setenv(build.COMPILER, place.compiler(f'{refuses}exec {copier} "$@"\n', "old-c++"))
     fresh.setenv("SWIFTOPT_CACHE_DIR", str(place.cache))
     fresh.setattr(build, "processor_flags", lambda: build.LEVELS["amx"].needs)
     build.kernels.cache_clear()

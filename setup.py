@@ -1,0 +1,115 @@
+"""Compiles the kernels into a wheel, by the compiler of the package ziglang; all else stands in pyproject.toml.
+
+`pip install` makes them for this machine. SWIFTOPT_PLATFORM=linux-aarch64 makes the wheel of another one; "none" makes
+one without kernels, which then compiles them at first use. See `Makefile`, target `wheels`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("levels", ROOT / "models" / "kernels" / "levels.py")
+levels = importlib.util.module_from_spec(_spec)
+sys.modules["levels"] = levels  # where its dataclasses look themselves up
+_spec.loader.exec_module(levels)
+
+
+class Platform(NamedTuple):
+    """A machine that wheels are made for: as Python names it, as zig does, and as a wheel does."""
+
+    system: str
+    machine: str
+    target: str
+    tag: str
+
+
+# The C library of 2018 is in every Linux that a Python 3.11 is built for.
+PLATFORMS = {
+    "linux-x86_64": Platform("Linux", "x86_64", "x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
+    "linux-aarch64": Platform("Linux", "aarch64", "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
+    "macos-arm64": Platform("Darwin", "arm64", "aarch64-macos.12.0-none", "macosx_12_0_arm64"),
+}
+
+
+def wanted() -> Platform | None:
+    """Return the platform that kernels are made for; None: there are none for it."""
+    given = os.environ.get("SWIFTOPT_PLATFORM")
+    if given == "none":
+        return None
+    if given is not None and given not in PLATFORMS:
+        raise SystemExit(f"SWIFTOPT_PLATFORM is {given!r}: use {', '.join(PLATFORMS)} or none")
+    here = (platform.system(), platform.machine())
+    if given is None and platform.libc_ver()[0] != "glibc" and here[0] == "Linux":
+        return None
+    return PLATFORMS[given] if given else next((each for each in PLATFORMS.values() if each[:2] == here), None)
+
+
+def compile_library(place: Platform, folder: Path, level: str, extras: tuple[str, ...]) -> Path:
+    """Compile one library, unless it is there, and return it."""
+    path = folder / levels.library_name(level, extras, place.system, place.machine)
+    if path.is_file():
+        return path
+    zig, target = [sys.executable, "-m", "ziglang"], ["-target", place.target]
+    with TemporaryDirectory() as work:
+        made, library = Path(work) / "pass.o", Path(work) / path.name
+        source, cpu = levels.FOLDER / levels.SOURCES[-1], f"-mcpu={levels.zig_cpu(level, extras)}"
+        subprocess.run([*zig, "c++", *target, cpu, *levels.FLAGS, *levels.MATHS, "-c", source, "-o", made], check=True)
+        # As C: C++'s library is not needed, and zig would compile it first, for minutes.
+        subprocess.run([*zig, "cc", *target, "-shared", "-s", "-pthread", made, "-lm", "-o", library], check=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(library.read_bytes())
+        part.chmod(0o755)
+        part.replace(path)
+    return path
+
+
+class BuildWithKernels(build_py):
+    """Copies the package, and compiles the kernels beside it; into the source tree for an editable install."""
+
+    def run(self) -> None:
+        super().run()
+        if (place := wanted()) is None:
+            return
+        base = ROOT if self.editable_mode else Path(self.build_lib) / "swiftopt"
+        folder = base / "models" / "kernels" / "built"
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = set(pool.map(partial(_compile, place, folder), levels.variants(place.machine)))
+        for other in set(folder.glob("*.so")) - made:  # of older sources, or of another platform
+            other.unlink()
+
+
+def _compile(place: Platform, folder: Path, variant: tuple[str, tuple[str, ...]]) -> Path:
+    return compile_library(place, folder, *variant)
+
+
+class WithLibraries(Distribution):
+    """A distribution whose wheel belongs to a platform, if it has kernels."""
+
+    def has_ext_modules(self) -> bool:
+        return wanted() is not None
+
+
+class PlatformWheel(bdist_wheel):
+    """Names the platform of the kernels, and any Python: no library is Python's."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        place = wanted()
+        return ("py3", "none", "any" if place is None else place.tag)
+
+
+setup(distclass=WithLibraries, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
