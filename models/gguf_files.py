@@ -28,6 +28,7 @@ from .buffer import free_bytes
 from .coded import PackedForm, packed
 from .families import FAMILIES, family_of
 from .fingerprint import fingerprint
+from .gguf_settings import FIELDS, take_ends, take_settings, take_split
 from .saved import (
     LEFTOVERS,
     OnStep,
@@ -35,6 +36,7 @@ from .saved import (
     converted_folder,
     first_line,
     no_step,
+    refuse_mismatched,
     refuse_missing,
     refuse_other_file,
     remove_stale,
@@ -50,18 +52,6 @@ FORMS = {"Q8_0": PackedForm(8, BLOCK), "Q4_0": PackedForm(4, BLOCK)}
 SCALE_BYTES = 2  # of a block, in float16, before its codes
 HEAD, EMBEDDING = "lm_head", "token_embd.weight"
 FACTORS = "rope_f"  # what the names of tensors of rotary factors begin with
-TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # of chat templates, where no key names them
-CONFIG_FIELDS = {  # GGUF's settings, and those of a config with the same value
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads",
-    "layer_norm_rms_eps": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 WRITER = "1"  # part of every file's folder; raise it when the writing changes
@@ -76,8 +66,8 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
 
     It appears under its name only when it is complete, so that processes may convert at the same time.
 
-    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or rotary scaling that would be
-        lost. SettingsError: there is too little memory. OutputError: the cache cannot be written.
+    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
+        SettingsError: there is too little memory. OutputError: the cache cannot be written.
     """
     folder = converted_folder(gguf)
     if _is_whole(folder):
@@ -150,10 +140,19 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
 
     auto: Any = AutoModelForCausalLM
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    reader = gguf_library.GGUFReader(str(gguf))
     try:
-        family_of(AutoConfig.from_pretrained(**where))
+        config = AutoConfig.from_pretrained(**where)
+        family_of(config)
+        own = f"{reader.fields['general.architecture'].contents()}."
+        settings = {key: field.contents() for key, field in reader.fields.items() if key.startswith(own)}
+        take_settings({key.removeprefix(own): value for key, value in settings.items()}, config, gguf)
+        family_of(config)  # it may ask for what no test proves
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        model, found = auto.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        take_split(reader, tokenizer, gguf)
+        model, found = auto.from_pretrained(
+            **where, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except UnsupportedModel:
         raise
     except Exception as error:  # as in _check
@@ -161,10 +160,10 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
             known = ", ".join(sorted(FAMILIES))
             raise UnsupportedModel(f"{gguf} is of an architecture that is not supported: use one of {known}") from error
         raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
+    refuse_mismatched(found["mismatched_keys"], gguf, "its settings")
     refuse_missing(found["missing_keys"], gguf)
-    reader = gguf_library.GGUFReader(str(gguf))
     _refuse_unread(reader, model, gguf)
-    _take_ends(reader, tokenizer, model.generation_config)
+    take_ends(reader, tokenizer, model.generation_config)
     coded = coded_checkpoint(reader, model)
     return _plain(model.to(torch.bfloat16)), tokenizer, coded
 
@@ -179,17 +178,6 @@ def _refuse_unread(reader: Any, model: Any, gguf: Path) -> None:
                 f"{gguf} has a tensor {tensor.name!r}, which transformers drops when it reads GGUF: use the model's hub"
                 " id"
             )
-
-
-def _take_ends(reader: Any, tokenizer: Any, generation_config: Any) -> None:
-    """End completions at the end of a turn, too: transformers reads the end of a text alone."""
-    named = [reader.fields[key].contents() for key in TURN_KEYS if key in reader.fields]
-    known, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
-    named += [known[text] for text in TURN_ENDS if text in template and text in known]
-    own = generation_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or ())
-    if not set(named) <= set(ends):
-        generation_config.eos_token_id = list(dict.fromkeys(ends + named))
 
 
 def _plain(model: Any) -> Any:
@@ -424,8 +412,9 @@ def _architecture(config: Any, folder: Path) -> str:
 def _add_settings(writer: Any, config: Any, file_type: int) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_file_type(file_type)
-    for name, field in CONFIG_FIELDS.items():
-        getattr(writer, f"add_{name}")(getattr(config, field))
+    for key, field in FIELDS.items():
+        value = getattr(config, field)
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{writer.arch}.{key}", value)
     for name in ("key_length", "value_length", "rope_dimension_count"):
         getattr(writer, f"add_{name}")(head_dim)
     writer.add_rope_freq_base((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))

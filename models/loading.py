@@ -41,6 +41,7 @@ from .saved import (
     first_line,
     no_step,
     quiet,
+    refuse_mismatched,
     refuse_missing,
     refuse_unread,
     reporting_progress,
@@ -241,11 +242,7 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # whose own error names none of them
         )
-    for name, stored, wanted in sorted(found["mismatched_keys"]):
-        raise ModelNotFound(
-            f"{name} in {folder} has the shape {list(stored)}, and a model of its config.json has {list(wanted)} there:"
-            " copy or download it again"
-        )
+    refuse_mismatched(found["mismatched_keys"], folder, "its config.json")
     refuse_missing(found["missing_keys"], folder)
     refuse_unread(found["unexpected_keys"], folder)
     model = model.eval().requires_grad_(False)

@@ -47,7 +47,7 @@ UNREAD_FILES = {
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # of a file's name, while it is being written
-CONVERSION = "3"  # part of every converted GGUF file's folder; raise it when the conversion changes
+CONVERSION = "4"  # part of every converted GGUF file's folder; raise it when the conversion changes
 N_SAMPLES = 9  # places of a GGUF file that its folder's name covers
 SAMPLE_BYTES = 1 << 20  # at each of them
 REPORT_S = 1.0  # between two reports of how much of the weights is read
@@ -382,6 +382,15 @@ def supported_config(folder: Path) -> Any:
         raise _no_config(folder / "config.json", error) from error
     family_of(config)
     return config
+
+
+def refuse_mismatched(mismatched: Iterable[tuple[str, Any, Any]], where: Path, source: str) -> None:
+    """Raises: ModelNotFound: a weight (its name, its shape, the one wanted) is not what a model of `source` has."""
+    for name, stored, wanted in sorted(mismatched):
+        raise ModelNotFound(
+            f"{name} in {where} has the shape {list(stored)}, and a model of {source} has {list(wanted)} there: copy or"
+            " download it again"
+        )
 
 
 def refuse_missing(missing: Any, where: Path) -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 # w94, w95 and w96 stand before what the system, the user and the assistant say.
 CHAT_TEMPLATE = (
@@ -68,60 +68,75 @@ def _rows_as_llama_cpp(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
     return weight.reshape(n_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # llama.cpp's names of model types, where they are others
+
+
+def _settings(config: Any) -> dict[str, int | float]:
+    """What llama.cpp's converter writes of a config, but for rotary scaling."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    settings = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": n_inner,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if config.model_type == "gpt2":
+        return {**settings, "attention.layer_norm_epsilon": config.layer_norm_epsilon}
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    return {
+        **settings,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "vocab_size": config.vocab_size,
+        **({"attention.sliding_window": config.sliding_window} if getattr(config, "sliding_window", None) else {}),
+    }
 
 
 def write_gguf(
     path: Path, model: Any, kind: str = "F32", more: Callable[[gguf.GGUFWriter], object] = lambda writer: None
 ) -> Path:
-    """A llama model as llama.cpp would file it, matrices as `kind`, with a tokenizer of single letters.
+    """A model as llama.cpp would file it, matrices as `kind`, with a tokenizer of single letters.
 
     Args: more: adds settings and tensors.
     """
-    config: LlamaConfig = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
+    for name, value in _settings(config).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*map(chr, range(33, 127)), "ab", "cd", "ef"])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_token_merges(["a b", "c d", "e f"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-
-    def add(name: str, values: Any) -> None:
-        own = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
-
-    top = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+    writer.add_pad_token_id(0)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    places = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name in top:
-            if name != "lm_head.weight" or not config.tie_word_embeddings:
-                add(f"{top[name]}.weight", tensor.numpy())
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        _, _, layer, inner = name.removesuffix(".weight").split(".", 3)
-        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
-        filed = _rows_as_llama_cpp(tensor, heads[inner]) if inner in heads else tensor
-        add(f"blk.{layer}.{GGUF_NAMES[inner]}.weight", np.ascontiguousarray(filed.numpy()))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", None)}
+        n_heads = heads.get(name.split(".")[-2])
+        filed = tensor
+        if architecture == "llama" and n_heads is not None:
+            filed = _rows_as_llama_cpp(tensor, n_heads)
+        elif architecture == "gpt2" and name.rpartition(".c_")[1] and name.endswith(".weight"):
+            filed = tensor.T
+        elif architecture == "gemma3" and "norm" in name:
+            filed = tensor + 1
+        values = np.ascontiguousarray(filed.numpy())
+        own = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        place = places.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        writer.add_tensor(place, gguf.quants.quantize(values, own), raw_dtype=own)
     more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,14 +396,52 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
     assert not [entry for entry in cache.iterdir()]
 
 
+GGUF_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},  # head_dim is half of what transformers takes for it
+    "gemma3": {"layer_types": ["sliding_attention"] * 4},  # each sixth layer sees all, which no setting says
+    "phi3": {},
+    "phi3-window": {},
+    "gpt2": {"n_inner": 80},  # and n_positions is not 1024
+}
+
+
+@pytest.mark.parametrize("family", GGUF_MODELS)
+def test_a_gguf_files_settings_are_those_of_its_model(family: str, cache: Path, tmp_path: Path) -> None:
+    model = tiny_model(family, torch.float32, **GGUF_MODELS[family])
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+    runtime = load(str(write_gguf(tmp_path / f"{family}.gguf", model)), "float32")
+    ids = [3 + (7 * i) % 90 for i in range(40)]  # past the end of windows
+    found = runtime.prefill(ids, runtime.new_buffer(64))
+    expected = model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert runtime.max_positions == model.config.max_position_embeddings
+
+
 LOST: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "rotary scaling": (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "rotary"),
     "rotary scaling without a type": (lambda w: w.add_float32("llama.rope.scaling.factor", 4.0), "rotary"),
     "old rotary scaling": (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rotary"),
     "rotary factors": (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32)), "rotary"),
     "a bias": (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), r"tensor 'blk\.0\.attn_q\.bias'"),
+    "a window": (lambda w: w.add_uint32("llama.attention.sliding_window", 8), r"setting attention\.sliding_window = 8"),
+    "attention to what follows": (lambda w: w.add_bool("llama.attention.causal", False), "attention.causal = False"),
+    "experts": (lambda w: w.add_uint32("llama.expert_count", 4), r"setting expert_count = 4"),
+    "soft-capped scores": (lambda w: w.add_float32("llama.attn_logit_softcapping", 50.0), "attn_logit_softcapping"),
+    "partial rotation": (lambda w: w.add_uint32("llama.rope.dimension_count", 4), "rope.dimension_count = 4"),
+    "another way to cut words": (lambda w: w.add_tokenizer_pre("deepseek-coder"), "cuts texts .* by 'deepseek-coder'"),
+    "what nobody knows": (lambda w: w.add_string("llama.attention.kind", "linear"), "attention.kind = linear"),
     "other files": (lambda w: w.add_uint16("split.count", 2), "one of 2 files .*llama-gguf-split --merge"),
 }
+
+
+def test_gguf_is_refused_when_it_does_not_say_which_layers_its_window_is_for(cache: Path, tmp_path: Path) -> None:
+    model = tiny_model("qwen2", torch.float32)
+    window = partial(gguf.GGUFWriter.add_uint32, key="qwen2.attention.sliding_window", val=8)
+    with pytest.raises(UnsupportedModel, match=r"setting attention\.sliding_window = 8"):
+        load(str(write_gguf(tmp_path / "a.gguf", model, more=window)))
 
 
 @pytest.mark.parametrize("what", LOST)
@@ -427,14 +466,27 @@ def test_gguf_may_say_that_nothing_is_scaled(cache: Path, tmp_path: Path) -> Non
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_string("llama.rope.scaling.type", "none")
         writer.add_float32("llama.rope.scaling.factor", 1.0)
+        writer.add_bool("llama.attention.causal", True)
+        writer.add_uint32("llama.expert_count", 0)
+        writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
         writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
 
     assert load(str(write_gguf(tmp_path / "a.gguf", tiny_model("llama", torch.float32), more=more))).tokenizer
 
 
+@pytest.mark.parametrize(
+    ("split", "words"), [("gpt-2", "x Ġ Ġ12 !"), ("smollm", "x ĠĠ 1 2 !"), ("qwen2", "x Ġ Ġ 1 2 !")]
+)
+def test_gguf_cuts_words_as_its_merges_were_learnt(split: str, words: str, cache: Path, tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.float32)
+    loaded = load(str(write_gguf(tmp_path / "a.gguf", model, more=lambda writer: writer.add_tokenizer_pre(split))))
+    found = loaded.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("x  12!")
+    assert " ".join(word for word, _ in found) == words
+
+
 def test_gguf_ends_a_turn_by_its_own_token(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by a key, or by the chat template alone; that of a text is 2."""
-    monkeypatch.setattr("swiftopt.models.gguf_files.TURN_ENDS", ("ab", "ef"))
+    monkeypatch.setattr("swiftopt.models.gguf_settings.TURN_ENDS", ("ab", "ef"))
     ways: list[Callable[[gguf.GGUFWriter], object]] = [
         lambda writer: None,
         lambda writer: writer.add_eot_token_id(5),
