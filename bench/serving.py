@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from ..core.errors import ServiceUnreachable
+from ..core.events import phase_of
 from ..core.types import Prompt
 
 SCHEMA = "swiftopt.bench-serve/1"
@@ -53,7 +54,7 @@ def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callab
         failed = not state.startswith("it is loading")  # the server tries again for ever
         if failed or process.poll() is not None or time.monotonic() > until:
             raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
-        phase = state.partition(": ")[2].partition(",")[0]  # without its rounds
+        phase = phase_of(state.partition(": ")[2])
         if phase != told:
             told = phase
             on_step(f"load: {phase}")

@@ -27,7 +27,7 @@ from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw
 from .engines import peers
 from .layers import search_strategies
 from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
-from .output import Result, note, note_load, note_run, show
+from .output import Result, RunNotes, StepNotes, note, show
 from .render import fixed, folding, heading, interval, number, numbers, numeric, table
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
@@ -107,7 +107,7 @@ def decode(
                 note("warning: --layer-set has no effect with these methods, none of which takes one")
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(replace(request, model=assistant))
-        report = run_methods(runtime, prompts, chosen, request, store, note_run, drafting, ignore_eos)
+        report = run_methods(runtime, prompts, chosen, request, store, RunNotes(), drafting, ignore_eos)
     pictures.draw(draw_ratios, report)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
@@ -154,7 +154,7 @@ def ablate(
     with open_store(db) as store:
         from ..bench.ablate import ablate as run
 
-        report = run(name, request, draft_model, prompts, store, others, note, note_run)
+        report = run(name, request, draft_model, prompts, store, others, StepNotes(), RunNotes())
     pictures.draw(draw_ratios, report)
     return Result(report, _ablation_view(report), interrupted=report["interrupted"])
 
@@ -237,7 +237,7 @@ def throughput(
         session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
         for prompt in prompts:
             session.check(prompt)
-        planner = Planner(request, runtime, store, note_load)
+        planner = Planner(request, runtime, store, StepNotes("load: "))
 
         def drafting(prompt: Prompt) -> Method:
             return planner.drafting_for(request.task or prompt.task)
@@ -390,10 +390,10 @@ def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -
     runtime = load(request)
     session = Session(runtime, request.sampling, request.max_new_tokens)
     n_positions = max(session.check(prompt) for prompt in lines)
-    plain = stored_costs(runtime, None, n_positions, note)
+    plain = stored_costs(runtime, None, n_positions, StepNotes())
 
     def measured(*formats: str) -> CostProfile:
-        return with_formats(runtime, plain, formats, note)
+        return with_formats(runtime, plain, formats, StepNotes())
 
     settings, costs = exhaust(prepared(session, lines, settings, measured), lambda event: note(event_line(event) or ""))
     shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)

@@ -19,7 +19,7 @@ from ..decoding.methods import METHODS, method_info
 from . import options
 from .charts import Pictures, draw_ratios
 from .options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
-from .output import Result, console, note, note_run
+from .output import Result, RunNotes, StepNotes, about, console, note
 from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
 
 Row = Mapping[str, Any]
@@ -34,9 +34,9 @@ def _names(lossy: bool) -> str:
 
 HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
 
-What a method needs and the database lacks (a layer set, heads, a probe) is made first, within about a minute and
-outside the timing. plain always runs, for the others are measured against it. Methods: {_names(lossy=False)}, and the
-lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
+It says first how long it will take. Parts of methods that are not stored (a layer set, heads, a probe) are made before
+the timing, within about a minute. plain always runs: the others are measured against it. Methods:
+{_names(lossy=False)}, and the lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 
 
 @options.command(
@@ -106,10 +106,15 @@ def comparison(
     if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
         note("warning: --draft-model has no effect with these methods, none of which drafts with another model")
 
+    def note_time(plain_s: float) -> None:
+        n_methods, n_prompts = len(request.methods), len(prompts) * request.samples
+        made = "parts as its preset makes them" if request.presets else "about a minute for parts that are not stored"
+        note(f"{n_methods} methods on {n_prompts} prompts: {about(plain_s * n_methods * n_prompts)}, after {made}")
+
     with open_store(db) as store:
         from ..tasks.compare import Comparison
 
-        report = Comparison(request, prompts, store, others, note, note_run).run()
+        report = Comparison(request, prompts, store, others, StepNotes(), RunNotes(), note_time).run()
     pictures.draw(draw_ratios, report)
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 

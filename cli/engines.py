@@ -24,7 +24,7 @@ from ..models.sources import check_names
 from . import options
 from .charts import Pictures, draw_ratios
 from .options import PATH, ModelTask, measurement, pick, positive
-from .output import Result, note, note_load
+from .output import Result, StepNotes, note
 from .render import folding, interval, number, numeric, table
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def export(
 
     from ..engines.export import export as export_plan
 
-    made = export_plan(found, name.model, engine, Path(out), store, note_load, prompts)
+    made = export_plan(found, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
     value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
@@ -316,8 +316,8 @@ def peers(
     from ..models.costs import device_name
     from ..models.sources import local_folder, resolve
 
-    folder = local_folder(resolve(request.model), note_load)
-    drafting = local_folder(resolve(assistant), note_load) if assistant else None
+    folder = local_folder(resolve(request.model), StepNotes("load: "))
+    drafting = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
     given = {"threads": threads} if threads else {}
     own = {"folder": folder, "db": options.database_url(db) if db else None}
     device = chosen_device(request.device, folder, request.dtype)

@@ -21,7 +21,7 @@ from ..decoding.methods import method_info
 from . import options
 from .backend import Backend
 from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
-from .output import emit_json, note, note_load
+from .output import StepNotes, emit_json, note
 from .render import number
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def generate(
 
         in_line = False
         try:
-            for event in decode(request, prompts, store, note_load):
+            for event in decode(request, prompts, store, StepNotes("load: ")):
                 if not isinstance(event, Generated):
                     if grows:
                         click.echo(event.text, nl=False)

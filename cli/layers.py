@@ -24,7 +24,7 @@ from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
 from . import options
 from .charts import Pictures, draw_layer_sets, draw_search
 from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
-from .output import Result, check_writable, console, listed, note, note_load, write_text, writing
+from .output import Result, StepNotes, check_writable, console, listed, note, write_text, writing
 from .render import (
     fixed,
     folding,
@@ -141,7 +141,7 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
     with open_store(db) as store:
         from ..tasks.recipes import search_offline
 
-        record, found = search_offline(request, prompts, store, max_steps, max_s, note_load, show_candidate)
+        record, found = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
     ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
     text = (

@@ -29,7 +29,7 @@ from ..core.streams import EMPTY_STOP, StreamForm, read_stream, read_with_others
 from ..core.templates import TEMPLATES
 from ..core.types import Prompt, Sampling
 from .charts import Pictures
-from .output import Result, note, note_load
+from .output import Result, StepNotes, note
 
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
@@ -601,7 +601,7 @@ def load(request: ModelRequest) -> Runtime:
     """
     from ..models.loading import load
 
-    return load(request.model, request.dtype, request.device, note_load, request.speed)
+    return load(request.model, request.dtype, request.device, StepNotes("load: "), request.speed)
 
 
 def database_url(db: str | None) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import click
 from rich.console import Console, RenderableType
 
 from ..core.errors import OutputError
+from ..core.events import phase_of
 
 Found = TypeVar("Found")
 
@@ -90,14 +92,38 @@ def note(text: str) -> None:
         silence(sys.stderr)
 
 
-def note_load(step: str) -> None:
-    note(f"load: {step}")
+class StepNotes:
+    """Prints a line to stderr for each phase of loading and measuring: a step counts on within its phase."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix, self._phase = prefix, ""
+
+    def __call__(self, step: str) -> None:
+        if (phase := phase_of(step)) != self._phase:
+            self._phase = phase
+            note(f"{self._prefix}{phase}")
 
 
-def note_run(method: str, number: int, n_prompts: int, timed: Any) -> None:
-    """Print the speed of one completion of a benchmark; `number` counts from 0."""
-    speed = timed.tokens / timed.seconds
-    note(f"prompt {number + 1} of {n_prompts}, {method}: {timed.tokens} tokens, {speed:.1f} tok/s")
+class RunNotes:
+    """Says after each prompt that methods have decoded by turns how long the others will take."""
+
+    def __init__(self) -> None:
+        self._n_done, self._began = 0, 0.0
+
+    def __call__(self, method: str, number: int, n_prompts: int, timed: Any) -> None:
+        """Take in that `method` has completed prompt `number`, from 0: all before it are done."""
+        self._began = self._began or time.monotonic() - timed.seconds
+        if number > self._n_done:
+            self._n_done = number
+            left_s = (time.monotonic() - self._began) / number * (n_prompts - number)
+            note(f"{number} of {n_prompts} prompts done, {about(left_s)} left")
+
+
+def about(seconds: float) -> str:
+    """Return a time that is estimated: about 40 s, about 4 min, about 2.5 h."""
+    if seconds < 90:
+        return f"about {max(10, 10 * round(seconds / 10))} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} h"
 
 
 def silence(stream: TextIO) -> None:

@@ -21,7 +21,7 @@ from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
 from . import options
 from .charts import Pictures, draw_loss
 from .options import Decorator, ModelTask, from_field, open_store, option, pick, positive
-from .output import Result, listed, note, note_load, writing
+from .output import Result, StepNotes, listed, note, writing
 from .render import ROOMY, Columns, fixed, folding, listing, number, numbers, percent, sparkline, table
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _trained(
     with open_store(values["db"]) as store:
         from ..tasks.recipes import train_and_store
 
-        record = train_and_store(request, settings, prompts, store, StepPrinter(), note_load)
+        record = train_and_store(request, settings, prompts, store, StepPrinter(), StepNotes("load: "))
         database = safe_url(store.url)
     pictures.draw(draw_loss, record)
     trained = {kind: record.to_json(), "database": database, **pictures.to_json()}

@@ -284,6 +284,14 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
             return None
 
 
+_COUNTER = re.compile(r", (round \d+|.*\d+ of \d+.*|\d+ % .*)$")
+
+
+def phase_of(step: str) -> str:
+    """Return a step of loading or measuring without its counter, for logs, where a line per phase is enough."""
+    return _COUNTER.sub("", step)
+
+
 def _figure(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from ..core import errors
 from ..core.errors import Busy, EngineGone, InvalidInput, ModelNotFound, SwiftoptError
-from ..core.events import ModelTuning, TaskTuning
+from ..core.events import ModelTuning, TaskTuning, phase_of
 from ..core.requests import CompletionRequest, ServedModel
 from ..core.types import Completion, Timings
 
@@ -284,11 +284,11 @@ class EngineProcess:
             self._log_loading(event["step"])
 
     def _log_loading(self, step: str) -> None:
-        """Log a step of the loading if its phase, the words before a comma, has just begun or lasts LOG_S."""
+        """Log a step of the loading if its phase has just begun or lasts LOG_S."""
         self._on_state(self.served.name, self.state)
         (phase, logged_at), now = self._logged, time.monotonic()
-        if step.partition(",")[0] != phase or now - logged_at >= LOG_S:
-            self._logged = step.partition(",")[0], now
+        if phase_of(step) != phase or now - logged_at >= LOG_S:
+            self._logged = phase_of(step), now
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.settings import preset_of
 from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.draft_models import OtherModel
-from ..decoding.methods import Method, build, method_info
+from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session
 from ..decoding.verify import TargetWalk
 from ..models.costs import machine_name
@@ -44,7 +45,7 @@ class Comparison:
     """Compare methods, from loading to the report.
 
     Args: others: prompts that are not compared, for brief searches and trainings; without any these use the compared
-          ones.
+          ones. on_plain: gets the seconds that plain decoding takes for the first prompt, before anything is made.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Comparison:
         others: Sequence[Prompt] = (),
         on_step: OnStep = no_step,
         on_run: OnRun | None = None,
+        on_plain: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.request, self.store, self.on_step, self.on_run = request, store, on_step, on_run
+        self.request, self.store, self.on_step, self.on_run, self.on_plain = request, store, on_step, on_run, on_plain
         self.prompts, self.others = sampled(first_turns(prompts), request.samples), first_turns(others)
         check_judges(self.prompts)
         self.task = request.task or task_of(self.prompts)
@@ -71,6 +73,9 @@ class Comparison:
         request = self.request
         session, draft = self.session, self.draft = open_models(request, self.prompts, self.store, self.on_step)
         self.n_positions = max(map(session.check, self.prompts))
+        clock = perf_counter()
+        decoder(session, PLAIN)(self.prompts[0])
+        self.on_plain(perf_counter() - clock)
         keep = self.store if request.keep else None
         presets = {preset.method: preset for preset in map(preset_of, request.presets)}
         given = {name: preset.settings for name, preset in presets.items()}

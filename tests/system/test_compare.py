@@ -72,6 +72,20 @@ def test_all_methods_run_and_the_lossless_ones_say_what_plain_says(
         assert kept["report"]["results"] == report["results"]
 
 
+def test_time_is_estimated_before_anything_is_made_and_told_once_per_prompt(
+    tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(["compare", "--model", tiny, "--stream", "notes.jsonl", *TOKENS, "--methods", "swift,prompt-lookup"]) == 0
+    )
+    told = capsys.readouterr().err.splitlines()
+    (estimate,) = [line for line in told if line.startswith("3 methods on 6 prompts: about ")]
+    (made,) = [line for line in told if line.startswith("make: ")]
+    assert told.index(estimate) < told.index(made)
+    done = [f"{number} of 6 prompts done, about 10 s left" for number in range(1, 6)]
+    assert [line for line in told if "prompts done" in line] == done
+
+
 def test_what_was_made_is_found_the_next_time(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
     again = compare(capsys, "--model", tiny, "--methods", "swift,adadecode")
@@ -148,7 +162,7 @@ def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
         if (method, number) == ("prompt-lookup", 1):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "note_run", stop)
+    monkeypatch.setattr(command, "RunNotes", lambda: stop)
     report = compare(capsys, "--model", tiny, "--methods", "prompt-lookup", expect=130)
     assert report["interrupted"] and report["plan"] is None
     assert {row["method"]: row["prompts"] for row in report["results"]}["plain"] >= 1

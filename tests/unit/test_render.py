@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from swiftopt.cli.backend import RunState, TuneProgress, live_view
 from swiftopt.cli.doctor import Check, checks_table
 from swiftopt.cli.layers import aliases_table, stored_table
+from swiftopt.cli.output import StepNotes, about
 from swiftopt.cli.render import (
     KEPT,
     SKIPPED,
@@ -409,3 +410,30 @@ def test_progress_draws_and_cleans_up_when_there_is_a_terminal() -> None:
 def test_held_out_prompt_is_called_so() -> None:
     finished = PromptFinished(Prompt("p", "t", text="x"), 0, Completion((), "", "stop", "plain"), held_out=True)
     assert event_line(finished) == "t: prompt 1 (p, held out): 0 tokens, – tok/s, α –, M –"
+
+
+def test_steps_of_one_phase_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = StepNotes("load: ")
+    rounds = [f"measuring costs, round {n}" for n in (1, 2, 3)]
+    parts = [f"quantising, attn {n} of 30 as int4" for n in (1, 5)]
+    weights = [f"reading m, {n} % of the weights" for n in (0, 50)]
+    for step in (
+        *weights,
+        *rounds,
+        *parts,
+        "converting m.gguf, only once",
+        "make: heads, by 22 s of training",
+        rounds[0],
+    ):
+        notes(step)
+    said = ["reading m", "measuring costs", "quantising", "converting m.gguf, only once"]
+    said += ["make: heads, by 22 s of training", "measuring costs"]
+    assert capsys.readouterr().err.splitlines() == [f"load: {step}" for step in said]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "10 s"), (44, "40 s"), (89, "90 s"), (91, "2 min"), (239, "4 min"), (5300, "88 min"), (9000, "2.5 h")],
+)
+def test_estimated_time_is_said_in_one_round_figure(seconds: float, said: str) -> None:
+    assert about(seconds) == f"about {said}"
