@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel
+from ..core.settings import LOG_FORMAT
 from . import options
 from .options import ConfiguredGroup, FloatRange, IntRange, database_url, natural, open_store, option, pick, positive
 from .output import Result, console, emit_json, note
@@ -335,8 +336,7 @@ class OneLineErrors(logging.Filter):
 
 
 def start_log(handler: logging.Handler, level: int = logging.INFO) -> None:
-    log_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
-    logging.basicConfig(level=level, format=log_format, handlers=[handler])
+    logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[handler])
     for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

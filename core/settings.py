@@ -26,6 +26,7 @@ STORED: Final = "stored"  # the model's own weights, where a wider entry of `Lay
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"  # of processes that run for long
 THREADS = "SWIFTOPT_THREADS"  # environment: overrules what is found
 MEASURING = "SWIFTOPT_MEASURING"  # environment: "together" trusts measurements that are made at the same time
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container: "max 100000" or microseconds per period

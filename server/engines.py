@@ -239,7 +239,8 @@ class EngineProcess:
     async def _run_once(self) -> None:
         """Run one process until it ends."""
         self.n_starts += 1
-        command = (sys.executable, "-m", "swiftopt.worker.serving", self.served.name)
+        level = logging.getLevelName(logger.getEffectiveLevel())
+        command = (sys.executable, "-m", "swiftopt.worker.serving", self.served.name, level)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

@@ -10,7 +10,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from ..core.requests import Lease
 from . import jobs, names, plans, results, transitions
 from .database import Transactions, as_url, default_url, shown
 from .migrations import SchemaState, connect_at_head, revision
@@ -81,9 +80,9 @@ class Jobs(Transactions):
     _expired = reads(transitions.expired)
     _expire = writes(transitions.expire)
 
-    def expire(self) -> list[Lease]:
+    def expire(self) -> list[transitions.LostAttempt]:
         """End every attempt whose lease ran out: its job is queued again, or has failed."""
-        return [lease for lease, worker in self._expired() if self._expire(lease, worker)]
+        return [lost for lease, worker in self._expired() if (lost := self._expire(lease, worker))]
 
     # a running attempt
     begin_here = renews(transitions.begin_here)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from json import JSONDecodeError
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sqlalchemy import ColumnElement, and_, func, or_, select, text
 from sqlalchemy.orm import Session, defer
@@ -111,13 +111,23 @@ def expired(session: Session) -> list[tuple[Lease, str | None]]:
     return [(Lease(job, attempt), worker) for job, attempt, worker in session.execute(query)]
 
 
-def expire(session: Session, lease: Lease, worker: str | None) -> bool:
-    """End an attempt as `attempt_failed` does, if its lease is still not renewed; whether it was."""
+class LostAttempt(NamedTuple):
+    """An attempt whose lease ran out, and the state that its job is in therefore."""
+
+    lease: Lease
+    state: JobState
+    reason: str
+
+
+def expire(session: Session, lease: Lease, worker: str | None) -> LostAttempt | None:
+    """End an attempt as `attempt_failed` does; None if its lease was renewed meanwhile."""
+    reason = f"worker {worker or 'unknown'} sent no heartbeat in time"
     found = session.scalar(select(JobRow.id).where(at_attempt(lease), RAN_OUT).with_for_update())
-    if found is None or not attempt_failed(session, lease, f"worker {worker or 'unknown'} sent no heartbeat in time"):
-        return False
+    state = None if found is None else attempt_failed(session, lease, reason)
+    if state is None:
+        return None
     count(session, "reconciled", "expired")
-    return True
+    return LostAttempt(lease, state, reason)
 
 
 def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
@@ -172,25 +182,25 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
     return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, snapshot, trials)
 
 
-def hand_back(session: Session, lease: Lease, reason: str) -> bool:
-    """Queue the job again at once, without counting the attempt; False if the lease was lost.
+def hand_back(session: Session, lease: Lease, reason: str) -> JobState | None:
+    """Queue the job again at once, without counting the attempt; return its state, None if the lease was lost.
 
     A job that is to pause is paused instead, and one without a queue fails: no other worker may take it.
     """
     row = _locked(session, lease)
     if row is None:
-        return False
+        return None
     if row.queue is None:
         return end(session, lease, "failed", reason)
     if row.wanted == "pause":
         return end(session, lease, "paused")
     _queue(session, row, reason)
     count(session, "attempts", "handed_back")
-    return True
+    return "queued"
 
 
-def end(session: Session, lease: Lease, state: JobState, error: str | None = None) -> bool:
-    """End or pause the job; False if the lease was lost."""
+def end(session: Session, lease: Lease, state: JobState, error: str | None = None) -> JobState | None:
+    """End or pause the job; return its state, None if the lease was lost."""
     changed = change(
         session,
         lease,
@@ -202,20 +212,20 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
         finished_at=None if state == "paused" else now(),
     )
     if changed is None:
-        return False
+        return None
     report(session, lease.job, StateChanged(state, lease.attempt, error or ""))
     count(session, "attempts", state)
-    return True
+    return state
 
 
-def attempt_failed(session: Session, lease: Lease, error: str) -> bool:
+def attempt_failed(session: Session, lease: Lease, error: str) -> JobState | None:
     """Queue the job again, later each time, or end it after `MAX_FRUITLESS` attempts in a row without a checkpoint.
 
-    A job without a queue fails: no other worker may take it. False if the lease was lost.
+    A job without a queue fails: no other worker may take it. Returns its state, None if the lease was lost.
     """
     row = _locked(session, lease)
     if row is None:
-        return False
+        return None
     made_progress = row.n_checkpoints > row.n_checkpoints_before
     row.n_fruitless = 0 if made_progress else row.n_fruitless + 1
     session.flush()
@@ -229,7 +239,7 @@ def attempt_failed(session: Session, lease: Lease, error: str) -> bool:
     row.error = storable(error)
     _queue(session, row, error, delay)
     count(session, "attempts", "failed" if not made_progress else "interrupted")
-    return True
+    return "queued"
 
 
 def _locked(session: Session, lease: Lease) -> JobRow | None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -81,8 +81,30 @@ class LeaseKeeper:
             except StoreError as error:  # the lease may run out, but nobody can take the job without the database
                 logger.warning("lease=not renewed job=%s reason=%r", self._lease.job, str(error))
         if self.lost and self._fatal and not self._done.wait(GRACE_S):
-            logger.warning("attempt=replaced job=%s attempt=%d", self._lease.job, self._lease.attempt)
+            log_state(self._lease, state_without_lease(self._jobs, self._lease))
             os._exit(0)
+
+
+def state_without_lease(jobs: Jobs, lease: Lease) -> str:
+    """Return what took an attempt's lease, as its state in the log."""
+    with suppress(SwiftoptError):
+        if jobs.get(lease.job).state == "cancelled":
+            return "cancelled"
+    return "replaced"
+
+
+def log_state(lease: Lease, state: str, error: BaseException | str = "", reason: str = "", **more: object) -> None:
+    """Log the state of a job at an attempt: one line of key=value, and the traceback of an error of no sentence.
+
+    Args:   error: its class is named; a text is its name. more: further values, by their keys.
+    """
+    values = {"job": lease.job, "attempt": lease.attempt, "state": state, **more}
+    if error:
+        values["error"] = error if isinstance(error, str) else type(error).__name__
+    words = " ".join(f"{key}={value}" for key, value in values.items()) + (f" reason={reason!r}" if reason else "")
+    level = logging.ERROR if state == "failed" else logging.WARNING if error else logging.INFO
+    trace = None if isinstance(error, str | SwiftoptError) else error
+    logger.log(level, "%s", words, exc_info=trace)
 
 
 def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:

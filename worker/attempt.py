@@ -25,12 +25,13 @@ from ..core.errors import (
     StoreError,
     SwiftoptError,
 )
+from ..core.events import JobState
 from ..core.requests import DEFAULT_QUEUE, Delivery, Job, Lease, ServedModel, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
 from ..tasks.admission import check_tuning
-from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently
+from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, log_state, patiently, state_without_lease
 from .queue import SPARE_S, JobService, RedisQueue
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ LOOK_S = 1.0  # between two looks for jobs of an engine's model
 HOLD_S = 30.0  # that these are kept from the workers of this machine, unless renewed
 HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job continues from its last
 NOOP_STEP_S = 0.05
+ENDING = "its worker is ending"
+PASSING = (DeviceMissing, HubUnreachable)  # another worker may have the one, and the other may come back
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +88,7 @@ class Attempts:
             if delivery is None:
                 return
             if patiently(partial(self._is_engines, delivery)):
-                words = "attempt=left job=%s attempt=%d reason='its model is served'"
-                logger.info(words, delivery.job, delivery.attempt)
+                log_state(delivery, "queued", reason="left to the engine of this machine that serves its model")
                 return
             on_begin(delivery)
             self.run(delivery)
@@ -105,19 +107,28 @@ class Attempts:
             return
         claim = patiently(lambda: jobs.claim(lease, self.context.name))
         if claim is None:
-            try:
-                jobs.get(lease.job)
-                logger.info("attempt=overtaken job=%s attempt=%d", lease.job, lease.attempt)
-            except NotFound:
-                logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
+            self._log_unclaimed(lease)
             return
-        logger.info("attempt=begun job=%s attempt=%d kind=%s", lease.job, lease.attempt, claim.job.kind)
+        log_state(lease, "running", kind=claim.job.kind)
         with LeaseKeeper(jobs, lease, fatal=self.turn is None) as keeper, self._deadline(service, lease):
             work = self._sleep if claim.job.kind == "noop" else self._tune
-            patiently(_outcome(jobs, lease, partial(work, claim, keeper)))
-        logger.info("attempt=over job=%s attempt=%d", lease.job, lease.attempt)
+            outcome = _outcome(jobs, lease, partial(work, claim, keeper))
+            state = patiently(outcome.record) or state_without_lease(jobs, lease)
+        log_state(lease, state, outcome.error, outcome.reason)
         if self.ending.is_set():
             service.deliver(jobs.get(lease.job))
+
+    def _log_unclaimed(self, lease: Delivery) -> None:
+        """Log why an attempt could not be claimed."""
+        try:
+            job = self.store.jobs.get(lease.job)
+        except NotFound:
+            logger.warning("delivery=foreign job=%s reason='whoever submitted it has another database'", lease.job)
+            return
+        if job.state == "failed" and job.attempt == lease.attempt:
+            log_state(lease, "failed", "StoreError", job.error or "")
+        else:
+            log_state(lease, "replaced", reason=f"attempt {job.attempt} is {job.state}")
 
     def wants_loaded(self, job: Job) -> bool:
         """Return whether a job tunes the loaded model, and its files have not changed."""
@@ -192,10 +203,11 @@ class Attempts:
             if done.wait(HAND_BACK_S):
                 return
             try:
-                if service.store.jobs.hand_back(lease, "its worker is ending"):
+                if state := service.store.jobs.hand_back(lease, ENDING):
+                    log_state(lease, state, reason=ENDING)
                     service.deliver(service.store.jobs.get(lease.job))
             except SwiftoptError as error:  # the lease runs out instead
-                logger.warning("attempt=left job=%s reason=%r", lease.job, str(error))
+                log_state(lease, "running", error, str(error))
             finally:
                 os._exit(0)
 
@@ -296,24 +308,28 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> Callable[[], bool]:
-    """Do the work; return the call that records its outcome."""
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """What ended an attempt; `record` writes it to the job's row and returns its state, None if the lease was lost."""
+
+    record: Callable[[], JobState | None]
+    error: BaseException | str = ""
+    reason: str = ""
+
+
+def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> AttemptOutcome:
+    """Do the work; return how it ended."""
     try:
         work()
     except (HandedBack, Cancelled):
-        return partial(jobs.hand_back, lease, "its worker is ending")
-    except Paused:
-        return partial(jobs.hand_back, lease, "resumed before it rested")  # else it rests
+        return AttemptOutcome(partial(jobs.hand_back, lease, ENDING), reason=ENDING)
+    except Paused:  # one that was resumed meanwhile goes on
+        return AttemptOutcome(partial(jobs.hand_back, lease, "resumed before it rested"), reason="on request")
     except LeaseLost as error:
-        logger.warning("attempt=replaced job=%s attempt=%d reason=%r", lease.job, lease.attempt, str(error))
-        return lambda: False
-    except (DeviceMissing, HubUnreachable) as error:  # another worker may have the one, and the other may come back
-        return partial(jobs.attempt_failed, lease, describe(error))
-    except (InvalidInput, NotFound) as error:  # another attempt would end alike
-        words = "attempt=failed job=%s attempt=%d error=%s reason=%r"
-        logger.error(words, lease.job, lease.attempt, type(error).__name__, str(error))
-        return partial(jobs.end, lease, "failed", str(error))
+        return AttemptOutcome(lambda: None, reason=str(error))
     except Exception as error:
-        logger.exception("attempt=failed job=%s attempt=%d", lease.job, lease.attempt)
-        return partial(jobs.attempt_failed, lease, describe(error))
-    return partial(jobs.end, lease, "succeeded")
+        reason = describe(error)
+        if isinstance(error, InvalidInput | NotFound) and not isinstance(error, PASSING):
+            return AttemptOutcome(partial(jobs.end, lease, "failed", reason), error, reason)  # another would end alike
+        return AttemptOutcome(partial(jobs.attempt_failed, lease, reason), error, reason)
+    return AttemptOutcome(partial(jobs.end, lease, "succeeded"))

@@ -24,11 +24,11 @@ from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
 from ..core.errors import ServiceUnreachable, SettingsError, StoreError, safe_url
-from ..core.requests import DEFAULT_QUEUE, Delivery, Job, JobSpec, TuneRequest, Verb
+from ..core.requests import DEFAULT_QUEUE, Delivery, Job, JobSpec, Lease, TuneRequest, Verb
 from ..core.types import Prompt
 from ..store import Jobs, Store
 from ..tasks.admission import check_tuning
-from ..tasks.job import tune_spec
+from ..tasks.job import log_state, tune_spec
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
 TASK = "swiftopt.worker.attempt.Attempts.run"  # a name for rq's records; the worker never imports what Redis names
@@ -191,6 +191,7 @@ class JobService:
     def act(self, job: str, verb: Verb) -> Job:
         """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once."""
         found = self.store.jobs.act(job, verb)
+        log_state(Lease(found.id, found.attempt), found.state, verb=verb)
         self.deliver(found)
         return found
 
@@ -220,8 +221,8 @@ class Reconciler:
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
             return
         if time.monotonic() >= self._spare_until:
-            for lease in self._jobs.expire():
-                logger.warning("attempt=lost job=%s attempt=%d", lease.job, lease.attempt)
+            for lost in self._jobs.expire():
+                log_state(lost.lease, lost.state, "LeaseLost", lost.reason)
         due = self._jobs.due()
         waiting = {found for queue in {delivery.queue for delivery in due} for found in self._queue.waiting(queue)}
         missing = {delivery.id: delivery for delivery in due if delivery.id not in waiting}

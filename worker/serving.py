@@ -3,7 +3,8 @@
 Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}`, `cancel`, `tokenize`, `detokenize` and
 `tuning`; standard output carries `{"id": …, "event": …}`, and `{"id": null, "event": "ready"}` once the model is there.
 Jobs of the model that wait in the queue run in the engine as well, while nothing is decoded. `swiftopt serve` starts
-the process as `python -m swiftopt.worker.serving NAME`, and sends what it serves as the first line.
+the process as `python -m swiftopt.worker.serving NAME LEVEL`, the level being that of its log, and sends what it serves
+as the first line.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..core.errors import Conflict, ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
 from ..core.events import ModelTuning, TuningVerb, Way
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
+from ..core.settings import LOG_FORMAT
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.engine import Work
@@ -455,6 +457,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     wire = Wire(out)
+    logging.basicConfig(stream=sys.stderr, level=sys.argv[2], format=LOG_FORMAT)
     try:
         host = EngineHost(ServedModel.from_json(json.loads(sys.stdin.readline())), wire)
     except SwiftoptError as error:

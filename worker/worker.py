@@ -33,6 +33,7 @@ from ..core.requests import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
 from ..store.migrations import connect_at_head
+from ..tasks.job import log_state, state_without_lease
 from .attempt import Attempts, WorkerContext
 from .queue import PERIOD_S, SERIALIZER, Reconciler, RedisQueue
 
@@ -182,11 +183,13 @@ class JobWorker(Worker):
         lease = delivery_of(attempt, self.context.queue)
         if lease is None:
             return
-        logger.warning("child=killed pid=%d job=%s attempt=%d reason=%r", pid, lease.job, lease.attempt, reason)
+        jobs = self.store.jobs
         try:
-            self.store.jobs.claim(lease, self.name)  # where the child died before it could
-            self.store.jobs.attempt_failed(lease, reason)
+            jobs.claim(lease, self.name)  # where the child died before it could
+            state = jobs.attempt_failed(lease, reason) or state_without_lease(jobs, lease)
+            log_state(lease, state, "ChildDied", reason, pid=pid)
         except StoreError as error:  # the lease runs out, and the reconciler does the same
+            log_state(lease, "running", "ChildDied", reason, pid=pid)
             logger.warning("worker=waiting reason=%r", str(error))
 
 

@@ -128,7 +128,7 @@ def test_job_fails_at_once_and_costs_the_log_one_line_when_its_model_is_not_ther
     done = subprocess.run(worker(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr and "alembic" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "/no/such/model" in line]
-    assert "attempt=failed" in line and "there is no folder" in line
+    assert f"job={job.id} attempt=1 state=failed error=ModelNotFound reason='there is no folder" in line
     with Store.open() as store:
         failed = store.jobs.get(job.id)
     assert (failed.state, failed.attempt) == ("failed", 1) and "there is no folder" in str(failed.error)

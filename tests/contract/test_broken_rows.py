@@ -66,7 +66,7 @@ def test_row_that_is_no_json_keeps_no_other_job_from_being_taken_from_a_lost_wor
         store.jobs.claim(Lease(job, 1), "w1")
         edit(engine, "jobs", "lease_until = 0", job)
     edit(engine, "jobs", "request = '{bad', snapshot = '{bad'", broken)
-    assert {lease.job for lease in store.jobs.expire()} == {broken, whole}
+    assert {lost.lease.job for lost in store.jobs.expire()} == {broken, whole}
     assert store.jobs.states() == {"queued": 2}
 
 

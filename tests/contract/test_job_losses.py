@@ -40,7 +40,7 @@ def test_only_leases_that_ran_out_expire_and_only_once(jobs: Jobs) -> None:
     time.sleep(SHORT_S + 0.1)
     jobs.lease_s = 30.0
     jobs.renew(renewed)  # late, but nobody has taken the job
-    assert jobs.expire() == [lost]
+    assert jobs.expire() == [(lost, "queued", "worker w2 sent no heartbeat in time")]
     assert jobs.expire() == []
     job = jobs.get(lost.job)
     assert (job.state, job.attempt, job.worker) == ("queued", 2, None)
@@ -54,7 +54,7 @@ def test_lease_that_ran_out_expires_once_when_many_look(jobs: Jobs, engine: Engi
     leases = [running(jobs, noop(float(n))) for n in range(4)]
     run_out(engine)
     with ThreadPoolExecutor(4) as pool:
-        found = [lease for some in pool.map(lambda _: jobs.expire(), range(4)) for lease in some]
+        found = [lost.lease for some in pool.map(lambda _: jobs.expire(), range(4)) for lost in some]
     assert sorted(found, key=str) == sorted(leases, key=str)
     assert {jobs.get(lease.job).attempt for lease in leases} == {2}
 
@@ -81,7 +81,7 @@ def test_lost_workers_count_like_failed_attempts(jobs: Jobs, engine: Engine) -> 
         jobs.expire()
         taken(jobs, Lease(lease.job, attempt), f"w{attempt}")
     run_out(engine)
-    assert jobs.expire() == [Lease(lease.job, 3)]
+    assert [(lost.lease, lost.state) for lost in jobs.expire()] == [(Lease(lease.job, 3), "failed")]
     assert jobs.get(lease.job).error == "worker w3 sent no heartbeat in time (3 attempts in a row came no further)"
 
 

@@ -17,7 +17,7 @@ from job_table import column, dump, finished, noop, running, taken, task_finishe
 from sqlalchemy import Engine, event
 
 from swiftopt.core.errors import Conflict, LeaseLost, NotFound, StoreError
-from swiftopt.core.events import PhaseChanged, TaskFinished
+from swiftopt.core.events import JobState, PhaseChanged, TaskFinished
 from swiftopt.core.requests import Delivery, Job, JobSpec, Lease
 from swiftopt.store import Jobs, Store
 
@@ -239,7 +239,7 @@ WRITES: dict[str, Callable[[Jobs, Lease], object]] = {
         lease, 10, task_finished(lease.job), "swift", "always", {"at": 9}
     ),
 }
-ENDS: dict[str, Callable[[Jobs, Lease], bool]] = {
+ENDS: dict[str, Callable[[Jobs, Lease], JobState | None]] = {
     "end": lambda jobs, lease: jobs.end(lease, "succeeded"),
     "end failed": lambda jobs, lease: jobs.end(lease, "failed", "why"),
     "hand_back": lambda jobs, lease: jobs.hand_back(lease, "why"),
@@ -264,7 +264,7 @@ def test_stale_attempt_cannot_write(jobs: Jobs, engine: Engine, loss: str) -> No
     for write in WRITES.values():
         with pytest.raises(LeaseLost, match=f"attempt 1 of job {lease.job} was replaced, or the job has ended"):
             write(jobs, lease)
-    assert [end(jobs, lease) for end in ENDS.values()] == [False] * len(ENDS)
+    assert [end(jobs, lease) for end in ENDS.values()] == [None] * len(ENDS)
     assert dump(engine) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -77,6 +78,39 @@ def test_jobs_that_wait_and_run_are_what_workers_are_scaled_by(here: Site) -> No
         assert (client.llen(keys["waiting"]), client.zcard(keys["running"])) == (2, 1)
         assert worker.end() == 0
         assert (client.llen(keys["waiting"]), client.zcard(keys["running"])) == (3, 0)
+
+
+def states_logged(worker: WorkerProcess, job: str) -> list[tuple[str, str, str]]:
+    """Attempt, state and class of the error in each line of the job, in the worker's log."""
+    lines = re.findall(rf"job={job} attempt=(\d+) state=(\w+)(.*)", worker.text())
+    errors = (re.search(r"error=(\w+) reason=.+", more) for _, _, more in lines)
+    return [(attempt, state, e[1] if e else "") for (attempt, state, _), e in zip(lines, errors, strict=True)]
+
+
+def test_log_has_a_line_of_state_and_reason_for_each_attempt_however_it_ends(here: Site) -> None:
+    worker = here.start()
+    done = here.noop(0.01)
+    here.ended(done)
+    wrong = here.service.submit_spec(JobSpec("noop", "default", {"seconds": "long"}))[0].id
+    here.ended(wrong)
+    paused, cancelled, killed = (here.noop(60, n) for n in range(3))
+    here.running(paused)
+    here.service.act(paused, "pause")
+    here.running(cancelled)
+    here.service.act(cancelled, "cancel")
+    here.running(killed)
+    worker.child().kill()
+    until(lambda: here.job(killed).attempt == 2, 20)
+    begun = ("1", "running", "")
+    wanted = {
+        done: [begun, ("1", "succeeded", "")],
+        wrong: [begun, ("1", "failed", "SettingsError")],
+        paused: [begun, ("1", "paused", "")],
+        cancelled: [begun, ("1", "cancelled", "")],
+        killed: [begun, ("1", "queued", "ChildDied")],
+    }
+    until(lambda: all(states_logged(worker, job)[: len(lines)] == lines for job, lines in wanted.items()), 10)
+    assert 'reason="seconds of a no-op job is ' in worker.text()
 
 
 def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere: Site) -> None:
@@ -168,7 +202,7 @@ def tuning(found: Site, model: Path, n_prompts: int, max_new_tokens: int = 8) ->
 
 def processes_of(worker: WorkerProcess, jobs: list[str]) -> list[str]:
     """Which process began each job's last attempt, by the worker's log."""
-    lines = [line.split() for line in worker.text().splitlines() if "attempt=begun" in line]
+    lines = [line.split() for line in worker.text().splitlines() if "state=running" in line]
     return [next(words[2] for words in reversed(lines) if f"job={job}" in words) for job in jobs]
 
 
@@ -222,7 +256,7 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
         assert [done["choices"][0]["text"] for done in meanwhile] == [before] * 8
         assert [here.ended(job, 60).state for job in jobs] == ["succeeded"] * 2
         assert "-engine" in here.reasons(jobs[0]) and "-engine" not in here.reasons(jobs[1])
-        assert f"attempt=begun job={jobs[0]}" not in worker.text()
+        assert f"job={jobs[0]} attempt=1 state=running" not in worker.text()
         assert here.job(jobs[0]).n_outputs == 24 and here.job(jobs[0]).attempt == 1
         assert worker.end() == 0, here.logs()
 
