@@ -287,12 +287,14 @@ def plans_table(plans: Sequence[PlanVersion], width: int) -> Table:
         (folding("layer set", min_width=9), _used_set_words),
         (numeric("measured"), lambda each: ratio(each.plan.measured_speedup)),
         (fixed("verdict"), lambda each: _verdict_cell(each.plan.verdict)),
+        (numeric("α"), lambda each: number(each.plan.acceptance_rate)),
+        (numeric("M"), lambda each: number(each.plan.mean_generated_length, 1)),
         (folding("tuned on", min_width=6), lambda each: device_words(each.plan)),
         (fixed("stored"), lambda each: (each.created_at or "–")[:10]),
     ]
     titled: dict[str, Any] = {"title": "plans without a layer set of their own", "title_style": "bold"}
     more = {**titled, "width": width} if width >= ROOMY else titled
-    return listing(plans, columns if width >= ROOMY else columns[:-2], **more)
+    return listing(plans, columns if width >= ROOMY else columns[:-4], **more)
 
 
 def _best_cell(is_best: bool) -> Text:

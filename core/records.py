@@ -163,7 +163,8 @@ class Plan(Record):
 
     `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
     (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
-    of the comparison or the verdict that made the plan. `engine` is the other engine that it is for, whose settings
+    of the comparison, the verdict or the served requests that made the plan, not of an earlier one of its layer set.
+    `engine` is the other engine that it is for, whose settings
     `settings` then are; None: swiftopt itself.
     """
 
@@ -175,6 +176,8 @@ class Plan(Record):
     draft_model: str | None = None
     measured_speedup: float | None = None
     measured_interval: tuple[float, float] | None = None
+    acceptance_rate: float | None = None
+    mean_generated_length: float | None = None
     device: str | None = field(default=None, metadata=NOT_WRITTEN)
     dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
     engine: str | None = field(default=None, metadata=WHERE_GIVEN)

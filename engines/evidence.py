@@ -134,12 +134,15 @@ def import_evidence(
                     " prompts, in the same order"
                 )
     verdict = judge(own.timed, base.timed, None)
-    found = store.add_plan(model, task, judged(plan, verdict))
+    found = store.add_plan(model, task, judged(plan, verdict, own.acceptance))
     return found, verdict, own
 
 
-def judged(plan: Plan, verdict: Verdict) -> Plan:
-    """Return what is stored of a plan for an engine: itself where it is to be used, else plain decoding."""
+def judged(plan: Plan, verdict: Verdict, acceptance_rate: float | None = None) -> Plan:
+    """Return what is stored of a plan for an engine: itself where it is to be used, else plain decoding.
+
+    Args: acceptance_rate: of its drafts in the runs of the verdict; None: the engine did not count them.
+    """
     figures: dict[str, Any] = {
         "verdict": verdict.word,
         "measured_speedup": verdict.ratio,
@@ -147,7 +150,7 @@ def judged(plan: Plan, verdict: Verdict) -> Plan:
     }
     where: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype, "engine": plan.engine}
     if verdict.word == "use":
-        figures |= {"layer_set": plan.layer_set, "draft_model": plan.draft_model}
+        figures |= {"layer_set": plan.layer_set, "draft_model": plan.draft_model, "acceptance_rate": acceptance_rate}
         return Plan(plan.method, settings=plan.settings, **figures, **where)
     kept = {name: value for name, value in plan.settings.items() if name == "engine_version"}
     return Plan("plain", settings=kept, **figures, **where)

@@ -202,7 +202,8 @@ class EngineTuning:
             dtype=DTYPES[stored_type(self._folder)] if request.dtype == "auto" else request.dtype,
             engine=request.engine,
         )
-        found = self.store.add_plan(info.fingerprint, task, judged(plan, verdict))
+        acceptance = tried[-1].acceptance if verdict.word == "use" else None  # of the run on the held-out prompts
+        found = self.store.add_plan(info.fingerprint, task, judged(plan, verdict, acceptance))
         return EngineTuned(task, way.row.variant, verdict, found, tuple(tried))
 
     def _fastest(

@@ -93,6 +93,17 @@ def _jobs_in_their_order(op: Operations) -> None:
         index.create(op.get_bind(), checkfirst=True)
 
 
+def _figures_of_plans(op: Operations) -> None:
+    """Let plans have α and M; one that was stored with its layer set takes over what that says."""
+    names = "acceptance_rate", "mean_generated_length"
+    _add(op, "plans", *names)
+    same = " AND ".join(f"own.{name} = swiftopt_plans.{name}" for name in OWN)
+    its_own = f"swiftopt_layer_sets own WHERE own.id = swiftopt_plans.layer_set_id AND {same}"
+    op.execute(
+        "UPDATE swiftopt_plans SET " + ", ".join(f"{name} = (SELECT own.{name} FROM {its_own})" for name in names)
+    )
+
+
 def _create(op: Operations, *tables: str) -> None:
     Base.metadata.create_all(op.get_bind(), [_table(name) for name in tables])
 
@@ -130,6 +141,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
     "0008_jobs_in_their_order": _jobs_in_their_order,
     "0009_software_of_costs": _adding(cost_profiles="software"),
     "0010_quality_of_costs": _adding(cost_profiles="quality remark"),
+    "0011_figures_of_plans": _figures_of_plans,
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]

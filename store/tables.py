@@ -195,6 +195,8 @@ class Measured:
     measured_speedup: Mapped[float | None]
     measured_low: Mapped[float | None]
     measured_high: Mapped[float | None]
+    acceptance_rate: Mapped[float | None]
+    mean_generated_length: Mapped[float | None]
     device: Mapped[str | None]
     dtype: Mapped[str | None]
 
@@ -223,8 +225,6 @@ class LayerSetRow(OfTask, Measured, Base):
     skip_mlp: Mapped[list[int]] = mapped_column(JSON)
     quantised: Mapped[dict[str, str]] = mapped_column(JSON)
     matchness: Mapped[float | None]
-    acceptance_rate: Mapped[float | None]
-    mean_generated_length: Mapped[float | None]
     expected_speedup: Mapped[float | None]
     stream_sha256: Mapped[str | None]
     swiftopt_version: Mapped[str]

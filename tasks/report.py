@@ -354,8 +354,20 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
         return Plan(BASE, verdict="plain", device=report["device"], dtype=report["dtype"])
     recipe = recipes[best.method]
     draft_model = report["draft_model"] if METHODS[best.method].drafts_with_model else None
-    measured = best.ratio, best.ratio_interval, report["device"], report["dtype"]
-    return Plan(best.method, recipe.layer_set, best.settings, "use", recipe.learned, draft_model, *measured)
+    return Plan(
+        best.method,
+        recipe.layer_set,
+        best.settings,
+        "use",
+        recipe.learned,
+        draft_model,
+        measured_speedup=best.ratio,
+        measured_interval=best.ratio_interval,
+        acceptance_rate=best.acceptance_rate,
+        mean_generated_length=best.mean_generated_length,
+        device=report["device"],
+        dtype=report["dtype"],
+    )
 
 
 def _standing(
@@ -378,4 +390,6 @@ def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:
         "version": version,
         "measured_speedup": plan.measured_speedup,
         "measured_interval": plan.measured_interval,
+        "acceptance_rate": plan.acceptance_rate,
+        "mean_generated_length": plan.mean_generated_length,
     }

@@ -273,12 +273,12 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
         ("Engine", plan.engine),
         ("Verdict", plan.verdict),
         ("Ratio to plain", number(plan.measured_speedup, 2, "x") + interval),
+        ("α, acceptance rate", number(plan.acceptance_rate)),
+        ("M, tokens per pass", number(plan.mean_generated_length)),
     ]
     if own is not None:
         rows += [
             ("Expected ratio", number(own.expected_speedup, 2, "x")),
-            ("α, acceptance rate", number(own.acceptance_rate)),
-            ("M, tokens per pass", number(own.mean_generated_length)),
             ("Matchness", number(own.matchness)),
             ("r, share skipped", number(own.skip_ratio)),
         ]

@@ -188,3 +188,19 @@ def test_plan_of_a_layer_set_gets_its_version_figures_and_hardware_on_the_way_up
         same = ("model_id", "task", "version", "measured_speedup", "measured_low", "measured_high", "device", "dtype")
         assert [plan[name] for name in same] == [layer_set[name] for name in same]
         assert (plan["learned_id"], plan["draft_model"]) == (None, None)
+
+
+def test_plan_gets_alpha_and_m_of_the_layer_set_that_it_was_stored_with_alone(engine: Engine) -> None:
+    """Another plan that decodes with the set has figures of its own, which are not known any more."""
+    begin(engine, "0010_quality_of_costs")
+    fill(engine, range(1, 3))
+    with engine.begin() as connection:
+        plans = next(table for table in tables(connection) if table.name == "swiftopt_plans")
+        connection.execute(plans.update().where(plans.c.id == 2).values(version=7))
+    move(engine, "0010_quality_of_costs", "0011_figures_of_plans")
+    after = read(engine)
+    first, other = after["swiftopt_plans"]
+    own, _ = after["swiftopt_layer_sets"]
+    names = "acceptance_rate", "mean_generated_length"
+    assert [first[name] for name in names] == [own[name] for name in names] != [None, None]
+    assert [other[name] for name in names] == [None, None]

@@ -26,6 +26,8 @@ SPD = Plan(
     draft_model="smaller",
     measured_speedup=1.4,
     measured_interval=(1.3, 1.5),
+    acceptance_rate=0.61,
+    mean_generated_length=2.44,
     **HERE,
 )
 VLLM = Plan("prompt-lookup", settings={"method": "ngram"}, verdict="use", measured_speedup=1.2, engine="vllm", **HERE)

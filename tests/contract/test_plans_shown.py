@@ -29,6 +29,8 @@ SPD = Plan(
     draft_model="smaller",
     measured_speedup=1.4,
     measured_interval=(1.3, 1.5),
+    acceptance_rate=0.61,
+    mean_generated_length=2.44,
 )
 
 
@@ -66,6 +68,8 @@ def test_lookup_answers_with_the_settings_figures_and_draft_model_of_a_plan(stor
         "verdict": "use",
         "measured_speedup": 1.4,
         "measured_interval": [1.3, 1.5],
+        "acceptance_rate": 0.61,
+        "mean_generated_length": 2.44,
         "layer_set": None,
         "learned": None,
     }
@@ -126,6 +130,7 @@ def test_plans_without_a_set_of_their_own_are_listed_below_those_with_one(
         assert ["smol", "code", "4", "plain", "–", "–", "plain"] in [row[:7] for row in rows]
         assert ["smol", "code", "3", "adadecode", "version", "1", "1.40x", "use"] in [row[:8] for row in rows]
         assert ["smol", "code", "5", "*", "prompt-lookup", "in", "transformers"] in [row[:7] for row in rows]
+        assert any("spd" in row and {"0.61", "2.4"} <= {*row} for row in rows) == (width == 120)
 
 
 def test_version_without_a_layer_set_can_be_promoted_and_rolled_back(

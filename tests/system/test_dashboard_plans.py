@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 from swiftopt.cli.main import swiftopt
 from swiftopt.core.events import DraftingChosen, SkipRatioLowered, TrialsDone
-from swiftopt.core.records import LayerSetRecord
+from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.types import LayerSet, Timings
 from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
 from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, ticks, tried_sets
@@ -95,6 +95,23 @@ def test_comparison_that_made_a_version_is_its_evidence(store: Store, client: Te
     store.add_comparison("m", "code", "cpu", "float32", {"plan": {"version": 3}, "results": [row]}, "2026-11-22")
     found = text(client, "/plans/task", **OF, version=3)
     assert "A comparison of methods on cpu, 2026-11-22." in found and "SpD 12.5 1.25x 1.10–1.40 8" in found
+
+
+def test_plan_shows_the_acceptance_of_what_made_it_not_of_an_earlier_plan_of_its_set(
+    store: Store, client: TestClient
+) -> None:
+    fill(store)
+    own = store.layer_set("m", "code", 2)
+    figures = {"measured_speedup": 1.4, "measured_interval": (1.3, 1.5)}
+    measured = {"acceptance_rate": 0.61, "mean_generated_length": 2.44, "device": "cpu", "dtype": "float32"}
+    store.add_plan("m", "code", Plan("swift", own, verdict="use", **figures, **measured))
+    store.add_plan("m", "other", Plan("spd", verdict="use", draft_model="small", **figures, **measured))
+    for task in ("code", "other"):
+        assert f"{task} m" in (plans := text(client, "/plans")) and "use 1.40x 1.30–1.50 0.61 2.44 cpu" in plans
+        page = text(client, "/plans/task", model="m", task=task)
+        assert "use 1.40x 1.30–1.50 0.61 2.44 cpu" in page, "among the versions"
+        assert "α, acceptance rate 0.61 M, tokens per pass 2.44" in page
+    assert "1.40x 1.30–1.50 0.70" not in text(client, "/plans/task", **OF)
 
 
 def test_version_is_promoted_and_rolled_back_by_forms_with_their_token_only(store: Store, client: TestClient) -> None:

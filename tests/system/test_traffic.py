@@ -342,6 +342,7 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     await_answers(traffic)
     [record] = store.layer_sets("tiny", "code")
     assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
+    assert (record.acceptance_rate, record.mean_generated_length) == (0.75, 1.0)
     second = Traffic("tiny", model.runtime, store, SETTINGS)
     other = second._task("code")
     await_answers(second)

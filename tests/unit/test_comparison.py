@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -17,8 +18,9 @@ from swiftopt.cli.compare import chosen_methods, parse_settings
 from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.requests import CompareRequest
 from swiftopt.core.types import Completion, Prompt, Sampling
-from swiftopt.decoding.methods import METHODS
+from swiftopt.decoding.methods import METHODS, Resources
 from swiftopt.tasks.measures import ROWS, Counter, EnergyMeter, nll, nvml, rapl
+from swiftopt.tasks.recipes import Recipe
 from swiftopt.tasks.report import (
     FEWEST,
     Decoded,
@@ -115,6 +117,14 @@ def test_a_peer_never_becomes_the_plan() -> None:
     report = {"device": "cpu", "dtype": "float32", "draft_model": "small"}
     plan = plan_of(report, [row("hf-assisted", 2.0, 1.8), row("plain", 1.0, 1.0)], {})
     assert (plan.method, plan.verdict, plan.draft_model) == ("plain", "plain", None)
+
+
+def test_plan_has_the_figures_of_its_row_in_the_comparison() -> None:
+    best = replace(row("spd", 1.3, 1.1), acceptance_rate=0.6, mean_generated_length=2.5)
+    report = {"device": "cpu", "dtype": "float32", "draft_model": "small"}
+    plan = plan_of(report, [best, row("plain", 1.0, 1.0)], {"spd": Recipe(Resources(tiny_runtime("llama")))})
+    found = plan.measured_speedup, plan.measured_interval, plan.acceptance_rate, plan.mean_generated_length
+    assert found == (best.ratio, best.ratio_interval, 0.6, 2.5)
 
 
 def test_rows_without_figures_come_last() -> None:

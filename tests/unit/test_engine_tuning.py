@@ -82,7 +82,7 @@ def test_fastest_kind_at_its_fastest_length_is_judged_on_prompts_that_no_step_sa
     plan = found.found.plan
     assert (plan.method, plan.engine, plan.verdict, found.found.alias) == ("spd", "llamacpp", "use", "llamacpp")
     assert plan.settings["drafts"] == "bits" and plan.settings["draft_tokens"] == 3
-    assert plan.measured_speedup == pytest.approx(2.0) and plan.dtype == "float32"
+    assert plan.measured_speedup == pytest.approx(2.0) and plan.dtype == "float32" and plan.acceptance_rate == 0.4
     assert store.lookup(str(folder), "code", alias="llamacpp").version == found.found.version
     tried = {(each.name, each.step): each for each in found.tried}
     assert tried["int4-8", 2].reason == "it cannot" and tried["int4-8", 2].tok_s is None
