@@ -7,6 +7,8 @@ SwiftoptError                         exit 1
 │   │   └── DeviceMissing                          the device is not on this machine
 │   ├── ShapeError                             tensors or tree arrays do not fit together
 │   ├── StreamError                            a stream of prompts has a line that cannot be read
+│   ├── SchemaError                            a JSON schema cannot be enforced
+│   │   └── ParametersError                        it is that of a function's parameters
 │   ├── UnsupportedField                       a request has a field that cannot be obeyed here
 │   │   └── UnsupportedValue                       the field can be obeyed with other values
 │   ├── UnsupportedModel                       the architecture is not one that swiftopt can skip in
@@ -72,6 +74,12 @@ class ShapeError(InvalidInput): ...
 
 
 class StreamError(InvalidInput): ...
+
+
+class SchemaError(InvalidInput): ...
+
+
+class ParametersError(SchemaError): ...
 
 
 class UnsupportedField(InvalidInput): ...

@@ -126,7 +126,8 @@ class CompletionRequest(Settings):
     overrules the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as
     many as the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives,
     None: not wanted; with `trace` the answer names the source of each token; `json_schema` constrains the text;
-    `prediction` is text that is expected. Only requests of one `salt` share what was read of a prompt.
+    one of the tools at the places `forced` has to be called; `prediction` is text that is expected. Only requests of
+    one `salt` share what was read of a prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -150,6 +151,7 @@ class CompletionRequest(Settings):
     echo: bool = False
     trace: bool = False
     json_schema: Mapping[str, Any] | None = None
+    forced: tuple[int, ...] = ()
     prediction: str = ""
     salt: str = ""
 

@@ -5,29 +5,24 @@ Source: llguidance (https://github.com/guidance-ai/llguidance).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, ParametersError, SchemaError
+from ..core.json_schemas import has_arguments, relaxed
+from .json_grammar import LIMITS, json_grammar, line, problem_of
 
 MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
 MOST_GRAMMARS = 64  # that are kept compiled
-# Half a second to compile at most, and a tenth for a mask: others wait meanwhile.
-LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
-MOST_CHARACTERS = 1 << 18  # of a grammar
-MOST_SEARCHED = 1 << 17  # characters of parts that are compiled by themselves to find where a schema is wrong
-DEFINITIONS = ("$defs", "definitions")
-EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
-BY_NAME = (*DEFINITIONS, "properties", "patternProperties")  # keys of schemas by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +40,34 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """Return the grammar of a schema's JSON values.
 
-        Raises: InvalidInput: it cannot be compiled, or takes too much work; the message names the part.
+        Raises: SchemaError: it cannot be compiled, or takes too much work; the message names the part.
         """
-        try:
-            source = LLMatcher.grammar_from_json_schema(dict(schema))
-        except ValueError:
-            raise InvalidInput(
-                "the JSON schema cannot be used: it is nested too deeply, or an integer in it is not below 2^64"
-            ) from None
-        if problem := _problem(source):
-            raise InvalidInput(f"the JSON schema cannot be used, at {_place(schema, problem)}: {problem}")
-        return cls(source, "the JSON schema")
+        return cls(LLMatcher.grammar_from_json_schema(json_grammar(schema)), "the JSON schema")
+
+    @classmethod
+    def call(cls, functions: Mapping[str, Mapping[str, Any]]) -> Grammar:
+        """Return the grammar of `{"name": …, "arguments": …}`, a call of one of the functions.
+
+        Args:   functions: OpenAI's objects, by the places of their parameters in the request. A schema of parameters
+                is a document of its own: `#` in its references is its root.
+        Raises: ParametersError: a schema cannot be used; the error's `param` is its place.
+        """
+        calls, rules = list[str](), list[str]()
+        for place, function in functions.items():
+            begin = f'{{"name": {_quoted(function["name"])}, "arguments": '
+            if not has_arguments(function.get("parameters")):
+                calls.append(_quoted(begin + "{}}"))
+                continue
+            try:
+                schema = json_grammar(_arguments(function))
+            except SchemaError as error:
+                raise ParametersError(str(error), place) from error
+            calls.append(f'{_quoted(begin)} arguments_{len(rules)} "}}"')
+            rules.append(f"arguments_{len(rules)}: %json {json.dumps(schema)}")
+        source = LLMatcher.grammar_from_lark("\n".join([f"start: {' | '.join(calls)}", *rules]))
+        if problem := problem_of(source):
+            raise ParametersError(f"the tools cannot be used together: {problem}", "tools")
+        return cls(source, "the grammar of the tools")
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -64,7 +76,7 @@ class Grammar:
         Raises: InvalidInput: it cannot be compiled, or takes too much work.
         """
         source = LLMatcher.grammar_from_regex(pattern)
-        if problem := _problem(source):
+        if problem := problem_of(source):
             raise InvalidInput(f"the regular expression cannot be used: {problem}")
         return cls(source, "the regular expression")
 
@@ -118,7 +130,7 @@ class GrammarMask(LogitsProcessor):
             return torch.ones_like(ended)
         found = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
         if self.matcher.is_error():
-            raise InvalidInput(f"the grammar cannot be followed any further: {_line(self.matcher.get_error())}")
+            raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
         if self.matcher.is_stopped():
             return ended
         return found | ended if self.matcher.is_accepting() else found & ~ended
@@ -147,15 +159,19 @@ class GrammarMask(LogitsProcessor):
         return n_same + n_more == len(generated)
 
 
-def _problem(source: str) -> str:
-    """Return why a grammar cannot be compiled, "" if it can."""
-    return f"more than {MOST_CHARACTERS} characters" if len(source) > MOST_CHARACTERS else _compiling(source)
+def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which are an object."""
+    schema = function["parameters"]
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise SchemaError(f"the JSON schema cannot be used: the arguments of a call are an object, not {kinds!r}")
+    schema = {**schema, "type": "object"}
+    return relaxed(schema) if function.get("strict") is False else schema
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
-def _compiling(source: str) -> str:
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LIMITS)
-    return _line(messages[0]) if is_error else ""
+def _quoted(text: str) -> str:
+    """Return a text in quotes, as JSON and llguidance's grammars write it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 @lru_cache(maxsize=MOST_GRAMMARS)
@@ -163,7 +179,7 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
     """Return a grammar's matcher at its start, not to be moved; raise InvalidInput where it does not compile."""
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise InvalidInput(f"{words} cannot be used with this model's tokens: {_line(matcher.get_error())}")
+        raise InvalidInput(f"{words} cannot be used with this model's tokens: {line(matcher.get_error())}")
     return matcher
 
 
@@ -175,39 +191,5 @@ def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -
         return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))
     except (AttributeError, ValueError) as error:
         raise InvalidInput(
-            f"llguidance cannot read this model's tokenizer ({_line(str(error))}): decode without a grammar"
+            f"llguidance cannot read this model's tokenizer ({line(str(error))}): decode without a grammar"
         ) from error
-
-
-def _place(schema: Mapping[str, Any], problem: str) -> str:
-    """Return the innermost part of a schema that has the problem by itself, as a JSON pointer.
-
-    In a schema of many parts it may be one further out.
-    """
-    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
-    place, parts, left = "#", _parts(schema), MOST_SEARCHED
-    while left > 0 and (found := next(parts, None)) is not None:
-        name, part = found
-        source = LLMatcher.grammar_from_json_schema({**definitions, **part})
-        left -= len(source)
-        if _problem(source) == problem:
-            place, parts = f"{place}/{name}", _parts(part)
-    return place
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the schemas directly within a schema, by their places; definitions first."""
-    for key in sorted(schema, key=lambda key: key not in DEFINITIONS):
-        value = schema[key]
-        if key in BY_NAME and isinstance(value, Mapping):
-            within = [(f"{key}/{name}", part) for name, part in value.items()]
-        elif isinstance(value, list):
-            within = [(f"{key}/{number}", part) for number, part in enumerate(value)]
-        else:
-            within = [(key, value)]
-        yield from ((name, part) for name, part in within if isinstance(part, Mapping))
-
-
-def _line(message: str) -> str:
-    """Return a message of llguidance on one line, without the excerpt of its own form of the grammar, and its state."""
-    return " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())

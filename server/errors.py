@@ -25,6 +25,8 @@ from ..core.errors import (
     InvalidInput,
     ModelNotFound,
     NotFound,
+    ParametersError,
+    SchemaError,
     ServiceUnreachable,
     StoreUnavailable,
     SwiftoptError,
@@ -40,6 +42,8 @@ RETRY_AFTER_S = 2  # when the database is away
 
 ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (  # status and OpenAI's code; the first that fits
     (ContextOverflow, 422, "context_length_exceeded"),
+    (ParametersError, 422, "invalid_function_parameters"),
+    (SchemaError, 422, "invalid_json_schema"),
     (UnsupportedValue, 422, "unsupported_value"),
     (UnsupportedField, 422, "unsupported_parameter"),
     (InvalidInput, 422, "invalid_value"),

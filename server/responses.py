@@ -68,8 +68,6 @@ class AskedResponse(CommonFields):
                 raise UnsupportedField(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
 
     def name_of(self, field: str) -> str:
-        if field == "json_schema" and self.tool_choice not in (None, "none", "auto"):
-            return "tools"
         return self._in_its_words(super().name_of(field))
 
     def name(self, error: SwiftoptError) -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringC
 from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
+from ..core.json_schemas import relaxed
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, schemas_in
 from ..core.streams import text_of
@@ -41,7 +42,12 @@ RESERVED = frozenset(  # arguments of the tokenizer, which are not the template'
     ]
 )
 NAMES = {  # of fields of the engine's requests, what clients call them
-    **{"text": "prompt", "token_ids": "prompt", "json_schema": "response_format", "method": "swiftopt.method"},
+    **{
+        "text": "prompt",
+        "token_ids": "prompt",
+        "json_schema": "response_format.json_schema.schema",
+        "method": "swiftopt.method",
+    },
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
@@ -107,6 +113,7 @@ class JsonSchema(Lenient):
 
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(BaseModel):
@@ -115,7 +122,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def schema_of_text(self) -> dict[str, Any] | None:
+    def schema_of_text(self) -> Mapping[str, Any] | None:
         """Return the JSON schema of the text, if it has one.
 
         Raises: InvalidInput: it is missing.
@@ -127,7 +134,8 @@ class ResponseFormat(BaseModel):
         if self.json_schema is None or self.json_schema.schema_ is None:
             place = "response_format.json_schema.schema"
             raise InvalidInput(f"{place} is missing: give the schema", place)
-        return self.json_schema.schema_
+        schema = self.json_schema.schema_
+        return relaxed(schema) if self.json_schema.strict is False else schema
 
 
 class Prediction(Body):
@@ -371,9 +379,6 @@ class AskedChat(GenerationFields):
         """The most calls of tools in an answer; None: any number."""
         return 1 if self.parallel_tool_calls is False else None
 
-    def name_of(self, field: str) -> str:
-        return "tools" if field == "json_schema" and self.must_call else super().name_of(field)
-
     @property
     def n_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -383,12 +388,12 @@ class AskedChat(GenerationFields):
 
         Raises: InvalidInput: a field cannot be used beside another, or at all.
         """
-        template, common, schema = self._template(), self.common(salt), self._forced_call()
-        if schema is not None and common.json_schema is not None:
+        template, common, forced = self._template(), self.common(salt), self._forced()
+        if forced and common.json_schema is not None:
             raise InvalidInput("tool_choice that forces a call and response_format exclude each other", "tool_choice")
         request = replace(
             common,
-            json_schema=schema or common.json_schema,
+            forced=forced,
             messages=plain_messages(self.messages),
             tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
@@ -413,17 +418,16 @@ class AskedChat(GenerationFields):
         """Whether the answer has to call a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
-    def _forced_call(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the call that must be made; None: none must be."""
+    def _forced(self) -> tuple[int, ...]:
+        """Return the places of the tools one of which has to be called; none: the model may choose."""
         if not self.must_call:
-            return None
+            return ()
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        functions = [tool["function"] for tool in self.tools or ()]
-        calls = [_call_schema(each) for each in functions if wanted is None or each["name"] == wanted]
-        if not calls:
-            words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
-            raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
-        return {"anyOf": calls}
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        if forced := tuple(i for i, name in enumerate(names) if wanted in (None, name)):
+            return forced
+        words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
+        raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
 
 
 def check_tool(tool: Mapping[str, Any], place: str) -> None:
@@ -438,16 +442,6 @@ def check_tool(tool: Mapping[str, Any], place: str) -> None:
         raise InvalidInput(f"{place} has no function with a name: give it one", place)
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise InvalidInput(f"{place}: its parameters are no object: give their JSON schema", place)
-
-
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("parameters") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 class AskedText(GenerationFields):

@@ -403,7 +403,10 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
             fit the model's context, or the completion behind it.
     """
     grammar = None
-    if request.json_schema is not None:
+    if request.forced:
+        functions = {f"tools[{i}].function.parameters": request.tools[i]["function"] for i in request.forced}
+        grammar = Grammar.call(functions)
+    elif request.json_schema is not None:
         with about("json_schema"):
             grammar = Grammar.json_schema(request.json_schema)
     ends = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens

@@ -2,7 +2,8 @@
 
 A file is an object of cases by name. A case has a `path`, a `body`, and what is `expected`: by the keys that `read`
 returns, a value or a JSON schema. `also` asks the same in other forms: "stream", "responses", "responses stream". A
-body gets the model's name; without a `temperature` the model of bytes writes at random, and SmolLM2 greedily.
+body gets the model's name; without a `temperature` the model of bytes writes at random, and SmolLM2 greedily. JSON that
+has not been cut satisfies the schema that asks for it, in every case.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ def test_answer_is_what_the_case_expects(server: tuple[str, Served], case: Mappi
     expected = {key: value if isinstance(value, dict) else {"const": value} for key, value in case["expected"].items()}
     wrong = Draft202012Validator({"properties": expected, "required": [*expected]}).iter_errors(answer)
     assert not [f"{error.json_path}: {error.message}" for error in wrong], answer
+    if answer["status"] == 200 and answer.get("finish_reason") != "length":
+        check_json(case["body"], answer)
+
+
+def check_json(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    """Check the text by the schema that asks for it, and the calls that had to be made by their parameters."""
+    if schema := body.get("response_format", {}).get("json_schema", {}).get("schema"):
+        Draft202012Validator(schema).validate(answer["json"])
+    if body.get("tool_choice", "auto") not in ("auto", "none"):
+        tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in body["tools"]}
+        for call in answer["calls"]:
+            Draft202012Validator({"type": "object", **(tools[call["name"]] or {})}).validate(call["arguments"])
 
 
 def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:

@@ -576,7 +576,7 @@ def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk
     arguments = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "add", "parameters": {**arguments, "additionalProperties": False}}}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "tools": [tool], "temperature": 0}
-    body |= {"tool_choice": "required", "stream": True, "logit_bias": {id_of("Ġ"): -100}}  # or it writes spaces
+    body |= {"tool_choice": "required", "stream": True}
     ends: list[tuple[str, str]] = []
     most = lettered.client.post("/v1/chat/completions", json={**body, "stream": False}).json()["usage"]
     for max_tokens in (200, most["completion_tokens"] - 4, 2):
@@ -595,7 +595,7 @@ def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk
         assert "".join(told) == ends[-1][1] and bool(told) == bool(calls)
     complete, cut, nothing = ends
     assert complete[0] == "tool_calls" and set(json.loads(complete[1])) == {"a"}
-    assert cut[0] == "length" and cut[1] and complete[1].replace(" ", "").startswith(cut[1])
+    assert cut[0] == "length" and cut[1] and complete[1].startswith(cut[1])
     assert nothing == ("length", "")
 
 
@@ -625,7 +625,9 @@ def test_sampling_fields_reach_the_model(client: openai.OpenAI, server: Served) 
     assert ended.choices[0].finish_reason == "stop" and ended.usage is not None and ended.usage.completion_tokens == 1
     nonsense = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     asked = {**common, "response_format": nonsense}
-    assert "JSON schema" in refused(server.client.post("/v1/completions", json=asked), 400, "response_format")
+    assert "JSON schema" in refused(
+        server.client.post("/v1/completions", json=asked), 400, "response_format.json_schema.schema"
+    )
 
 
 def test_responses_are_the_same_chats(client: openai.OpenAI) -> None:
@@ -766,13 +768,18 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (RESPONSE, {"input": SAID * 16385}, "input", "at most 16384 items"),
     (CHAT, {"swiftopt": {"method": "nope"}}, "swiftopt.method", "method 'nope' is unknown: use one of plain"),
     (CHAT, {"swiftopt": {"method": "swift"}}, "swiftopt.method", "or give one"),
-    (CHAT, {"response_format": TYPELESS}, "response_format", "JSON schema"),
-    (RESPONSE, {"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format", "JSON"),
+    (CHAT, {"response_format": TYPELESS}, "response_format.json_schema.schema", "JSON schema"),
+    (
+        RESPONSE,
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}},
+        "text.format.schema",
+        "JSON",
+    ),
     (
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]}
         | {"tool_choice": "required"},
-        "tools",
+        "tools[0].function.parameters",
         "JSON schema",
     ),
     # tools, their calls, and schemas
@@ -834,7 +841,7 @@ def test_template_gets_values_of_any_name(server: Served) -> None:
 
 
 def test_schema_that_no_text_can_follow_is_told_without_a_parsers_state(lettered: Served) -> None:
-    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    endless = {"$ref": "urn:a", "$defs": {"a": {"$id": "urn:a", "$ref": "urn:a"}}}
     form = {"type": "json_schema", "json_schema": {"schema": endless}}
     told = refused(lettered.client.post(COMPLETION, json={**BODIES[COMPLETION], "response_format": form}), 400)
     assert told.startswith("the grammar cannot be followed any further: ") and len(told) < 100

@@ -1,0 +1,361 @@
+"""Texts drawn byte by byte from grammars of JSON schemas: they end, and satisfy the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
+
+from swiftopt.core.errors import InvalidInput
+from swiftopt.core.json_schemas import endless, has_arguments, not_enforced, relaxed, target, walk
+from swiftopt.decoding.grammar import Grammar
+from swiftopt.decoding.json_grammar import LIMITS, MOST_NAMES, names_of
+
+BYTES = LLTokenizer("byte")
+MOST_BYTES = 1200
+
+
+def matcher_of(grammar: Grammar, prefix: str = "") -> LLMatcher:
+    matcher = LLMatcher(BYTES, grammar.source, log_level=0, limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.try_consume_tokens(list(prefix.encode())) == len(prefix.encode())
+    return matcher
+
+
+def following(matcher: LLMatcher) -> list[int]:
+    """The bytes that may come next; none behind a whole text."""
+    if matcher.is_stopped():
+        return []
+    return [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
+
+
+def drawn(grammar: Grammar, seed: int = 0, prefix: str = "") -> str | None:
+    """A text of the grammar, each byte drawn among those that may come next; None: it is too long."""
+    matcher, text, draws = matcher_of(grammar, prefix), list(prefix.encode()), random.Random(seed)
+    while choices := following(matcher):
+        if len(text) > MOST_BYTES:
+            return None
+        text.append(draws.choice(choices))
+        assert matcher.consume_token(text[-1])
+    assert matcher.is_accepting(), f"a dead end behind {bytes(text)!r}: {matcher.get_error()}"
+    return bytes(text).decode()
+
+
+def only_text(grammar: Grammar) -> str:
+    """The text that a grammar leaves no choice about."""
+    matcher, text = matcher_of(grammar), list[int]()
+    while choices := following(matcher):
+        [byte] = choices
+        text.append(byte)
+        assert matcher.consume_token(byte)
+    return bytes(text).decode()
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """A schema of an object that has exactly these properties."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+names = st.sampled_from(["a", "b", "ab", "x"])
+patterns = st.sampled_from(["^a$", "^(a|b)$", "^[ab]$", "^b", "a", "^[a-c]{1,2}$", "^$", "^[^a]*$"])
+values = st.recursive(
+    st.sampled_from([None, True, False, 0, -3, 12, 0.5, "", "a", 'b"\n', "é😀"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
+    max_leaves=3,
+)
+small = st.integers(0, 3)
+leaves = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number"])},
+        optional={
+            "minimum": st.integers(-3, 3),
+            "maximum": st.integers(-3, 9),
+            "multipleOf": st.sampled_from([1, 2, 3]),
+        },
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("string"), "maxLength": small},
+        optional={"minLength": small, "pattern": patterns, "format": st.sampled_from(["password", "path", "date"])},
+    ),
+    st.fixed_dictionaries({"const": values}),
+    st.fixed_dictionaries({"enum": st.lists(values, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"$ref": st.sampled_from(["#", "#/$defs/leaf", "#/$defs/tree"])}),
+    st.sampled_from([{"type": "null"}, {"type": "boolean"}, True, False]),
+)
+
+
+def holding(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.fixed_dictionaries(
+        {"type": st.just("array"), "items": inner, "maxItems": small},
+        optional={"minItems": small, "prefixItems": st.lists(inner, max_size=2), "uniqueItems": st.just(False)},
+    )
+    objects = st.fixed_dictionaries(
+        {"type": st.just("object"), "properties": st.dictionaries(names, inner, max_size=3)},
+        optional={
+            "required": st.lists(names, max_size=2, unique=True),
+            "additionalProperties": st.just(False) | inner,
+            "patternProperties": st.dictionaries(patterns, inner, max_size=2),
+            "minProperties": small,
+            "maxProperties": small,
+        },
+    )
+    several = st.sampled_from(["anyOf", "oneOf", "allOf"]).flatmap(
+        lambda key: st.fixed_dictionaries({key: st.lists(inner, min_size=1, max_size=2)})
+    )
+    return objects | objects | lists | several
+
+
+schemas = st.builds(
+    lambda schema, leaf, tree: {**schema, "$defs": {"leaf": leaf, "tree": tree}},
+    st.recursive(leaves, holding, max_leaves=5).filter(lambda schema: isinstance(schema, dict)),
+    leaves,
+    holding(leaves),
+)
+
+
+@settings(max_examples=150)
+@given(schemas, st.integers(0, 9))
+def test_text_drawn_from_a_schema_ends_and_satisfies_it(schema: dict[str, Any], seed: int) -> None:
+    """A schema that cannot be used is refused; a text may be longer than is drawn here, but never at a dead end."""
+    try:
+        text = drawn(Grammar.json_schema(schema), seed)
+    except InvalidInput:
+        return
+    if text is not None and "$ref" not in schema:  # the validator does not end on references in a circle
+        Draft202012Validator(schema).validate(json.loads(text))
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        None,
+        0,
+        -3,
+        1.5,
+        1e20,
+        "",
+        'a"\\\n',
+        "é😀",
+        "\x01\x7f",
+        [],
+        {},
+        [1, [2.5, None]],
+        {"b": [], "a": {"c": False}},
+    ],
+)
+def test_what_a_schema_fixes_is_written_in_one_way(value: Any) -> None:
+    for fixed in ({"const": value}, {"enum": [value]}):
+        assert json.loads(drawn(Grammar.json_schema(fixed)) or "") == value
+        text = drawn(Grammar.json_schema(closed(c=fixed, d={"type": "null"}))) or ""
+        assert json.loads(text) == {"c": value, "d": None}
+    if not isinstance(value, float) and value != "\x01\x7f":  # \u007f and \u007F are the same
+        text = only_text(Grammar.json_schema(closed(c={"const": value}, d={"const": 1})))
+        assert text == json.dumps({"c": value, "d": 1}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"score": {"type": "integer"}}, "patternProperties": {"^score$": {}}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^[ab]$": {"maximum": 3, "type": "integer"}}},
+        {"type": "object", "patternProperties": {"^(red|green)$": {"type": "boolean"}}},
+        {"type": "object", "patternProperties": {"^x$": False, "^a": False}},
+    ],
+)
+def test_name_that_a_pattern_lists_comes_once_and_no_comma_follows_the_last(schema: dict[str, Any]) -> None:
+    schema |= {"additionalProperties": False}
+    for seed in range(20):
+        text = drawn(Grammar.json_schema(schema), seed)
+        pairs = json.loads(text or "", object_pairs_hook=list)
+        assert len({name for name, _ in pairs}) == len(pairs)
+        Draft202012Validator(schema).validate(dict(pairs))
+
+
+def test_names_of_a_pattern_are_listed_where_they_are_few() -> None:
+    assert names_of("^score$") == ("score",) and set(names_of("^(a|bc)$") or ()) == {"a", "bc"}
+    assert len(names_of("^[a-z]$") or ()) == 26 and names_of("^[0-9]{2}$") is None and MOST_NAMES < 100
+    assert all(names_of(pattern) is None for pattern in ("", "^a", "a+", "^[a-z_]+$", "(?=a)"))
+
+
+def test_property_is_not_written_again_in_other_characters() -> None:
+    grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
+    assert ord("u") not in following(matcher_of(grammar, '{"a": null, "\\'))
+
+
+@pytest.mark.parametrize("name", ["password", "path", "binary", "int64", "uri-reference", "made-up", ""])
+def test_format_that_nobody_enforces_limits_nothing(name: str) -> None:
+    """Beside it stand what looks like one, and may be written."""
+    schema = closed(c={"type": "string", "format": name, "const": "x"}, format={"const": {"format": name}})
+    assert json.loads(only_text(Grammar.json_schema(schema))) == {"c": "x", "format": {"format": name}}
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("date", "2026-11-27", "2026-13"), ("ipv4", "1.2.3.4", "1.2.3.x"), ("uuid", "0" * 8 + "-0000-0000-0000-", "g")],
+)
+def test_format_that_can_be_enforced_is(name: str, good: str, bad: str) -> None:
+    grammar = Grammar.json_schema({"type": "string", "format": name})
+    matcher_of(grammar, f'"{good}')
+    with pytest.raises(AssertionError):
+        matcher_of(grammar, f'"{bad}"')
+
+
+LIST = {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        closed(k={"$ref": "#"}),
+        closed(v={"type": "null"}, k={"anyOf": [{"$ref": "#"}, {"$ref": "#/properties/k"}]}),
+        {"$ref": "#/$defs/list", "$defs": {"list": LIST}},
+        {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+        {"allOf": [{"type": "object"}, {"$ref": "#"}]},
+    ],
+)
+def test_schema_that_no_finite_value_satisfies_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="no finite JSON satisfies it"):
+        Grammar.json_schema(schema)
+
+
+def test_part_that_cannot_end_is_not_begun() -> None:
+    schema = {**closed(v={"const": 1}), "$defs": {"list": LIST}}
+    schema["properties"] = {**schema["properties"], "k": {"$ref": "#"}, "l": {"$ref": "#/$defs/list"}}
+    assert "k" in json.loads(drawn(Grammar.json_schema(schema), prefix='{"v": 1, "k') or "")
+    with pytest.raises(AssertionError):
+        matcher_of(Grammar.json_schema(schema), '{"v": 1, "l')
+    assert len(endless(schema)) == 3  # the list, its items, and the property
+    assert not endless({"type": "object", "properties": {"k": {"$id": "x", "$ref": "#"}}, "required": ["k"]})
+
+
+ENUM = {"enum": ["p", "q"]}
+REFERENCES: dict[str, dict[str, Any]] = {
+    "$defs": {**closed(e={"$ref": "#/$defs/E"}), "$defs": {"E": ENUM}},
+    "definitions": {**closed(e={"$ref": "#/definitions/E"}), "definitions": {"E": ENUM}},
+    "nested": closed(e={"$defs": {"E": ENUM}, "$ref": "#/properties/e/$defs/E"}),
+    "property": closed(e={"$ref": "#/properties/f"}, f=ENUM),
+    "escaped": {**closed(e={"$ref": "#/$defs/a~1b~0c%20d"}), "$defs": {"a/b~c d": ENUM}},
+    "anchor": {**closed(e={"$ref": "#E"}), "$defs": {"E": {"$anchor": "E", **ENUM}}},
+    "id": {**closed(e={"$ref": "e.json"}), "$id": "https://example.org/f", "$defs": {"E": {"$id": "e.json", **ENUM}}},
+    "urn": {**closed(e={"$ref": "urn:example:e"}), "$defs": {"E": {"$id": "urn:example:e", **ENUM}}},
+    "root": closed(e=ENUM, k={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+    "unknown keyword": {**closed(e={"$ref": "#/components/E"}), "components": {"E": ENUM}},
+    "whole": {"$ref": "#/$defs/F", "$defs": {"F": closed(e={"$ref": "#/$defs/E"}), "E": ENUM}},
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_references_of_a_tool_lead_into_its_own_parameters(kind: str) -> None:
+    """Two tools have definitions of the same names, and the second has others behind them."""
+    others = json.loads(json.dumps(REFERENCES[kind]).replace('["p", "q"]', '["r"]'))
+    functions = {"0": {"name": "f", "parameters": REFERENCES[kind]}, "1": {"name": "g", "parameters": others}}
+    for seed in range(12):
+        call = json.loads(drawn(Grammar.call(functions), seed) or "")
+        own = REFERENCES[kind] if call["name"] == "f" else others
+        Draft202012Validator(own).validate(call["arguments"])
+        assert call["arguments"]["e"] in (ENUM["enum"] if call["name"] == "f" else ["r"])
+
+
+@pytest.mark.parametrize(
+    "reference", ["#/$defs/nowhere", "#nowhere", "https://example.org/nowhere", "nowhere.json", "#/properties/e/0"]
+)
+def test_reference_of_a_tool_that_leads_nowhere_is_refused_by_its_place(reference: str) -> None:
+    place = "tools[1].function.parameters"
+    functions = {"tools[0].function.parameters": {"name": "f"}, place: {"name": "g", "parameters": {}}}
+    functions[place]["parameters"] = closed(e={"$ref": reference})
+    with pytest.raises(InvalidInput, match=r"at #/properties/e: ") as caught:
+        Grammar.call(functions)
+    assert caught.value.param == place and "\n" not in str(caught.value)
+
+
+NO_ARGUMENTS: tuple[Mapping[str, Any] | None, ...] = (
+    *(None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}),
+    *({"type": "object", "additionalProperties": False}, {"type": "object", "title": "F", "description": "no more"}),
+)
+
+
+@pytest.mark.parametrize("parameters", NO_ARGUMENTS)
+def test_tool_whose_parameters_name_no_argument_gets_none(parameters: Mapping[str, Any] | None) -> None:
+    assert (
+        only_text(Grammar.call({"0": {"name": 'p"é', "parameters": parameters}}))
+        == '{"name": "p\\"é", "arguments": {}}'
+    )
+    assert not has_arguments(parameters)
+
+
+def test_tool_that_takes_any_argument_may_get_some() -> None:
+    for parameters in ({"additionalProperties": True}, {"additionalProperties": {}}, {"minProperties": 1}):
+        grammar = Grammar.call({"0": {"name": "f", "parameters": parameters}})
+        assert matcher_of(grammar, '{"name": "f", "arguments": {"a": 1}}').is_accepting()
+
+
+def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+    a = {"properties": {"a": {"type": "null"}}}
+    for parameters in (a, {"type": ["object", "null"], **a}, {"$ref": "#/$defs/a", "$defs": {"a": a}}):
+        grammar = Grammar.call({"0": {"name": "f", "parameters": parameters}})
+        assert following(matcher_of(grammar, '{"name": "f", "arguments": ')) == [ord("{")]
+    for kind in ("array", ["string", "null"], 5):
+        with pytest.raises(InvalidInput, match="arguments of a call are an object, not"):
+            Grammar.call({"0": {"name": "f", "parameters": {"type": kind}}})
+
+
+def test_tools_whose_names_begin_alike_are_told_apart() -> None:
+    functions = {name: {"name": name, "parameters": closed(own={"const": name})} for name in ("get", "get_all", "g")}
+    calls = [json.loads(drawn(Grammar.call(functions), seed) or "") for seed in range(30)]
+    assert {call["name"] for call in calls} == {*functions}
+    assert all(call["arguments"] == {"own": call["name"]} for call in calls)
+
+
+def test_keywords_that_no_grammar_holds_are_named_and_left_out() -> None:
+    sizes = {"type": "array", "uniqueItems": True, "items": {"not": {"const": 1}}, "default": {"not": 1}}
+    schema = closed(sizes=sizes, uniqueItems={"uniqueItems": False}, **{"if": {"const": 1}})
+    assert not_enforced(schema) == [("properties", "sizes", "uniqueItems"), ("properties", "sizes", "items", "not")]
+    without = {"type": "array", "items": {}, "default": {"not": 1}}
+    assert relaxed(schema)["properties"]["sizes"] == without
+    with pytest.raises(InvalidInput, match=r'at #/properties/sizes: .*"uniqueItems".*strict to false'):
+        Grammar.json_schema(schema)
+    Grammar.json_schema(relaxed(schema))
+    Grammar.call({"0": {"name": "f", "strict": False, "parameters": schema}})
+
+
+def test_pointers_lead_where_they_say_and_values_hold_no_schemas() -> None:
+    schema = {"anyOf": [{"a/b": 1}], "$defs": {"~": {"const": {"type": "string"}}}, "const": {"items": {}}}
+    assert target(schema, "#/anyOf/0/a~1b") == 1 and target(schema, "#") is schema
+    assert target(schema, "#/$defs/~0") == {"const": {"type": "string"}}
+    assert all(target(schema, wrong) is None for wrong in ("#/anyOf/1", "#/anyOf/x", "#a", "x#/anyOf", "", 5))
+    assert [place for place, _ in walk(schema)] == [(), ("$defs", "~"), ("anyOf", 0)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": 2**53 + 1}, "9007199254740993 is not exact as a 64-bit float"),
+        ({"enum": [{"a": [2**63 - 1]}]}, "9223372036854775807 is not exact"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf of schemas that may share a value .* use anyOf"),
+        (closed(a={"type": "integer", "minimum": 1, "maximum": 2, "multipleOf": 5}), "required property 'a'"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "required property 'a'"),
+    ],
+)
+def test_schema_that_cannot_be_held_is_refused_in_a_sentence(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^the JSON schema cannot be used.*{words}") as caught:
+        Grammar.json_schema(schema)
+    assert not re.search(r"\n|coerce|Unimplemented|lenient", str(caught.value))
+
+
+def test_one_of_several_references_is_told_by_a_constant() -> None:
+    """As pydantic writes unions with a discriminator."""
+    kinds = {name: closed(kind={"const": name}, **{name: {"type": "null"}}) for name in ("cat", "dog")}
+    schema = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds], "$defs": kinds}
+    assert {drawn(Grammar.json_schema(schema), seed) for seed in range(9)} == {
+        f'{{"kind": "{name}", "{name}": null}}' for name in kinds
+    }
