@@ -122,12 +122,12 @@ class CompletionRequest(Settings):
     """One completion of a served model, as the HTTP process requests it from the model's engine.
 
     The prompt is `token_ids`, else `messages` for the chat template, with `tools` and the template's own `template`
-    values, else `text`; with `echo` the answer begins with it. `task` None: the one with the nearest prompts; `method`
-    overrules the plan, `version` names a stored one; without `learn` nothing is tried on it; `max_new_tokens` None: as
-    many as the context has room for, 0: the prompt is only read; `logprobs`: of each token, with so many alternatives,
-    None: not wanted; with `trace` the answer names the source of each token; `json_schema` constrains the text;
-    one of the tools at the places `forced` has to be called; `prediction` is text that is expected. Only requests of
-    one `salt` share what was read of a prompt.
+    values, else `text`, with the tokenizer's `special_tokens` or without; with `echo` the answer begins with it. `task`
+    None: the one with the nearest prompts; `method` overrules the plan, `version` names a stored one; without `learn`
+    nothing is tried on it; `max_new_tokens` None: as many as the context has room for, 0: the prompt is only read;
+    `logprobs`: of each token, with so many alternatives, None: not wanted; with `trace` the answer names the source of
+    each token; `json_schema` constrains the text; one of the tools at the places `forced` has to be called;
+    `prediction` is text that is expected. Only requests of one `salt` share what was read of a prompt.
     """
 
     NAME: ClassVar = "the request"
@@ -137,6 +137,7 @@ class CompletionRequest(Settings):
     token_ids: tuple[int, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: bool = True
     task: str | None = None
     method: str | None = None
     version: int | None = count(None)

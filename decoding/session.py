@@ -73,14 +73,14 @@ class Session:
         """
         return self._encode(prompt, self._messages(prompt))
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, possibly none.
 
         Raises: InvalidInput: the model has no tokenizer. ContextOverflow: the text is much longer than the context.
         """
         tokenizer = self._tokenizer()
         self._check_length(text)
-        return list(tokenizer(text)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
     def encode_chat(
         self,

@@ -27,7 +27,7 @@ from .choices import Choice, TokenLogprobs, by_name, named, speculative
 from .engines import Events, next_event
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
-from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields, plain_messages
+from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
@@ -98,9 +98,7 @@ class Exchange(ABC):
 
     async def answer(self) -> Response:
         """Answer with one object, or with a stream, whose status is that of its first event."""
-        headers = {"x-request-id": self.id}
-        if self.ignored:
-            headers["x-swiftopt-ignored"] = ", ".join(self.ignored)[:500]
+        headers = {"x-request-id": self.id, **named_as_ignored(self.ignored)}
         events = self._events_of_stream()
         work: Awaitable[Any] = anext(events) if self.body.stream else self._collected()
         first = await _unless_gone(self._request, work)
@@ -200,6 +198,11 @@ class Exchange(ABC):
                 "rejected_prediction_tokens": sum(each.rejected_prediction for each in done),
             },
         }
+
+
+def named_as_ignored(fields: Sequence[str]) -> dict[str, str]:
+    """Return the header that names fields of a request which change nothing."""
+    return {"x-swiftopt-ignored": ", ".join(fields)[:500]} if fields else {}
 
 
 def _seeded(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
@@ -397,19 +400,23 @@ async def completions(app: Shared, request: Request, body: AskedText) -> Respons
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)
 async def tokenize(app: Shared, body: AskedTokens) -> Response:
-    """The token ids of a prompt, as the model gets it."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidInput("give exactly one of prompt and messages", "prompt")
-    messages = plain_messages(body.messages or ())
-    request = CompletionRequest(text=body.prompt or "", messages=messages, max_new_tokens=1)
-    engine = app.engines.find(body.model)
-    ids = (await engine.call("tokenize", request=request))["token_ids"]
+    """The token ids of the prompt that a chat or a completion of the same body reads."""
+    with body.naming():
+        body.check()
+        if body.extra.get("prompt") is not None:
+            raise InvalidInput("messages and prompt exclude each other: give one of them", "prompt")
+        request, *more = body.requests("")
+        if more:
+            raise InvalidInput(f"prompt has {1 + len(more)} prompts: ask for the tokens of one at a time", "prompt")
+        engine = app.engines.find(body.model)
+        ids = (await engine.call("tokenize", request=request))["token_ids"]
     assert engine.about is not None
-    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]})
+    values = {"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]}
+    return JSONResponse(values, headers=named_as_ignored([*body.ignored, *body.beside_prompt]))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
 async def detokenize(app: Shared, body: AskedDetokenized) -> Response:
     """The text of token ids."""
     event = await app.engines.find(body.model).call("detokenize", token_ids=body.tokens)
-    return JSONResponse({"prompt": event["text"]})
+    return JSONResponse({"prompt": event["text"]}, headers=named_as_ignored(body.ignored))

@@ -13,7 +13,16 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
@@ -39,6 +48,12 @@ RESERVED = frozenset(  # arguments of the tokenizer, which are not the template'
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
         *("return_dict", "return_tensors", "sanitize_control_tokens"),
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    ]
+)
+OF_PROMPT = frozenset(  # fields that a prompt is made of
+    [
+        *("model", "prompt", "messages", "tools", "tool_choice"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
     ]
 )
 NAMES = {  # of fields of the engine's requests, what clients call them
@@ -89,7 +104,21 @@ class Strict(Body):
 class Lenient(Body):
     """Unknown keys are kept as they are."""
 
+    # fields that are refused, each with the values that mean what the server does anyway
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
     model_config = ConfigDict(extra="allow")
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that this one does not know."""
+        return self.model_extra or {}
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were given and that nobody knows, in ASCII for a header."""
+        more = {name for name, value in self.extra.items() if value is not None}
+        return [json.dumps(name)[1:-1] for name in sorted(more - set(self.UNSUPPORTED))]
 
 
 class Options(Strict):
@@ -148,7 +177,7 @@ class Prediction(Body):
 class CommonFields(Lenient):
     """The fields of chats, completions and responses."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # and values that mean what the server does anyway
+    UNSUPPORTED: ClassVar = {
         **dict.fromkeys(("audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex"), ()),
         **dict.fromkeys(("guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"), ()),
         **{"best_of": (0, 1), "suffix": ("",), "modalities": (["text"],), "allowed_token_ids": (), "bad_words": ([],)},
@@ -192,15 +221,10 @@ class CommonFields(Lenient):
                 raise kind(f"{name} is not supported here: {advice}", name)
 
     @property
-    def extra(self) -> dict[str, Any]:
-        """The fields beside those above."""
-        return self.model_extra or {}
-
-    @property
-    def ignored(self) -> list[str]:
-        """The fields that were given and that nobody knows, in ASCII for a header."""
-        more = {name for name, value in self.extra.items() if value is not None}
-        return [json.dumps(name)[1:-1] for name in sorted(more - set(self.UNSUPPORTED))]
+    def beside_prompt(self) -> list[str]:
+        """The fields that were given and do not change the tokens of the prompt."""
+        known = self.model_fields_set & type(self).model_fields.keys() - OF_PROMPT
+        return sorted(name for name in known if getattr(self, name) is not None)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -447,9 +471,8 @@ def check_tool(tool: Mapping[str, Any], place: str) -> None:
 class AskedText(GenerationFields):
     """A completion of texts, or of token ids."""
 
-    UNSUPPORTED: ClassVar = {**GenerationFields.UNSUPPORTED, "add_special_tokens": (True,)}
-
     prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool | None = None
     max_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
@@ -471,19 +494,23 @@ class AskedText(GenerationFields):
         prompts: Any = [self.prompt] if is_one else self.prompt
         if not prompts:
             raise InvalidInput("prompt is an empty list: give at least one prompt", "prompt")
-        common = replace(self.common(salt), echo=bool(self.echo))
+        common = replace(self.common(salt), echo=bool(self.echo), special_tokens=self.add_special_tokens is not False)
         return [
             replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))
             for each in prompts
         ]
 
 
-class AskedTokens(Lenient):
-    """A text, or a chat, whose tokens are wanted; vLLM's form."""
+def _form_of(body: Any) -> str:
+    """Return the name of the form that a body is in."""
+    is_chat = isinstance(body, Mapping) and body.get("messages") is not None
+    return (AskedChat if is_chat else AskedText).__name__
 
-    model: str
-    prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, max_length=MOST_MESSAGES)
+
+AskedTokens = Annotated[  # what has a prompt, whose tokens are wanted
+    Annotated[AskedChat, Tag(AskedChat.__name__)] | Annotated[AskedText, Tag(AskedText.__name__)],
+    Discriminator(_form_of),
+]
 
 
 class AskedDetokenized(Lenient):

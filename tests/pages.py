@@ -112,6 +112,8 @@ def _operation(method: str, path: str, described: dict[str, Any]) -> str:
 
 
 def _name(schema: dict[str, Any]) -> str:
+    if "oneOf" in schema:
+        return " or ".join(map(_name, schema["oneOf"]))
     return str(schema.get("$ref", "")).rpartition("/")[2]
 
 

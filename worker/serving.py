@@ -307,8 +307,8 @@ class EngineHost:
             read()
 
     def _tokenize(self, number: int, request: CompletionRequest) -> None:
-        _, prompt = session_of(self.model, request)
-        self._wire.send(number, "tokens", token_ids=list(prompt.token_ids))
+        session = Session(self.model.runtime, request.sampling, 1)
+        self._wire.send(number, "tokens", token_ids=token_ids_of(session, request))
 
     def _detokenize(self, number: int, token_ids: Sequence[int]) -> None:
         check_vocabulary(token_ids, self.model.runtime, "tokens")
@@ -381,7 +381,7 @@ class EngineHost:
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one and a stream's line can hold the prompt."""
         is_plain = all(set(each) == {"role", "content"} for each in request.messages)
-        if self._kept is None or request.token_ids or request.tools or not is_plain:
+        if self._kept is None or request.token_ids or request.tools or not (is_plain and request.special_tokens):
             return
         task, text = request.task or DEFAULT_TASK, None if request.messages else request.text
         line = stream_lines([Prompt(f"{time.time_ns()}-{number}", task, text, tuple(request.messages))])
@@ -411,17 +411,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
             grammar = Grammar.json_schema(request.json_schema)
     ends = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
     session = Session(model.runtime, request.sampling, 1, *ends, grammar)
-    source = prompt_field(request)
-    with about(source):
-        if request.token_ids:
-            ids = list(request.token_ids)
-            check_vocabulary(ids, model.runtime, source)
-        elif request.messages:
-            ids = session.encode_chat(request.messages, request.tools, request.template)
-        else:
-            ids = session.encode_text(request.text)
-        if not ids:
-            raise InvalidInput("the prompt has no tokens: write at least one word")
+    ids, source = token_ids_of(session, request), prompt_field(request)
     room = model.runtime.max_positions - len(ids)
     left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
     unasked = min(room, left) if left > 0 else room  # a prompt that memory does not hold is refused by the engine
@@ -429,6 +419,24 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
+
+
+def token_ids_of(session: Session, request: CompletionRequest) -> list[int]:
+    """Return a request's prompt as the model reads it, whether or not the model's context has room for it.
+
+    Raises: InvalidInput: it cannot be encoded. ContextOverflow: it is so long that it is not read to its end.
+    """
+    with about(prompt_field(request)):
+        if request.token_ids:
+            ids = list(request.token_ids)
+            check_vocabulary(ids, session.runtime, prompt_field(request))
+        elif request.messages:
+            ids = session.encode_chat(request.messages, request.tools, request.template)
+        else:
+            ids = session.encode_text(request.text, request.special_tokens)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens: write at least one word")
+    return ids
 
 
 def prompt_field(request: CompletionRequest) -> str:

@@ -25,6 +25,11 @@ FILES = sorted((Path(__file__).parent.parent / "cases").glob("*.json"))
 START_S = 120
 SAMPLING = {"tiny": {"temperature": 1, "seed": 0}, "smollm2-135m": {"temperature": 0}}
 CASES = {f"{file.stem} {name}": case for file in FILES for name, case in json.loads(file.read_text()).items()}
+READ = [
+    name
+    for name, case in CASES.items()
+    if case["expected"].get("status") == 200 and case["path"] in ("/v1/chat/completions", "/v1/completions")
+]
 FORMS = [
     pytest.param(case, form, id=f"{name} {form}".replace(" ", "-"))
     for name, case in CASES.items()
@@ -70,6 +75,14 @@ def check_json(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in body["tools"]}
         for call in answer["calls"]:
             Draft202012Validator({"type": "object", **(tools[call["name"]] or {})}).validate(call["arguments"])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_tokenize_counts_what_the_same_body_reads(server: tuple[str, Served], name: str) -> None:
+    path, body = CASES[name]["path"], {**CASES[name]["body"], "model": server[0]}
+    counted = server[1].client.post("/tokenize", json=body)
+    read = server[1].client.post(path, json={**body, "max_tokens": 1, "n": 1})
+    assert counted.json()["count"] == len(counted.json()["tokens"]) == read.json()["usage"]["prompt_tokens"]
 
 
 def as_response(chat: Mapping[str, Any]) -> dict[str, Any]:

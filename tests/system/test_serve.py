@@ -317,6 +317,10 @@ def test_models_tokens_health_and_metrics(server: Served, client: openai.OpenAI,
     assert (tokens["tokens"], tokens["count"]) == (ids, len(ids))
     text = server.client.post("/detokenize", json={"model": "tiny", "tokens": ids}).json()
     assert text["prompt"] == TEXT
+    ignored = server.client.post("/detokenize", json={"model": "tiny", "tokens": ids, "skip_special_tokens": True})
+    assert ignored.headers["x-swiftopt-ignored"] == "skip_special_tokens"
+    long = server.client.post("/tokenize", json={"model": "tiny", "prompt": "w3 " * 300}).json()
+    assert (long["count"], long["max_model_len"]) == (300, 256), "so that a client can see by how much it is too long"
     client.completions.create(model="tiny", prompt=TEXT, max_tokens=8)
     found = server.client.get("/metrics").text
     assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in found
@@ -726,7 +730,6 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
             **{"functions": [], "function_call": "auto", "audio": {}},
         }.items()
     ),
-    (COMPLETION, {"add_special_tokens": False}, "add_special_tokens", "not supported"),
     (RESPONSE, {"top_logprobs": 3}, "top_logprobs", "not supported"),
     (RESPONSE, {"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     (RESPONSE, {"truncation": "auto"}, "truncation", "not supported"),
@@ -927,7 +930,7 @@ def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
 def test_prompt_that_memory_does_not_hold_is_named_whatever_the_method(method: str | None) -> None:
     out = StringIO()
     request = CompletionRequest(messages=({"role": "user", "content": "w1"},), method=method)
-    _Sent(Wire(out), 1, request, str).end(ContextOverflow("too long"))
+    _Sent(Wire(out), 1, request, str, lambda done: None).end(ContextOverflow("too long"))
     failed = json.loads(out.getvalue())
     assert (failed["kind"], failed["message"], failed["param"]) == ("ContextOverflow", "too long", "messages")
 
