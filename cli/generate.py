@@ -21,7 +21,7 @@ from ..decoding.methods import method_info
 from . import options
 from .backend import Backend
 from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
-from .output import StepNotes, emit_json, note
+from .output import GrowingText, StepNotes, emit_json, note
 from .render import number
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ def generate(
         from ..tasks.generate import Generated
         from ..tasks.generate import generate as decode
 
-        in_line = False
+        in_line, growing = False, GrowingText()
         try:
             for event in decode(request, prompts, store, StepNotes("load: ")):
                 if not isinstance(event, Generated):
                     if grows:
-                        click.echo(event.text, nl=False)
+                        growing.write(event.text)
                         in_line = True
                     continue
                 value = completion_json(request.model, *event)
@@ -344,6 +344,7 @@ class Conversation:
     def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
         self.partner, self.system = partner, system
         self._as_json = as_json
+        self._answer, self._thought = GrowingText(), GrowingText(err=True, dim=True)
         self._turns: list[Message] = []
 
     def take(self, line: str) -> bool:
@@ -405,14 +406,14 @@ class Conversation:
 
     def _show(self, text: str, thought: bool = False) -> None:
         if not self._as_json:
-            click.echo(click.style(text, dim=True) if thought else text, nl=False, err=thought)
+            (self._thought if thought else self._answer).write(text)
 
     def _show_end(self, text: str, thought: str, answered: Answered) -> None:
         if self._as_json:
             texts = {"text": text, "reasoning_content": thought} if thought else {"text": text}
             emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(answered)})
         else:
-            click.echo()
+            self._show("\n")
             parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]
             parts.append(f"{number(answered.tokens_per_second, 1)} tok/s")
             if answered.acceptance_rate is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from ..core.errors import OutputError
@@ -90,6 +92,50 @@ def note(text: str) -> None:
         raise
     except OSError:
         silence(sys.stderr)
+
+
+# Line ends, blanks, characters of scripts that are written without blanks, and words or parts of them.
+_UNSPACED = r"\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60"
+_PIECES = re.compile(rf"\n|[^\S\n]+|[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+
+
+class GrowingText:
+    """Prints text as it comes; at a terminal a word that does not fit is taken back and begins the next line."""
+
+    def __init__(self, err: bool = False, dim: bool = False) -> None:
+        context, stream = click.get_current_context(silent=True), sys.stderr if err else sys.stdout
+        self._console, self._err = console(stderr=err), err
+        self._dim = dim and not (context is not None and context.color is False)
+        self._wraps = stream.isatty() and not self._console.is_dumb_terminal
+        self._column = self._start = 0  # of the cursor, and of the word that it stands in
+        self._word = ""  # as far as it is printed
+
+    def write(self, text: str) -> None:
+        """Print the next part of the text."""
+        if self._wraps:
+            text = "".join(map(self._fitted, _PIECES.findall(text)))
+        text = click.style(text, dim=True) if self._dim else text
+        click.echo(
+            text, nl=False, err=self._err, color=self._wraps or None
+        )  # else click leaves out what moves the cursor
+
+    def _fitted(self, piece: str) -> str:
+        """Return what prints a piece of the text, and follow the cursor."""
+        width, size = self._console.width, cell_len(piece)
+        is_alone = piece.isspace() or re.fullmatch(f"[{_UNSPACED}]", piece) is not None  # no part of a word
+        if is_alone or not self._word:
+            self._word, self._start = "", self._column
+        word, fits = self._word + piece, self._column + size < width
+        self._word = "" if is_alone else word
+        if piece == "\n" or (piece.isspace() and not fits):
+            self._column = 0
+            return "\n"
+        if fits or self._start == 0:  # a word that no line has room for is left to the terminal
+            self._column = (self._column + size) % width
+            return piece
+        back = f"\x1b[{cell_len(word) - size}D\x1b[K" if word != piece else ""
+        self._column, self._start = cell_len(word) % width, 0
+        return f"{back}\n{word}"
 
 
 class StepNotes:
