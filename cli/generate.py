@@ -21,7 +21,7 @@ from ..decoding.methods import method_info
 from . import options
 from .backend import Backend
 from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
-from .output import GrowingText, StepNotes, emit_json, note
+from .output import StepNotes, TextPrinter, emit_json, note
 from .render import number
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ def generate(
         from ..tasks.generate import Generated
         from ..tasks.generate import generate as decode
 
-        in_line, growing = False, GrowingText()
+        in_line, printer = False, TextPrinter()
         try:
             for event in decode(request, prompts, store, StepNotes("load: ")):
                 if not isinstance(event, Generated):
                     if grows:
-                        growing.write(event.text)
+                        printer.write(event.text)
                         in_line = True
                     continue
                 value = completion_json(request.model, *event)
@@ -344,7 +344,7 @@ class Conversation:
     def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
         self.partner, self.system = partner, system
         self._as_json = as_json
-        self._answer, self._thought = GrowingText(), GrowingText(err=True, dim=True)
+        self._answer, self._thought = TextPrinter(), TextPrinter(err=True, dim=True)
         self._turns: list[Message] = []
 
     def take(self, line: str) -> bool:

@@ -99,7 +99,7 @@ _UNSPACED = r"\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60"
 _PIECES = re.compile(rf"\n|[^\S\n]+|[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
-class GrowingText:
+class TextPrinter:
     """Prints text as it comes; at a terminal a word that does not fit is taken back and begins the next line."""
 
     def __init__(self, err: bool = False, dim: bool = False) -> None:

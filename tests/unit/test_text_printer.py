@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len, set_cell_size
 
-from swiftopt.cli.output import GrowingText
+from swiftopt.cli.output import TextPrinter
 
 WIDTH = 12
 
@@ -44,9 +44,9 @@ def shown(pieces: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         patched.setattr(sys, "stdout", screen)
         patched.setenv("COLUMNS", str(WIDTH))
         patched.setenv("TERM", "xterm")
-        growing = GrowingText()
+        printer = TextPrinter()
         for piece in pieces:
-            growing.write(piece)
+            printer.write(piece)
     return screen.lines
 
 
@@ -80,5 +80,5 @@ def test_words_are_shown_whole_and_in_order_and_lines_fit(pieces: list[str]) -> 
 
 
 def test_text_that_is_no_terminals_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    GrowingText().write("word " * 100)
+    TextPrinter().write("word " * 100)
     assert capsys.readouterr().out == "word " * 100
