@@ -74,6 +74,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
 @requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
 @requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")
+@requests("--explain/--no-explain", "explains", default=True, help="Say in answers how they were decoded.")
 @learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
 @learning(
     "--keep-prompts",

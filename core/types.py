@@ -311,9 +311,10 @@ class Completion(Record):
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `estimated_cost` is
     what the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of
     the prompt had been read by another request. `lossy` says that the method does not promise the target's own
-    output; `exact` that the output is plain decoding's bit by bit: the method is lossless, and the kernels compute a
-    row alike whatever rows are beside it. `accepted_prediction` and `rejected_prediction` count the drafted tokens
-    that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k draft steps.
+    output; `exact` that the output is plain decoding's bit by bit: the method promises its tokens, and the kernels
+    compute a row alike whatever rows are beside it. `accepted_prediction` and `rejected_prediction` count the drafted
+    tokens that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k steps.
+    `crowded_rounds` were plain because drafts do not pay beside so many other requests.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length", "tok_s", "decode_tok_s")
@@ -340,6 +341,7 @@ class Completion(Record):
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
     n_cached: int = field(default=0, metadata=WHERE_ANY)
+    crowded_rounds: int = field(default=0, metadata=WHERE_ANY)
     by_draft_length: Annotated[Mapping[int, tuple[int, ...]], BY_NUMBER] = field(
         default_factory=dict, metadata=WHERE_ANY
     )

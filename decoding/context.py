@@ -299,6 +299,7 @@ class Tally:
     accepted_prediction: int = 0  # of the drafted tokens that came from the request's prediction
     rejected_prediction: int = 0
     n_cached: int = 0  # tokens of the prompt that another request had read
+    crowded: int = 0  # rounds in which drafts do not pay beside so many other requests
     elapsed_s: float = 0.0
     started: float = field(default_factory=perf_counter)
 

@@ -132,6 +132,7 @@ def decoding(
             if context.root_slot + behind > context.buffer.capacity:
                 slots = yield from _grow(context, slots, behind)
             drafts = load.drafts or not may_stop
+            tally.crowded += not drafts
             yield from _round(context, method.verifier, drafting if drafts else plain, ending)
     completion = _completion(context, method, ending, context.finish)
     is_read = resume_from is None or resume_from.finish is None
@@ -197,6 +198,8 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
     tally, token_ids = context.tally, context.generated
     total = tally.total_s
     spent = tally.optimise_s + tally.draft_s + tally.verify_s
+    # Verifiers that draw to accept a draft give other tokens for a seed than plain decoding does.
+    keeps_tokens = not method.lossy and (context.rule.greedy or isinstance(method.verifier, TargetWalk))
     return Completion(
         token_ids=tuple(token_ids),
         text=ending.text(token_ids),
@@ -214,12 +217,13 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
         accepted_prediction=tally.accepted_prediction,
         rejected_prediction=tally.rejected_prediction,
         n_cached=tally.n_cached,
+        crowded_rounds=tally.crowded,
         verified_widths=tally.widths,
         timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
         prefill_s=tally.prefill_s,
         layer_set=method.layer_set,
         lossy=method.lossy,
-        exact=context.runtime.exact and not method.lossy,
+        exact=context.runtime.exact and keeps_tokens,
     )
 
 

@@ -177,6 +177,24 @@ class Exchange(ABC):
                 self._metrics.add(self.body.model, task, choice.completion, choice.first_text_s, choice.waited_s)
             yield choice, text
 
+    def explanation(self) -> dict[str, Any]:
+        """Return how the answer was decoded, as a field of it, if the server tells that; of several choices the first.
+
+        `exact` is of all choices.
+        """
+        done = self.choices[0].done
+        if not self._app.settings.explains or done is None:
+            return {}
+        version = done["version"]
+        found = {
+            "exact": all(choice.completion.exact for choice in self.choices),
+            "task": done["task"],
+            "method": done["decoded_with"],
+            "plan": None if version is None else {"task": done["task"], "version": version},
+            "why_plain": done["why_plain"],
+        }
+        return {"swiftopt": found}
+
     def _close(self) -> None:
         for choice in self.choices:
             self.engine.drop(choice.reply)
@@ -248,10 +266,12 @@ class ChatExchange(Exchange):
             for own, choice in zip(choices, self.choices, strict=True):
                 own["token_ids"] = list(choice.completion.token_ids)
         found = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
+        found |= self.explanation()
         return {**found, "system_fingerprint": (self.engine.about or {}).get("fingerprint")}
 
     async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
         opened: set[int] = set()
+        has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
         async for choice, text in pieces:
             if choice.index not in opened:
                 opened.add(choice.index)
@@ -260,10 +280,12 @@ class ChatExchange(Exchange):
             for content in self._deltas(choice, text):
                 yield self._chunk(self._choice(choice, content))
             if choice.done is not None:
-                yield self._chunk(self._choice(choice, self._last(), choice.finish_reason))
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            yield sse({**self._head(self.OBJECTS[1]), "choices": [], "usage": self.usage(), **self._statistics()})
+                is_last = not has_usage and all(other.done is not None for other in self.choices)
+                content = self._choice(choice, self._last(), choice.finish_reason)
+                yield self._chunk(content, self.explanation() if is_last else {})
+        if has_usage:
+            own = {"choices": [], "usage": self.usage(), **self._statistics(), **self.explanation()}
+            yield sse({**self._head(self.OBJECTS[1]), **own})
         yield DONE
 
     def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
@@ -280,11 +302,11 @@ class ChatExchange(Exchange):
             choice.prompt_logprobs, choice.logprobs = [], []
         return {"index": choice.index, **content, "finish_reason": finish_reason, "logprobs": logprobs}
 
-    def _chunk(self, choice: Mapping[str, Any]) -> ServerSentEvent:
+    def _chunk(self, choice: Mapping[str, Any], more: Mapping[str, Any] = {}) -> ServerSentEvent:
         options, usage = self.body.stream_options, {}
         if options is not None and options.include_usage:
             usage = {"usage": self.usage() if options.continuous_usage_stats else None}
-        return sse({**self._head(self.OBJECTS[1]), "choices": [choice], **usage})
+        return sse({**self._head(self.OBJECTS[1]), "choices": [choice], **usage, **more})
 
     def _content(self, choice: Choice) -> dict[str, Any]:
         """Return the message of a whole choice."""

@@ -228,6 +228,7 @@ class ResponseExchange(Exchange):
             "output": [*text, *map(_call_item, choice.calls)],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": int(time.time()),
+            **self.explanation(),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],

@@ -145,6 +145,7 @@ class ServerSettings:
     drain_s: int = 30  # for completions in progress at the end
     timeout_s: float = 600.0  # of a completion, waiting included
     origins: tuple[str, ...] = ()  # of pages that may call the API; "*": of all
+    explains: bool = True  # answers say how they were decoded
     log_polls: bool = False  # health checks and metrics have access lines, too
 
 

@@ -22,6 +22,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .job import ModelTurn
+from .plainly import REQUESTED, WhyPlain, why_nothing_was_drafted
 from .recipes import Recipe, Recipes, opened
 
 MOST_PLANNED = 64  # tasks whose methods a planner keeps
@@ -29,7 +30,7 @@ MOST_PLANNED = 64  # tasks whose methods a planner keeps
 
 @dataclass(frozen=True, slots=True)
 class GenerateInfo:
-    """How a completion was decoded: method, layer set and its origin, and a note for the user."""
+    """How a completion was decoded: method, layer set and its origin, a note for the user, and why plainly, if so."""
 
     method: str
     record: LayerSetRecord | None = None
@@ -37,6 +38,11 @@ class GenerateInfo:
     verdict: VerdictWord | None = None
     fallback: str | None = None
     note: str = ""
+    why_plain: WhyPlain | None = None
+
+    def of(self, completion: Completion) -> GenerateInfo:
+        """Return it with the reason why nothing was drafted for a completion, where none was known before."""
+        return replace(self, why_plain=self.why_plain or why_nothing_was_drafted(completion))
 
 
 class Generated(NamedTuple):
@@ -99,7 +105,7 @@ def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: P
     def handle(event: Any) -> Iterator[TextAdded | Generated]:
         if isinstance(event, Turn):
             yield from text.ended(event.completion)
-            yield Generated(event.prompt, event.completion, info)
+            yield Generated(event.prompt, event.completion, info.of(event.completion))
         else:
             yield from text.grown(event)
 
@@ -160,25 +166,26 @@ class Planner:
     def _plan(self, task: str) -> tuple[Method, GenerateInfo]:
         request = self.request
         if request.method == "plain":
-            return PLAIN, GenerateInfo("plain")
+            return PLAIN, GenerateInfo("plain", why_plain=REQUESTED)
         if request.layer_set is not None:
             return self._requested(request.method or request.layer_set.found_for, task, None)
         found, missing = self._look_up(task)
         if request.method is not None:
             return self._requested(request.method, task, found)
         if found is None:
-            return PLAIN, GenerateInfo("plain", note=missing)
+            return PLAIN, GenerateInfo("plain", note=missing, why_plain=WhyPlain("no_plan", missing))
         record = found.plan.layer_set
         info = GenerateInfo(found.plan.method, record, found.version, found.plan.verdict, found.fallback)
-        if found.plan.verdict != "use" and self.version is None:
-            return PLAIN, replace(info, method="plain")
+        if found.plan.method == "plain" or (found.plan.verdict != "use" and self.version is None):
+            return PLAIN, replace(info, method="plain", why_plain=_why_not(task, found))
         try:
             return self._build(found.plan, self._recipe(task, found.plan)), info
         except (InvalidInput, NotFound) as error:  # such as of a draft model that is not on this machine
             if self.version is not None:
                 raise
             note = f"the stored plan cannot be used here: {error}"
-            return PLAIN, replace(info, method="plain", record=None, note=note)
+            why = WhyPlain("unusable_plan", note)
+            return PLAIN, replace(info, method="plain", record=None, note=note, why_plain=why)
 
     def _requested(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """Build a method by name, from the stored plan if that has the same method."""
@@ -225,6 +232,14 @@ class Planner:
             model = self.request.model
             advice = f"run `swiftopt tune --model {model} --stream FILE --task {task}`"
             return None, f"nothing is stored for {model}/{task}: {advice}"
+
+
+def _why_not(task: str, found: FoundPlan) -> WhyPlain:
+    """Return why a stored plan means plain decoding."""
+    plan, name = found.plan, f"the stored plan of {task!r}, version {found.version},"
+    if plan.method != "plain" and plan.verdict == "unmeasured":
+        return WhyPlain("unmeasured", f"{name} was not measured against plain decoding: run `swiftopt compare`")
+    return WhyPlain("verdict", f"{name} says that plain decoding is faster")
 
 
 class GrowingText:

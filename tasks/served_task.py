@@ -23,6 +23,7 @@ from ..optimizer.search import Search
 from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge, speed
+from .plainly import COMPARISON, WhyPlain
 
 LOOK_MARGIN = 1.5  # times what a look is expected to take that its share of the time must have room for
 MAX_PAIRS = 20  # that a verdict is made of: the latest ones
@@ -138,6 +139,12 @@ class RoundTimings:
             self.alone[self.is_drafted] += own
 
     @property
+    def why_plain(self) -> WhyPlain | None:
+        """Why nothing was drafted although drafts are in use, as far as these rounds tell."""
+        n_drafted, plain = self.drafted.rounds, self.plain_s
+        return COMPARISON if self.drafts and plain and not n_drafted else None
+
+    @property
     def pair(self) -> RoundPair | None:
         """The plain and the drafted rounds, where there were both."""
         plain, drafted = self.alone
@@ -178,6 +185,19 @@ class TaskTraffic(TunedTask):
     def drafts(self) -> bool:
         """Whether drafts are in use: until they are known not to pay."""
         return self.pinned == "best" or (self.pinned is None and self.word != "plain")
+
+    @property
+    def why_plain(self) -> WhyPlain | None:
+        """Why requests are decoded plainly; None: drafts are in use."""
+        if self.drafts:
+            return None
+        if self.pinned is not None:
+            return WhyPlain("pinned", f"the task {self.name!r} is pinned to plain decoding, by POST /v1/tuning:pin")
+        words, verdict = f"drafts do not pay for the task {self.name!r}", self.judged.verdict
+        if verdict.ratio is not None and verdict.interval is not None:
+            low, high = verdict.interval
+            words += f": measured at {verdict.ratio:.2f} times plain decoding's speed, {low:.2f} to {high:.2f}"
+        return WhyPlain("verdict", words)
 
     @property
     def is_tuned(self) -> bool:

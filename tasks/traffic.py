@@ -41,6 +41,7 @@ from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWat
 from ..store import Store
 from .generate import Generated, GenerateInfo, GrowingText
 from .job import patiently
+from .plainly import WhyPlain
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
@@ -198,10 +199,11 @@ class Traffic:
         text = GrowingText(session, prompt)
         own: TaskTraffic  # and `rounds` are known once the prompt was read
         rounds: RoundTimings | None = None
+        why_plain: WhyPlain | None = None
         read: ReadPrompt | None = None
 
         def handle(event: Any) -> Iterator[Any]:
-            nonlocal own, rounds, read
+            nonlocal own, rounds, why_plain, read
             self._queries.take()
             if isinstance(event, Prefilled | Round):
                 self._learn_costs(event.context.load)
@@ -209,7 +211,7 @@ class Traffic:
                 own = self._task(task or self._nearest_task(event))
                 if learn:
                     read = own.add_prompt(event)
-                rounds = self._begin(own, learn, event.context.load)
+                rounds, why_plain = self._begin(own, learn, event.context.load), own.why_plain
                 drafter.method = own.search.method
             assert rounds is not None
             if isinstance(event, Round):
@@ -221,6 +223,7 @@ class Traffic:
                 if learn:
                     self._learn(own, rounds, event.completion, read)
                 info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
+                info = replace(info, why_plain=why_plain or rounds.why_plain).of(event.completion)
                 yield Generated(replace(event.prompt, task=own.name), event.completion, info)
             if isinstance(event, Prefilled | Round):
                 yield from text.grown(event)

@@ -130,6 +130,7 @@ class _Sent(Ticket):
                 completion=event.completion.to_json(),
                 decoded_with=event.info.method,
                 version=event.info.version,
+                why_plain=None if event.info.why_plain is None else event.info.why_plain.to_json(),
             )
 
     def _logprob(self, token: TokenLogprob) -> list[Any]:

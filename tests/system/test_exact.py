@@ -470,6 +470,15 @@ def test_every_method_gives_plain_tokens_in_bfloat16(name: str, with_model: bool
         assert tokens(own.runtime, ids, method) == plain_tokens(family, tuple(ids), GREEDY)
 
 
+@pytest.mark.parametrize(("name", "sampling", "is_exact"), [
+    ("spectr", GREEDY, True), ("spectr", WARM, False), ("prompt-lookup", WARM, True), ("plain", WARM, True),
+])  # fmt: skip
+def test_only_tokens_of_plain_decoding_are_called_exact(name: str, sampling: Sampling, is_exact: bool) -> None:
+    own, ids = parts("llama", name in WITH_A_MODEL), repeating(0)
+    done = decode(own.runtime, ids, build(name, own), TokenRule.of(sampling, None, len(ids)), Ending(N_NEW))
+    assert done.exact == is_exact
+
+
 @each_family
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SHAPED], ids=["greedy", "sampled", "shaped"])
 def test_any_draft_in_any_format_gives_plain_tokens_in_bfloat16(family: str, sampling: Sampling) -> None:

@@ -63,13 +63,16 @@ def test_the_stored_plan_decides_whatever_its_method(runtime: Runtime, store: St
 def test_a_plan_that_says_plain_is_obeyed(runtime: Runtime, store: Store) -> None:
     store.add_plan("tiny", "notes", replace(plan(runtime, "jacobi"), verdict="plain"))
     assert Planner(REQUEST, runtime, store).plan_for("notes")[0].name == "plain"
+    why = Planner(REQUEST, runtime, store).plan_for("notes")[1].why_plain
+    assert why is not None and why.reason == "verdict" and "says that plain decoding is faster" in why.message
     insisted = replace(REQUEST, method="jacobi")
     assert Planner(insisted, runtime, store).plan_for("notes")[0].name == "jacobi"
 
 
 def test_refreshed_plans_are_those_that_are_best_now(runtime: Runtime, store: Store) -> None:
     planner = Planner(REQUEST, runtime, store)
-    assert planner.plan_for("notes")[0].name == "plain"
+    method, info = planner.plan_for("notes")
+    assert method.name == "plain" and info.why_plain is not None and info.why_plain.reason == "no_plan"
     store.add_plan("tiny", "notes", plan(runtime, "jacobi"))
     planner.refresh()
     first = planner.plan_for("notes")[0]
@@ -119,6 +122,7 @@ def test_a_draft_model_that_is_not_here_means_plain_and_a_word_about_it(runtime:
     store.add_plan("tiny", "notes", plan(runtime, "spd", draft_model="models/that-was-there"))
     method, info = Planner(REQUEST, runtime, store).plan_for("notes")
     assert method.name == "plain" and "the stored plan cannot be used here" in info.note
+    assert info.why_plain is not None and info.why_plain.reason == "unusable_plan"
 
 
 def test_a_misspelt_method_is_refused_before_anything_is_loaded() -> None:

@@ -603,6 +603,53 @@ def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk
     assert nothing == ("length", "")
 
 
+def test_every_answer_says_how_it_was_decoded(server: Served, model: swiftopt.Model) -> None:
+    said = {"model": "tiny", "max_tokens": 6, "temperature": 0, "swiftopt": {"plan": "plain", "task": "poems"}}
+    chat = {**said, "messages": [{"role": "user", "content": TEXT}]}
+    text, response = {**said, "prompt": TEXT, "n": 2}, {**said, "input": TEXT, "max_output_tokens": 6}
+    expected: dict[str, Any] = {"exact": model.runtime.exact, "task": "poems", "method": "plain", "plan": None}
+    expected["why_plain"] = {"reason": "requested", "message": "the request asks for plain decoding"}
+    usage = {"stream_options": {"include_usage": True}}
+    for path, body, more in (
+        *(("chat/completions", chat, own) for own in ({}, usage)),
+        *(("completions", text, own) for own in ({}, usage)),
+        ("responses", response, {}),
+    ):
+        assert server.client.post(f"/v1/{path}", json=body).json()["swiftopt"] == expected
+        lines = server.client.post(f"/v1/{path}", json={**body, **more, "stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        told = [event.get("response", event).get("swiftopt") for event in events]
+        assert told[-1] == expected and not any(told[:-1])
+
+
+def test_answers_say_why_nothing_was_drafted(server: Served, lettered: Served) -> None:
+    def told(served: Served, **own: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **own}
+        return dict(served.client.post("/v1/completions", json=body).json()["swiftopt"])
+
+    def pin(way: str | None) -> None:
+        answer = server.client.post("/v1/tuning:pin", json={"model": "tiny", "task": "letters", "way": way})
+        assert answer.status_code == 200, answer.text
+
+    own = {"swiftopt": {"task": "letters", "tune": False}}
+    assert told(server, **own, max_tokens=1)["why_plain"]["reason"] == "one_token"
+    pin("plain")
+    assert told(server, **own)["why_plain"]["reason"] == "pinned"
+    pin(None)
+    drafting = told(server, **own)
+    assert drafting["method"] == "adaptive" and (drafting["why_plain"] or {"reason": "no_gain"})["reason"] == "no_gain"
+    planned = told(lettered, prompt="abc")
+    assert (planned["why_plain"]["reason"], planned["plan"]) == ("no_plan", None)
+    assert "nothing is stored for" in planned["why_plain"]["message"]
+
+
+def test_answers_say_nothing_of_it_where_the_server_is_told_not_to(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--threads", "1", "--no-tune", "--no-explain"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        until_ready(served)
+        assert "swiftopt" not in served.client.post("/v1/completions", json={"model": "tiny", "prompt": TEXT}).json()
+
+
 def test_prediction_drafts_and_changes_nothing(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": TEXT}]
     common: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24, "messages": messages}

@@ -326,6 +326,21 @@ def test_search_takes_its_share_of_the_time_at_most(
     traffic.close()
 
 
+def test_task_says_why_it_is_decoded_plainly(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    assert task.why_plain is None
+    for _ in range(MIN_PAIRS + 2):
+        learnt(task, 0.4 if task.drafts else 1.0, 1.0 if task.drafts else 0.4)
+    why = task.why_plain
+    assert why is not None and why.reason == "verdict" and "'code': measured at 0.40 times" in why.message
+    task.pinned = "plain"
+    assert task.why_plain is not None and task.why_plain.reason == "pinned"
+    task.pinned = "best"
+    assert task.why_plain is None
+    assert timings(task, Timed(8, 8.0), Timed(0, 0.0)).why_plain is not None, "all rounds were compared"
+    assert timings(task, Timed(8, 8.0), Timed(5, 5.0)).why_plain is None
+
+
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"

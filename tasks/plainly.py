@@ -1,0 +1,37 @@
+"""Why a completion was decoded plainly: the reasons, as served answers tell them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.serialization import Record
+from ..core.types import Completion
+
+Chosen = Literal["requested", "pinned", "verdict", "unmeasured", "no_plan", "unusable_plan"]  # before it began
+NotDrafted = Literal["one_token", "comparison", "crowded", "no_gain"]  # drafts were in use
+
+
+@dataclass(frozen=True, slots=True)
+class WhyPlain(Record):
+    """A reason in a word for programs, and in a sentence for people."""
+
+    reason: Chosen | NotDrafted
+    message: str
+
+
+REQUESTED = WhyPlain("requested", "the request asks for plain decoding")
+ONE_TOKEN = WhyPlain("one_token", "the completion ended with its first token, which needs no draft")
+COMPARISON = WhyPlain("comparison", "all its rounds were plain ones that drafts are compared with")
+CROWDED = WhyPlain("crowded", "beside so many requests drafts do not pay, by measured time")
+NO_GAIN = WhyPlain("no_gain", "no draft promised to be worth its time, by the measured costs of passes")
+
+
+def why_nothing_was_drafted(completion: Completion) -> WhyPlain | None:
+    """Return why a method that drafts gave one token a pass; None: it drafted."""
+    n_passes = completion.target_passes
+    if n_passes == 0:
+        return ONE_TOKEN
+    if completion.drafted or completion.n_tokens - completion.first_tokens > n_passes:
+        return None
+    return CROWDED if 2 * completion.crowded_rounds > n_passes else NO_GAIN
