@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -31,6 +32,7 @@ from .lookups import LookupCache, find_plan
 from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
+from .storage import StorageCheck
 from .transport import TransportMiddleware
 
 BACKLOG = 1024
@@ -52,7 +54,10 @@ def create_app(
     app = bare_app()
     for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
-    app.state.swiftopt = State(store, board, queue, settings, engines, RateLimit(settings.tokens_per_min, counted=True))
+    kept = [Path(each.served.keep_prompts) for each in engines.of.values() if each.served.keep_prompts]
+    storage = StorageCheck(store, [file.absolute().parent for file in kept])
+    tokens = RateLimit(settings.tokens_per_min, counted=True)
+    app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage)
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)

@@ -27,6 +27,7 @@ from ..worker.queue import RedisQueue
 from .engines import Engines
 from .errors import Refused
 from .settings import GUARDED, ServerSettings
+from .storage import StorageCheck
 from .transport import too_large
 
 LOGINS_PER_MIN = 20  # to the dashboard
@@ -92,6 +93,7 @@ class State:
     settings: ServerSettings
     engines: Engines
     tokens: RateLimit  # of each caller
+    storage: StorageCheck
     tries: dict[str, Any] = field(default_factory=dict)  # of `dashboard.served`, the oldest first
     answers: Counter = field(
         default_factory=lambda: Counter(

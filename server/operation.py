@@ -29,6 +29,7 @@ from .engines import TUNING_S, metric
 from .lookups import Cache
 from .middleware import Shared
 from .schemas import Strict, Task, Word
+from .storage import StorageCheck
 
 router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
@@ -56,11 +57,15 @@ class Liveness(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether requests can be served; each part says `ok` or what is wrong."""
+    """Whether requests can be served; each part says `ok` or what is wrong.
 
-    status: Literal["ok", "unavailable"]
+    `degraded`: models and look-ups are served, but nothing can be stored.
+    """
+
+    status: Literal["ok", "degraded", "unavailable"]
     database: str
     migrations: str
+    storage: str = Field(description="Whether the database and the folders of files can be written.")
     redis: str
     engines: dict[str, str] = Field(description="By model that is served.")
 
@@ -82,20 +87,24 @@ async def livez() -> Response:
 def readyz(app: Shared) -> Response:
     """Database, migrations, Redis, engines; 503 when the database is away or an engine not there.
 
-    Without Redis look-ups and submissions work.
+    Without Redis look-ups and submissions work. Where the database or a disk takes no writes, the status is `degraded`:
+    models and look-ups are served on, and nothing new is stored; looked at every ten seconds at most.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
     found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
-    found["engines"] = engines
+    found |= {"engines": engines, "storage": "unknown"}
     try:
         state = app.store.schema()
         if not state.ok:
             found["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
     except StoreError as error:
         found["database"], found["migrations"] = str(error), "unknown"
+    else:
+        found["storage"] = app.storage.problem() or "ok"
+        found["status"] = "ok" if found["storage"] == "ok" else "degraded"
     if any(part != "ok" for part in (found["database"], found["migrations"], *engines.values())):
         found["status"] = "unavailable"
-    return JSONResponse(found, 200 if found["status"] == "ok" else 503)
+    return JSONResponse(found, 503 if found["status"] == "unavailable" else 200)
 
 
 def _redis(queue: RedisQueue | None) -> str:
@@ -118,7 +127,7 @@ async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
     own = [app.engines.metrics] if app.engines.of else []
-    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue), *own]
+    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *own]
     text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -126,12 +135,15 @@ async def metrics(app: Shared, cache: Cache) -> Response:
 class ServiceCollector(Collector):
     """Reads the database and Redis at each scrape; one that is away leaves its metrics out and its `up` at 0."""
 
-    def __init__(self, store: Store, queue: RedisQueue | None) -> None:
-        self._store, self._queue = store, queue
+    def __init__(self, store: Store, queue: RedisQueue | None, storage: StorageCheck) -> None:
+        self._store, self._queue, self._storage = store, queue, storage
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
         yield from _with_up("swiftopt_database_up", "Whether the database answers.", self._of_database)
+        writable: list[tuple[list[str], float]] = [([], float(not self._storage.problem()))]
+        words = "Whether the database and the folders of files can be written."
+        yield metric(GaugeMetricFamily, "swiftopt_storage_writable", words, [], writable)
         if self._queue is not None:
             yield from _with_up("swiftopt_redis_up", "Whether Redis answers.", partial(self._of_queue, self._queue))
 

@@ -311,6 +311,11 @@ class Transactions:
         self._writer = writing(engine)
 
     @property
+    def file(self) -> Path | None:
+        """The file that the database is; None for a server, and for one in memory."""
+        return _file(self.engine.url)
+
+    @property
     def is_local(self) -> bool:
         """Whether all processes that use the database are on this machine, as with a SQLite file."""
         return self.engine.dialect.name == "sqlite"

@@ -18,6 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEASE_S = 20.0
+PROBE_BYTES = 1 << 15  # eight pages of SQLite
 
 
 def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
@@ -115,6 +116,14 @@ class Store(Transactions):
     def schema(self) -> SchemaState:
         """Return the database's schema, read over a connection that is open already."""
         return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
+
+    def check_writable(self) -> None:
+        """Write to the database, so much that it grows for a moment.
+
+        Raises: StoreError: it takes no writes.
+        """
+        for owner in ("x" * PROBE_BYTES, "nobody"):
+            self.jobs.lock("probe", owner, 0.0)
 
     def close(self) -> None:
         self.engine.dispose()

@@ -85,7 +85,7 @@ def alarms(served: list[ServedNow], store_error: str) -> list[str]:
     """Return what needs attention, a sentence each."""
     found = [f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable]
     if store_error:
-        found.append(f"The database is away: {store_error}")
+        found.append(store_error)
     for one in served:
         for task in one.tuning.tasks:
             if task.in_use == "plain" and task.pinned is None and task.requests:
@@ -104,8 +104,10 @@ async def overview(app: Shared) -> dict[str, Any]:
     error = ""
     try:
         jobs = await run_in_threadpool(app.store.jobs.states)
+        if problem := await run_in_threadpool(app.storage.problem):
+            error = f"Nothing can be stored: {problem}"
     except StoreError as failure:
-        error = str(failure)
+        error = f"The database is away: {failure}"
     tasks = [task for one in served for task in one.tuning.tasks]
     return {
         "served": served,

@@ -235,7 +235,7 @@ def test_events_can_be_read_as_pages(client: TestClient, store: Store) -> None:
 def test_health_tells_database_migrations_and_redis(client: TestClient) -> None:
     assert client.get("/livez").json() == {"status": "ok"}
     ready = {"status": "ok", "database": "ok", "migrations": "ok", "redis": "not configured", "engines": {}}
-    assert client.get("/readyz").json() == client.get("/health").json() == ready
+    assert client.get("/readyz").json() == client.get("/health").json() == {**ready, "storage": "ok"}
 
 
 def test_redis_away_leaves_lookups_and_submissions(store: Store, tmp_path: Path) -> None:
