@@ -29,8 +29,10 @@ from ..decoding.session import Session
 from ..models.costs import machine_name, measure_costs, software_of, with_formats
 from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes, n_parameters
 from ..models.loading import load
+from ..models.prompts import check_prompts
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root, no_step
+from ..models.sources import check_names, known_folder
 from ..optimizer import self_sd
 from ..optimizer.search import Search
 from ..optimizer.self_sd import Candidate, SelfSdSearch
@@ -301,8 +303,12 @@ def opened(
 ) -> Session:
     """Load the request's model, register it in the store, and check that it can decode the prompts.
 
+    What the model's files tell of the prompts is checked before it is loaded.
+
     Raises: SwiftoptError: as `load` and `Session.check` raise it.
     """
+    if (folder := known_folder(check_names(request.model, request.dtype, request.device, request.speed))) is not None:
+        check_prompts(folder, prompts, request.max_new_tokens, dict(request.sampling.logit_bias))
     runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
     if store is not None:
         store.remember_model(runtime.info)

@@ -375,10 +375,13 @@ def told_last(capsys: pytest.CaptureFixture[str]) -> str:
     return last
 
 
-def test_prompt_longer_than_the_context_is_named(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["generate"], ["compare", "--methods", "prompt-lookup"]], ids=lambda own: own[0])
+def test_prompt_longer_than_the_context_is_named_before_the_model_is_loaded(
+    command: list[str], tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (home / "long.jsonl").write_text('{"prompt": "w1"}\n' + json.dumps({"prompt": "w5 " * 400, "id": "six"}) + "\n")
-    assert run(["generate", "--model", tiny, "--stream", "long.jsonl", "--max-new-tokens", "8"]) == 2
-    told = told_last(capsys)
+    assert run([*command, "--model", tiny, "--stream", "long.jsonl", "--max-new-tokens", "8"]) == 2
+    [told] = capsys.readouterr().err.splitlines()
     assert "'six'" in told and "the prompt has 400" in told and "context length is 256" in told
 
 

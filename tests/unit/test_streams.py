@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swiftopt.core.errors import SettingsError, StreamError, StreamNotFound
-from swiftopt.core.streams import read_stream, stream_sha256
+from swiftopt.core.streams import parse_stream, read_stream, stream_lines, stream_sha256
 from swiftopt.core.types import Prompt
 
 
@@ -185,3 +186,20 @@ def test_example_stream_has_two_tasks_of_at_least_fourteen_prompts() -> None:
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert all(prompt.messages for prompt in prompts if prompt.task == "summary")
     assert all(prompt.text for prompt in prompts if prompt.task == "code")
+
+
+def test_content_of_a_message_may_be_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    line = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    [prompt] = parse_stream([line.encode()], "x", "t")
+    assert prompt.messages == ({"role": "user", "content": "ab"},)
+    assert parse_stream([stream_lines([prompt]).encode()], "x", "t") == [prompt]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": ["text"]}, "a", {"type": "text"}]
+)
+def test_part_that_is_no_text_is_named_with_its_line(part: Any) -> None:
+    line = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
+    with pytest.raises(StreamError, match=r"x line 1: messages\.0\.content: content\[1\] (is of type|has no text)"):
+        parse_stream([line.encode()], "x", "t")
