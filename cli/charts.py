@@ -261,6 +261,13 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     objective = OBJECTIVES.get(str(record.settings.get("objective")), "score")
     axes.set(xlabel="trial", ylabel=objective, title=" · ".join(filter(None, figures)))
     axes.margins(y=0.12)
+    if objective == "matchness":
+        _end_at_one(axes)
+
+
+def _end_at_one(axes: Axes) -> None:
+    """End the axis of a share at 1, where its margin would go beyond."""
+    axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
 
 
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
@@ -368,6 +375,7 @@ def draw_stream_shift(report: Report, pictures: Pictures) -> None:
         for shift in report["shifts"]:
             axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
         axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
+        _end_at_one(axes)
         _legend(axes)
 
 

@@ -16,7 +16,17 @@ from rich.text import Text
 
 from ..core.events import TaskFinished
 from ..core.records import LayerSetRecord, Plan, PlanInUse, PlanVersion
-from ..core.types import NOT_FASTER, ORIGINS, Kind, LayerSet, Timings, Trial, Verdict, VerdictWord, seconds_by_part
+from ..core.types import (
+    NOT_FASTER,
+    Kind,
+    LayerSet,
+    Timings,
+    Trial,
+    Verdict,
+    VerdictWord,
+    origin_words,
+    seconds_by_part,
+)
 
 Value = TypeVar("Value")
 Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
@@ -383,7 +393,7 @@ def tune_summary(
         rows.append(("tokens per second", speeds))
     rows.append(("searched", f"{len(trials)} candidates on {finished.n_prompts} prompts, {finished.n_tokens} tokens"))
     if trials:
-        counts = Counter(ORIGINS.get(trial.origin, f"suggested by {trial.origin}") for trial in trials)
+        counts = Counter(origin_words(trial.origin) for trial in trials)
         origins = ", ".join(f"{words} {n}" for words, n in counts.most_common())
         rows.append(("candidates", f"{origins}; {sum(trial.adopted for trial in trials)} taken into use"))
     rows.append(("search ended", finished.stopped_because))

@@ -392,6 +392,11 @@ ORIGINS: Mapping[str, str] = {  # of candidates, for a person
 }
 
 
+def origin_words(origin: str) -> str:
+    """Return where a candidate came from in words; one that is no key of `ORIGINS` is an engine's name."""
+    return ORIGINS.get(origin, f"suggested by {origin}")
+
+
 @dataclass(frozen=True, slots=True)
 class Trial(Record):
     """One candidate layer set, scored once.

@@ -31,6 +31,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from ...core.errors import SwiftoptError
+from ...core.types import origin_words
 from ..errors import Refused, refused_by
 from ..middleware import Shared, is_foreign, state_of
 from ..settings import KeyRing
@@ -307,7 +308,9 @@ def truncate(environment: Environment, text: str, length: int, end: str = "...")
     return do_truncate(environment, text, length, killwords=True, end=end)
 
 
-templates.filters |= {each.__name__: each for each in (number, percent, tok_s, seconds, ago, moment, truncate)}
+templates.filters |= {
+    each.__name__: each for each in (number, percent, tok_s, origin_words, seconds, ago, moment, truncate)
+}
 templates.globals["static"] = {  # addresses, which change with their files
     name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()
 }.__getitem__

@@ -53,12 +53,19 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 class Plot:
-    """A chart with two axes and room for the points; every series is one path, with its name as CSS class."""
+    """A chart with two axes and room for the points; every series is one path, with its name as CSS class.
 
-    def __init__(self, title: str, description: str, x_label: str, y_label: str, points: Sequence[Point]) -> None:
+    Args: top: where the y axis ends at most, such as 1 of a share.
+    """
+
+    def __init__(
+        self, title: str, description: str, x_label: str, y_label: str, points: Sequence[Point], top: float = math.inf
+    ) -> None:
         self._title, self._description = title, description
         self._x_label, self._y_label = x_label, y_label
-        self._x_range, self._y_range = (_with_margin(values) for values in zip(*points, strict=True))
+        xs, ys = zip(*points, strict=True)
+        self._x_range, (low, high) = _with_margin(xs), _with_margin(ys)
+        self._y_range = low, high if max(ys) > top else min(high, top)
         self._paths: list[str] = []
 
     def _at(self, point: Point) -> str:
@@ -105,16 +112,21 @@ def _with_margin(values: Sequence[float]) -> Point:
     return low - margin, high + margin
 
 
-def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], float]) -> Markup:
-    """Draw a figure of the trials by their number, with the best so far and the sets that were adopted."""
+def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], float], top: float = math.inf) -> Markup:
+    """Draw a figure of the trials by their number, with the best so far and the sets that were adopted.
+
+    Args: top: as of `Plot`.
+    """
     points = [(float(each.step), value(each)) for each in tried]
     best: list[Point] = []
     for step, reached in points:
         if not best or reached > best[-1][1]:
             best.append((step, reached))
-    last, top = points[-1], best[-1]
-    words = f"{len(points)} trials; the highest is {top[1]:.3g}, of trial {top[0]:.0f}; the last is {last[1]:.3g}."
-    plot = Plot(f"{label} by trial", words, "trial", label, points)
+    last, highest = points[-1], best[-1]
+    words = (
+        f"{len(points)} trials; the highest is {highest[1]:.3g}, of trial {highest[0]:.0f}; the last is {last[1]:.3g}."
+    )
+    plot = Plot(f"{label} by trial", words, "trial", label, points, top)
     if len(points) <= MOST_DOTS:
         plot.marks("dots", points, DOT)
     else:
@@ -125,7 +137,7 @@ def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], flo
         low, high = (list(zip(middles, map(end, values), strict=True)) for end in (min, max))
         plot.line("band", [*low, *reversed(high)], "z")
         plot.line("mean", [(x, sum(each) / len(each)) for x, each in zip(middles, values, strict=True)])
-    plot.steps("best", [*best[:: -(-len(best) // MOST_DOTS)], (last[0], top[1])])
+    plot.steps("best", [*best[:: -(-len(best) // MOST_DOTS)], (last[0], highest[1])])
     plot.marks("adopted", [(each.step, value(each)) for each in tried if each.adopted][-MOST_DOTS:], DIAMOND)
     return plot.draw()
 
@@ -220,7 +232,7 @@ def cost_chart(found: Sequence[TriedSet], front: Sequence[TriedSet]) -> Markup:
     points = [(each.cost, each.matchness) for each in found]
     words = f"{len(found)} layer sets, {len(front)} of them on the front: nothing cheaper has as high a matchness."
     x_label = "c, draft pass / plain pass"
-    plot = Plot("Matchness over cost", words, x_label, "mean matchness", points)
+    plot = Plot("Matchness over cost", words, x_label, "mean matchness", points, 1.0)
     plot.marks("dots", points[:: -(-len(points) // MOST_DOTS)], DOT)
     best = [(each.cost, each.matchness) for each in front]
     plot.steps("best", best)
@@ -263,7 +275,7 @@ def trial_values(tried: Sequence[Tried], label: str) -> dict[str, Any]:
     title = f"How often each sub-layer was left out in the best {len(tenth)} of {len(tried)} trials"
     return {
         "charts": [
-            trial_chart(tried, "matchness", lambda each: each.matchness),
+            trial_chart(tried, "matchness", lambda each: each.matchness, 1.0),
             trial_chart(tried, label, lambda each: each.score),
         ],
         "is_band": len(tried) > MOST_DOTS,

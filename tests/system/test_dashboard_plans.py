@@ -21,11 +21,19 @@ from searched import fill, searching, trials
 from starlette.testclient import TestClient
 
 from swiftopt.cli.main import swiftopt
-from swiftopt.core.events import DraftingChosen, SkipRatioLowered, TrialsDone
+from swiftopt.core.events import (
+    DraftingChosen,
+    SearchStatus,
+    ShiftStatus,
+    SkipRatioLowered,
+    TaskTuning,
+    TrialsDone,
+)
 from swiftopt.core.records import LayerSetRecord, Plan
-from swiftopt.core.types import LayerSet, Timings
+from swiftopt.core.types import ORIGINS, LayerSet, Timings, origin_words
+from swiftopt.server.dashboard import render
 from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
-from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, ticks, tried_sets
+from swiftopt.server.dashboard.searches import Plot, front_of, is_news, skip_shares, ticks, tried_sets
 from swiftopt.store import Store
 from swiftopt.store.results import StoredSearch
 
@@ -196,7 +204,7 @@ def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client:
     found = text(client, f"/searches/{job}", task="code")
     assert "The search ended: the trials are used up." in found
     best = max(store.tried(job, "code"), key=lambda each: each.score)
-    assert f"{best.step} random {best.score:.2f} {best.matchness:.2f}" in found
+    assert f"{best.step} at random {best.score:.2f} {best.matchness:.2f}" in found
     assert "left out in every one of the best 4 trials" in found
     assert "int4 4.000 ms" in found and "cpu, float32, context of 256 tokens" in found
     assert "has no trials for this task: it has some for code" in text(client, f"/searches/{job}", 404, task="x")
@@ -300,3 +308,26 @@ def test_pages_say_so_when_the_database_is_away(store: Store, client: TestClient
     for path in paths:
         found = client.get(path)
         assert found.status_code in (500, 503) and "is no database" in found.text, found.text
+
+
+@pytest.mark.parametrize("lowest", [0.2, 0.93, 0.999, 1.0])
+def test_axis_of_a_share_ends_at_one(lowest: float) -> None:
+    drawn = str(Plot("t", "d", "trial", "matchness", [(0, lowest), (1, 1.0)], top=1.0).draw())
+    labels = [float(label) for label in re.findall(r'text-anchor="end">([\d.]+)<', drawn)]
+    assert len(labels) > 1 and max(labels) <= 1
+    free = str(Plot("t", "d", "trial", "score", [(0, lowest), (1, 1.0)]).draw())
+    assert free != drawn
+
+
+@pytest.mark.parametrize("origin", [*ORIGINS, "tpe"])
+def test_searches_say_in_words_where_the_latest_candidate_came_from(origin: str) -> None:
+    latest = replace(trials(1)[0], origin=origin, matchness=0.5)
+    task = TaskTuning(
+        "notes", "drafts", 0.0, "use", 1, None, latest.layer_set, 0, None, None, None, ShiftStatus(), 1, 3, 20.0, 0.1,
+        0.4, None, 0.0, None, None, None, None, SearchStatus(8, 0.5, 0.025, latest=latest),
+    )  # fmt: skip
+    shown = " ".join(re.sub(r"<[^>]+>", " ", render("searches_part.html", rows=[], served=[("m", task, "")])).split())
+    assert (
+        f"8 trials in 0.5 s, 2.5 % of 20 s of decoding; the latest ({origin_words(origin)}) had matchness 0.50" in shown
+    )
+    assert origin_words(origin) != origin
