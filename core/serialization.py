@@ -288,14 +288,14 @@ def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, 
     else:
         rivals = [first]
     place = _place_in(body, first)
-    at = _dotted(place)
+    at = dotted(place)
     if first["loc"] and first["loc"][-1] == KEY:
-        return f"{_dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", _dotted(place[:-1]), rivals
+        return f"{dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", dotted(place[:-1]), rivals
     advice = list(dict.fromkeys(_advice(each["msg"]) for each in rivals))
     if len(advice) > 1 and all(each.startswith("use ") for each in advice):
         words = ", or ".join([advice[0], *(each[4:] for each in advice[1:])])
         return f"{at} is {_short(first['input'])}: {words}", at, rivals
-    outer = [_dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
+    outer = [dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
     return explained(outer, first["type"], first["msg"], first["input"]), at, rivals
 
 
@@ -310,7 +310,7 @@ def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
     return (*place, error["loc"][-1]) if error["type"] == "missing" and error["loc"] else tuple(place)
 
 
-def _dotted(place: Sequence[str | int]) -> str:
+def dotted(place: Sequence[str | int]) -> str:
     """Return a place as JavaScript writes it: `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in place).removeprefix(".")
 

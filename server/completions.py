@@ -434,7 +434,7 @@ async def tokenize(app: Shared, body: AskedTokens) -> Response:
         ids = (await engine.call("tokenize", request=request))["token_ids"]
     assert engine.about is not None
     values = {"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]}
-    return JSONResponse(values, headers=named_as_ignored([*body.ignored, *body.beside_prompt]))
+    return JSONResponse(values, headers=named_as_ignored(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)

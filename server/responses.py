@@ -125,7 +125,7 @@ class AskedResponse(CommonFields):
             raise InvalidInput("input is an empty list: send at least one item", "input")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+            choice = _tool(choice)
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
@@ -216,7 +216,8 @@ class ResponseExchange(Exchange):
         body.check()
         super().__init__(app, request, body.chat())
         self.asked = body
-        self.ignored, self._repeated, self._numbers = body.ignored, body.repeated(), count()
+        self.ignored = sorted({*body.ignored, *map(body.name_of, self.ignored)})
+        self._repeated, self._numbers = body.repeated(), count()
         self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
 
     def whole(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
+    PrivateAttr,
     StringConstraints,
     Tag,
     model_validator,
@@ -26,9 +27,9 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
-from ..core.json_schemas import relaxed
+from ..core.json_schemas import Place, not_enforced, relaxed
 from ..core.requests import CompletionRequest
-from ..core.serialization import LARGEST, schemas_in
+from ..core.serialization import LARGEST, dotted, schemas_in
 from ..core.streams import text_of
 from ..core.types import Sampling
 
@@ -102,7 +103,9 @@ class Strict(Body):
 
 
 class Lenient(Body):
-    """Unknown keys are kept as they are."""
+    """Unknown keys are kept as they are; `PASSES_ON`: they go to the chat template, so that none is ignored."""
+
+    PASSES_ON: ClassVar[bool] = False
 
     # fields that are refused, each with the values that mean what the server does anyway
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -116,9 +119,26 @@ class Lenient(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields that were given and that nobody knows, in ASCII for a header."""
-        more = {name for name, value in self.extra.items() if value is not None}
-        return [json.dumps(name)[1:-1] for name in sorted(more - set(self.UNSUPPORTED))]
+        """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
+        places = {dotted(place) for place in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
+        return [json.dumps(place)[1:-1] for place in sorted(places)]
+
+    def unused(self) -> Iterator[str]:
+        """Yield the places of known fields that have no effect beside the others."""
+        yield from ()
+
+
+def unknown_keys(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Yield the places of the keys that nobody knows, in a request or a part of one, at any depth."""
+    if isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from unknown_keys(part, (*place, i))
+    if not isinstance(value, Lenient):
+        return
+    if not value.PASSES_ON:
+        yield from ((*place, key) for key, given in (value.model_extra or {}).items() if given is not None)
+    for name, field in type(value).model_fields.items():
+        yield from unknown_keys(getattr(value, name), (*place, field.alias or name))
 
 
 class Options(Strict):
@@ -130,7 +150,7 @@ class Options(Strict):
     tune: bool | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Lenient):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
@@ -145,29 +165,55 @@ class JsonSchema(Lenient):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """What the text is to be."""
+class ResponseFormat(Lenient):
+    """What the text is to be; a `schema` beside the type is llama.cpp's form of one."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def check(self) -> None:
+        """Raise InvalidInput where a schema is missing, or is one too many."""
+        given = {"json_schema": self.json_schema, "schema": self.schema_}
+        places = [f"response_format.{key}" for key, value in given.items() if value is not None]
+        if self.json_schema is not None and self.type != "json_schema":
+            raise InvalidInput(f"{places[0]} needs type json_schema: set it, or leave it out", places[0])
+        if self.schema_ is not None and self.type == "text":
+            raise InvalidInput(f"{places[0]} needs type json_schema: set it, or leave it out", places[0])
+        if len(places) > 1:
+            raise InvalidInput(f"{places[0]} and {places[1]} exclude each other: choose one", places[1])
+        if self.type == "json_schema" and self.given_schema is None:
+            raise InvalidInput(f"{self.place} is missing: give the schema", self.place)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the text is JSON, which ends by itself."""
+        return self.type != "text"
+
+    @property
+    def place(self) -> str:
+        """The place of the schema in the request."""
+        return "response_format.schema" if self.schema_ is not None else "response_format.json_schema.schema"
+
+    @property
+    def given_schema(self) -> dict[str, Any] | None:
+        """The JSON schema, if there is one."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether the schema is a help to the model and no promise."""
+        return self.json_schema is not None and self.json_schema.strict is False
 
     def schema_of_text(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema of the text, if it has one.
-
-        Raises: InvalidInput: it is missing.
-        """
-        if self.type == "text":
+        """Return the JSON schema that the text is held to, if there is one."""
+        if not self.is_json:
             return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            place = "response_format.json_schema.schema"
-            raise InvalidInput(f"{place} is missing: give the schema", place)
-        schema = self.json_schema.schema_
-        return relaxed(schema) if self.json_schema.strict is False else schema
+        schema = {"type": "object"} if self.given_schema is None else self.given_schema
+        return relaxed(schema) if self.is_relaxed else schema
 
 
-class Prediction(Body):
+class Prediction(Lenient):
     """Text that the completion is expected to repeat: it drafts."""
 
     type: Literal["content"]
@@ -255,6 +301,8 @@ class GenerationFields(CommonFields):
 
     def check(self) -> None:
         super().check()
+        if self.response_format is not None:
+            self.response_format.check()
         if self.stream_options is not None and not self.stream:
             raise InvalidInput("stream_options needs stream: set stream to true, or leave it out", "stream_options")
         if self.return_token_ids and self.stream:
@@ -266,6 +314,22 @@ class GenerationFields(CommonFields):
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
             words = f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens of a completion"
             raise InvalidInput(f"{words}: lower it, or ask for more", "min_tokens")
+
+    def name_of(self, field: str) -> str:
+        form = self.response_format
+        return form.place if field == "json_schema" and form is not None else super().name_of(field)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the completion is held to JSON, which ends by itself: `stop` would leave half of it."""
+        return self.response_format is not None and self.response_format.is_json
+
+    def unused(self) -> Iterator[str]:
+        if self.is_json:
+            yield from (name for name in ("stop", "stop_token_ids") if getattr(self, name))
+        form = self.response_format
+        if form is not None and form.is_json and form.is_relaxed:
+            yield from (f"{form.place}.{dotted(place)}" for place in not_enforced(form.given_schema or {}))
 
     @property
     def most_tokens(self) -> int | None:
@@ -291,8 +355,8 @@ class GenerationFields(CommonFields):
             learn=own.tune is not False,
             max_new_tokens=self.most_tokens,
             sampling=Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **given}),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop=() if self.is_json else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=() if self.is_json else tuple(self.stop_token_ids or ()),
             min_new_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.n_logprobs,
@@ -304,6 +368,8 @@ class GenerationFields(CommonFields):
 
 class Message(Lenient):
     """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
+
+    PASSES_ON: ClassVar = True
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -351,16 +417,45 @@ def _call(call: Mapping[str, Any], place: str, key: str = "function") -> dict[st
     return {**call, "type": "function", "function": {"arguments": None, **function}}
 
 
-class NamedTool(BaseModel):
+class Tool(Lenient):
+    """A function that the model may call."""
+
+    class Function(Lenient):
+        """Its name, and what the model is told of it; `parameters` is the JSON schema of its arguments."""
+
+        name: str = Field(min_length=1)
+        description: str | None = None
+        parameters: dict[str, Any] | None = None
+        strict: bool | None = None
+
+    type: Literal["function"]
+    function: Function
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeping(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
+        tool = handler(values)
+        if isinstance(values, dict):
+            tool._given = values
+        return tool
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The tool as the client wrote it, for the chat template."""
+        return self._given
+
+
+class NamedTool(Lenient):
     """The one tool that is to be called."""
 
-    class Function(BaseModel):
+    class FunctionName(Lenient):
         """Its function."""
 
         name: str
 
     type: Literal["function"]
-    function: Function
+    function: FunctionName
 
 
 class AskedChat(GenerationFields):
@@ -374,7 +469,7 @@ class AskedChat(GenerationFields):
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -391,8 +486,6 @@ class AskedChat(GenerationFields):
         if None not in lengths and lengths[0] != lengths[1]:
             words = f"max_tokens {lengths[0]} and max_completion_tokens {lengths[1]} exclude each other: leave one out"
             raise InvalidInput(words, "max_tokens")
-        for i, tool in enumerate(self.tools or ()):
-            check_tool(tool, f"tools[{i}]")
 
     @property
     def most_tokens(self) -> int | None:
@@ -419,7 +512,7 @@ class AskedChat(GenerationFields):
             common,
             forced=forced,
             messages=plain_messages(self.messages),
-            tools=tuple(self.tools or ()) if self.tool_choice != "none" else (),
+            tools=tuple(tool.given for tool in self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
         )
         return [request]
@@ -442,30 +535,30 @@ class AskedChat(GenerationFields):
         """Whether the answer has to call a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
+    @property
+    def is_json(self) -> bool:
+        return self.must_call or super().is_json
+
+    def unused(self) -> Iterator[str]:
+        yield from super().unused()
+        forced = self._forced()
+        for i, tool in enumerate(self.tools or ()):
+            place, function = f"tools[{i}].function", tool.function
+            if function.strict and i not in forced:
+                yield f"{place}.strict"  # A call that the model chooses to make is as it writes it.
+            elif function.strict is False and i in forced:
+                yield from (f"{place}.parameters.{dotted(each)}" for each in not_enforced(function.parameters or {}))
+
     def _forced(self) -> tuple[int, ...]:
         """Return the places of the tools one of which has to be called; none: the model may choose."""
         if not self.must_call:
             return ()
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        names = [tool["function"]["name"] for tool in self.tools or ()]
+        names = [tool.function.name for tool in self.tools or ()]
         if forced := tuple(i for i, name in enumerate(names) if wanted in (None, name)):
             return forced
         words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
         raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
-
-
-def check_tool(tool: Mapping[str, Any], place: str) -> None:
-    """Check that a tool is a function with a name.
-
-    Raises: InvalidInput: it is none.
-    """
-    if tool.get("type") != "function":
-        raise InvalidInput(f"{place} is of type {tool.get('type')!r}: only functions are supported here", place)
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise InvalidInput(f"{place} has no function with a name: give it one", place)
-    if not isinstance(function.get("parameters") or {}, Mapping):
-        raise InvalidInput(f"{place}: its parameters are no object: give their JSON schema", place)
 
 
 class AskedText(GenerationFields):

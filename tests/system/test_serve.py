@@ -833,10 +833,15 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "JSON schema",
     ),
     # tools, their calls, and schemas
-    (CHAT, {"tools": [NAMED, {"type": "function"}]}, "tools[1]", "no function with a name"),
-    (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0]", "'retrieval': only functions"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0]", "no object"),
-    (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search': only functions"),
+    (CHAT, {"tools": [NAMED, {"type": "function"}]}, "tools[1].function", "tools[1] lacks 'function'"),
+    (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0].type", "is 'retrieval': use 'function'"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+        "tools[0].function.parameters",
+        "is 5: use an object",
+    ),
+    (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search': use 'function'"),
     (CHAT, {"tool_choice": NAMED}, "tool_choice", "there is no tool 'add'"),
     (
         CHAT,

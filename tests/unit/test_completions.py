@@ -149,7 +149,7 @@ IMAGE = [{"type": "input_image", "image_url": "data:,"}]
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "reasoning", "encrypted_content": "a"}]}, "input[0].content"),
         ({"input": []}, "input"),
-        ({"input": "a", "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
