@@ -73,6 +73,13 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @requests("--max-waiting", default=128, type=natural, help="Completions that may wait.")
 @requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
 @requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
+@requests(
+    "--load-wait",
+    "load_wait_s",
+    default=300,
+    type=natural,
+    help="Seconds that a request waits for a model that is being loaded.",
+)
 @requests("--drain", "drain_s", default=30, type=positive, help="Seconds for completions at the end.")
 @requests("--explain/--no-explain", "explains", default=True, help="Say in answers how they were decoded.")
 @learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")

@@ -40,10 +40,10 @@ router = APIRouter(tags=["completions"])
 
 
 class Exchange(ABC):
-    """A client's request and its answer; building it sends all choices to the engine.
+    """A client's request and its answer, for which all choices are sent to the engine.
 
-    Raises: InvalidInput: a field cannot be used. Refused: its caller has used its tokens of this minute. ModelNotFound,
-            EngineGone, Busy: as the engines raise it.
+    Raises: InvalidInput: a field cannot be used. Refused: its caller has used its tokens of this minute. ModelNotFound:
+            as the engines raise it.
     """
 
     WORD: ClassVar[str]  # with which ids begin
@@ -54,28 +54,19 @@ class Exchange(ABC):
         caller = request.scope["state"]
         app.tokens.check(caller["caller"], "tokens")
         key = app.settings.keys.find(caller["key_owner"])
-        requests = [
+        self._requests = [
             replace(each, task=each.task or (key and key.task))
             for each in body.requests(caller["key_owner"] or "")  # prefixes are shared within a key
         ]
         self.asked: CommonFields = body  # as its client has it
         self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
-        self._check_places(len(requests))
+        self._check_places(len(self._requests))
         self.ignored = body.ignored
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
         self.choices: list[Choice] = []
         self._is_begun = False  # its client has seen something of a stream
-        must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
-        try:
-            for i, own in enumerate(one for each in requests for one in _seeded(each, body.n or 1)):
-                reply = self.engine.ask("decode", self._events, request=own)
-                names = [tool["function"]["name"] for tool in own.tools]  # which `check` has seen
-                self.choices.append(Choice(i, reply, names, must_call, most_calls))
-        except SwiftoptError:
-            self._close()
-            raise
 
     def _check_places(self, n_prompts: int) -> None:
         """Refuse more completions than the engine could ever run at once."""
@@ -114,8 +105,23 @@ class Exchange(ABC):
             shutdown_grace_period=math.inf,  # else it is cut as soon as the server is to end, which gives it up in time
         )
 
+    async def _ask(self) -> None:
+        """Send all choices to the engine, once the model is loaded.
+
+        Raises: EngineGone, Busy: as the engine raises it.
+        """
+        left_s = self._until - time.monotonic()
+        await self.engine.until_loaded(min(self._app.settings.load_wait_s, left_s))
+        body = self.body
+        must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
+        for i, own in enumerate(one for each in self._requests for one in _seeded(each, body.n or 1)):
+            reply = self.engine.ask("decode", self._events, request=own)
+            names = [tool["function"]["name"] for tool in own.tools]  # which `check` has seen
+            self.choices.append(Choice(i, reply, names, must_call, most_calls))
+
     async def _collected(self) -> dict[str, Any]:
         with self._ending():
+            await self._ask()
             async for _ in self._pieces():
                 pass
             return self.whole()
@@ -124,6 +130,7 @@ class Exchange(ABC):
         """Yield the events of a stream; an error before the first of them is raised, a later one ends the stream."""
         try:
             with self._ending():
+                await self._ask()
                 async with aclosing(self._pieces()) as pieces, aclosing(self.stream(pieces)) as events:
                     async for event in events:
                         self._is_begun = True
@@ -421,24 +428,37 @@ async def completions(app: Shared, request: Request, body: AskedText) -> Respons
 
 
 @router.post("/tokenize", operation_id="tokenize", response_class=Response)
-async def tokenize(app: Shared, body: AskedTokens) -> Response:
+async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response:
     """The token ids of the prompt that a chat or a completion of the same body reads."""
     with body.naming():
         body.check()
         if body.extra.get("prompt") is not None:
             raise InvalidInput("messages and prompt exclude each other: give one of them", "prompt")
-        request, *more = body.requests("")
+        prompt, *more = body.requests("")
         if more:
             raise InvalidInput(f"prompt has {1 + len(more)} prompts: ask for the tokens of one at a time", "prompt")
-        engine = app.engines.find(body.model)
-        ids = (await engine.call("tokenize", request=request))["token_ids"]
-    assert engine.about is not None
-    values = {"tokens": ids, "count": len(ids), "max_model_len": engine.about["max_positions"]}
+        event = await _called(app, request, body.model, "tokenize", request=prompt)
+    if event is None:
+        return Response(status_code=GONE)
+    values = {"tokens": event["token_ids"], "count": len(event["token_ids"]), "max_model_len": event["max_positions"]}
     return JSONResponse(values, headers=named_as_ignored(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
-async def detokenize(app: Shared, body: AskedDetokenized) -> Response:
+async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> Response:
     """The text of token ids."""
-    event = await app.engines.find(body.model).call("detokenize", token_ids=body.tokens)
+    event = await _called(app, request, body.model, "detokenize", token_ids=body.tokens)
+    if event is None:
+        return Response(status_code=GONE)
     return JSONResponse({"prompt": event["text"]}, headers=named_as_ignored(body.ignored))
+
+
+async def _called(app: State, request: Request, model: str, op: str, /, **values: Any) -> dict[str, Any] | None:
+    """Return the event that answers a question to a model, once it is loaded; None: the client has disconnected."""
+    engine = app.engines.find(model)
+
+    async def called() -> dict[str, Any]:
+        await engine.until_loaded(app.settings.load_wait_s)
+        return await engine.call(op, **values)
+
+    return await _unless_gone(request, called())

@@ -130,6 +130,8 @@ class EngineProcess:
         self._numbers = count(1)
         self.tuning = ModelTuning()  # as of the last answer
         self._stdin: asyncio.StreamWriter | None = None
+        self._load_ended = asyncio.Event()  # the model is loaded, or cannot be
+        self.n_until_loaded = 0  # requests that wait for that
         self._logged = ("", -LOG_S)  # phase of loading that was logged last, and when
 
     @property
@@ -161,6 +163,28 @@ class EngineProcess:
         replies = list(self._replies.values())  # the metrics are read in a thread of their own
         return sum(reply.request["op"] == "decode" for reply in replies)
 
+    async def until_loaded(self, within_s: float) -> bool:
+        """Wait while the model is being loaded, then return True; `ask` raises where it is not loaded even so.
+
+        Raises: Busy: as many requests as may run and wait do so already.
+        """
+        if self.about is None:
+            self._check_places(self.n_requests + self.n_until_loaded)
+            self.n_until_loaded += 1
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._load_ended.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self.n_until_loaded -= 1
+        return True
+
+    def _check_places(self, n_taken: int) -> None:
+        if n_taken >= self.n_places:
+            words = f"{n_taken} requests run or wait already for {self.served.name}: try again in a few seconds"
+            raise Busy(words)
+
     def ask(self, op: str, events: Events | None = None, **values: Any) -> Reply:
         """Send a request, whose events come to the queue (None: to a queue of its own).
 
@@ -168,9 +192,8 @@ class EngineProcess:
         """
         if self.about is None:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
-        if op == "decode" and self.n_requests >= self.n_places:
-            words = f"{self.n_requests} requests run or wait already for {self.served.name}: try again in a few seconds"
-            raise Busy(words)
+        if op == "decode":
+            self._check_places(self.n_requests)
         number = next(self._numbers)
         reply = Reply(number, {"op": op, "id": number, **values}, asyncio.Queue() if events is None else events)
         self._write(reply.request)
@@ -210,6 +233,7 @@ class EngineProcess:
 
     def give_up(self) -> None:
         """Fail the requests that are left, because the server ends."""
+        self._load_ended.set()
         for reply in list(self._replies.values()):
             self.drop(reply)
             words = "the server ended before the answer did (--drain): ask again"
@@ -230,6 +254,10 @@ class EngineProcess:
                 self.reason = str(error)
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
             self._fail_replies()
+            if self.about is None:  # it could not be loaded, which those that wait for it are told
+                self._load_ended.set()
+            else:
+                self._load_ended.clear()
             self.about, self.tuning = None, ModelTuning()
             self._on_state(self.served.name, self.state)
             wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
@@ -250,6 +278,7 @@ class EngineProcess:
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
+        self._load_ended.clear()
         self._write(self.served.to_json())  # with the database's password, which `ps` would show as an argument
         self._log_loading("starting its process")
         try:
@@ -272,6 +301,7 @@ class EngineProcess:
                 reply.put(event)
         elif event["event"] == "ready":
             self.about = event
+            self._load_ended.set()
             logger.info("engine=ready model=%s", self.served.name)
             self._on_state(self.served.name, self.state)
             for values in self._verbs.values():
@@ -509,7 +539,9 @@ class EngineMetrics(Collector):
         """Yield the metrics as they are now."""
         label, engines = ["model_name"], self._engines.items()
         running = [([name], min(each.n_requests, each.served.concurrency)) for name, each in engines]
-        waiting = [([name], max(0, each.n_requests - each.served.concurrency)) for name, each in engines]
+        waiting = [
+            ([name], max(0, each.n_requests - each.served.concurrency) + each.n_until_loaded) for name, each in engines
+        ]
         starts = [([name], each.n_starts) for name, each in engines]
         yield metric(GaugeMetricFamily, "vllm:num_requests_running", "Requests that are decoded.", label, running)
         yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that wait.", label, waiting)

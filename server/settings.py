@@ -144,6 +144,7 @@ class ServerSettings:
     max_waiting: int = 128  # completions per model, besides those that run; a request may have as many choices
     drain_s: int = 30  # for completions in progress at the end
     timeout_s: float = 600.0  # of a completion, waiting included
+    load_wait_s: float = 300.0  # that a request waits for a model that is being loaded
     origins: tuple[str, ...] = ()  # of pages that may call the API; "*": of all
     explains: bool = True  # answers say how they were decoded
     log_polls: bool = False  # health checks and metrics have access lines, too

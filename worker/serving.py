@@ -309,7 +309,8 @@ class EngineHost:
 
     def _tokenize(self, number: int, request: CompletionRequest) -> None:
         session = Session(self.model.runtime, request.sampling, 1)
-        self._wire.send(number, "tokens", token_ids=token_ids_of(session, request))
+        ids = token_ids_of(session, request)
+        self._wire.send(number, "tokens", token_ids=ids, max_positions=session.runtime.max_positions)
 
     def _detokenize(self, number: int, token_ids: Sequence[int]) -> None:
         check_vocabulary(token_ids, self.model.runtime, "tokens")

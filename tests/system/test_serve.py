@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
@@ -39,7 +40,7 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftopt
 from swiftopt.bench.disturbed_start import N_WARM, start
-from swiftopt.core.errors import ContextOverflow, InvalidInput, NotFound
+from swiftopt.core.errors import Busy, ContextOverflow, EngineGone, InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
@@ -358,6 +359,62 @@ def test_engine_has_no_database_among_its_arguments(server: Served) -> None:
 def test_loading_is_told_step_by_step_before_the_engine_is_ready(server: Served) -> None:
     before, ready, _ = server.log.read_text().partition("engine=ready")
     assert ready and "engine=loading" in before and "reading its weights" in before
+
+
+def test_requests_wait_for_a_model_that_is_being_loaded(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1", "--no-tune"]
+    asked = [*BODIES.items(), ("/tokenize", BODIES[CHAT]), ("/detokenize", {"model": "tiny", "tokens": [3]})]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        post = partial(served.client.post, timeout=START_S)
+
+        def statuses() -> list[int]:
+            with ThreadPoolExecutor(6) as pool:
+                streamed = pool.submit(post, CHAT, json={**BODIES[CHAT], "stream": True})
+                answers = list(pool.map(lambda each: post(each[0], json=each[1]), asked))
+            return [answer.status_code for answer in (*answers, streamed.result())]
+
+        assert "engine=ready" not in served.log.read_text()
+        refused(post(CHAT, json={**BODIES[CHAT], "temperature": 3}), 400, "temperature")  # without waiting
+        assert "engine=ready" not in served.log.read_text()
+        assert statuses() == [200] * 6
+        engine_of(served).kill()
+        while served.client.get("/health").status_code == 200:
+            time.sleep(0.01)
+        assert statuses() == [200] * 6, "while its successor loads it"
+
+
+def test_request_is_a_503_where_a_model_is_not_loaded_in_time(folder: Path, tmp_path: Path) -> None:
+    options = ["--model", f"tiny={folder}", "--load-wait", "0", "--threads", "1"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        for path, body in (*BODIES.items(), ("/tokenize", BODIES[CHAT])):
+            answer = served.client.post(path, json=body)
+            assert "cannot serve now (it is loading the model" in refused(answer, 503)
+            assert int(answer.headers["retry-after"]) > 0
+
+
+def test_request_for_a_model_that_cannot_be_loaded_is_told_so_at_once(tmp_path: Path) -> None:
+    folder = save(tmp_path / "broken")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    options = ["--model", f"tiny={folder}", "--threads", "1"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        words = refused(served.client.post(COMPLETION, json=BODIES[COMPLETION], timeout=START_S), 503)
+    assert "cannot serve now (" in words and "it is loading" not in words
+
+
+def test_requests_that_wait_for_a_model_are_bounded_and_told_when_the_server_ends() -> None:
+    async def wait() -> None:
+        engine = EngineProcess(ServedModel("tiny", "tiny", concurrency=1), most_waiting=1)
+        waiting = [asyncio.create_task(engine.until_loaded(START_S)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="2 requests run or wait already"):
+            await engine.until_loaded(START_S)
+        engine.give_up()
+        assert await asyncio.gather(*waiting) == [True, True] and engine.n_until_loaded == 0
+        with pytest.raises(EngineGone):
+            engine.ask("decode")
+
+    asyncio.run(wait())
 
 
 def test_server_says_that_it_serves_a_model_when_that_answers(folder: Path, tmp_path: Path) -> None:
