@@ -1,7 +1,8 @@
 """One completion of an answer as it grows: text, thought and calls of tools, its tokens' names and places, statistics.
 
-Calls are `<tool_call>{…}</tool_call>` (Qwen, Hermes), or a completion that begins with a JSON object (Llama 3) or with
-a list of them (Mistral, Phi-4), after the family's tag where the tokenizer shows it. A thought is `<think>…</think>`.
+Calls are `<tool_call>{…}</tool_call>` (Qwen, Hermes), what a block of code begins with (Qwen-Coder), or a completion
+that begins with a JSON object (Llama 3) or with a list of them (Mistral, Phi-4), after the family's tag where the
+tokenizer shows it. A thought is `<think>…</think>`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import time
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settled
 from ..core.types import Completion
@@ -21,9 +23,24 @@ from .engines import Reply
 
 TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")  # Llama's, Mistral's, and Phi-4's two
 LAST_TAG = "<|/tool_call|>"  # ends Phi-4's
-_BLOCK = re.compile(f"{CALL_BEGINS}(.*?){CALL_ENDS}", re.DOTALL)
 _CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
-_JSON = json.JSONDecoder()
+FENCE = "```"
+_BEGIN = re.compile(rf"(?P<tag>{CALL_BEGINS}\s*)|{FENCE}(?:json)?\s*(?=[{{\[])")
+_TAG_END = re.compile(rf"\s*{CALL_ENDS}")
+_OPEN_FENCE = re.compile(rf"`{{1,2}}$|{FENCE}(?:j|js|jso|json)?$|{FENCE}(?:json)?(\s+$|\s*[{{\[])")  # may begin a call
+_BLANKS = re.compile(r"\s+")
+
+
+def _finite(number: str) -> float:
+    """Read a number; one beyond floats as the largest, for JSON has no infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refused)
 
 TokenLogprobs = list[Any]  # a token's piece, its log probability (None: it has none), and both of its alternatives
 
@@ -39,6 +56,7 @@ class ToolParser:
         self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
         self._held = ""
         self._after_call = self._has_text = False
+        self._end_mark = ""  # of the latest call, if it may still come
         self.calls: list[dict[str, Any]] = []
         self.is_cut = False
 
@@ -48,21 +66,22 @@ class ToolParser:
             return ""
         self._held += text
         shown = ""
-        while not self._is_full() and (block := _BLOCK.search(self._held)) is not None and self._take(block[1]):
-            before = self._held[: block.start()]
-            shown += before.lstrip("\n") if self._after_call else before
-            self._held, self._after_call = self._held[block.end() :], True
-        is_open = self._may_be_calls("}" in text or "]" in text)
+        is_closed = "}" in text or "]" in text
+        self._drop_end()
+        while not self._is_full() and (before := self._take_block(is_closed or ">" in text)) is not None:
+            shown, self._after_call = shown + before, True
+            self._drop_end()
+        is_open = self._may_be_calls(is_closed)
         if self._is_full():
             self._held = ""
         if is_open:
             return shown
-        if self._after_call:  # line breaks between calls are dropped
-            self._held = self._held.lstrip("\n").removeprefix(LAST_TAG)
-            if LAST_TAG.startswith(self._held):
+        self._drop_end()
+        if self._after_call:
+            if self._end_mark.startswith(self._held):
                 return shown
             self._after_call = False
-        cut = settled(self._held, [CALL_BEGINS])
+        cut = min(settled(self._held, [CALL_BEGINS]), self._open_fence())
         shown, self._held = shown + self._held[:cut], self._held[cut:]
         self._has_text = self._has_text or bool(shown.strip())
         return shown
@@ -76,6 +95,13 @@ class ToolParser:
         if (cut := _CUT_CALL.match(rest)) is not None:
             self._add(json.loads(cut[1]), cut[2])
         return ""
+
+    def _drop_end(self) -> None:
+        """Drop what ends the latest call, and line breaks behind it."""
+        if self._after_call:
+            self._held = self._held.lstrip("\n")
+            if self._end_mark and self._held.startswith(self._end_mark):
+                self._held, self._end_mark = self._held.removeprefix(self._end_mark).lstrip("\n"), ""
 
     def _is_full(self) -> bool:
         return self._most_calls is not None and len(self.calls) >= self._most_calls
@@ -101,34 +127,58 @@ class ToolParser:
             return True
         try:
             found, end = _JSON.raw_decode(body)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return True
-        if self._take_all(found if isinstance(found, list) else [found]):
-            self._held, self._after_call = body[end:], True
+        if self._take_all(found):
+            self._held, self._after_call, self._end_mark = body[end:], True, LAST_TAG
         return False
 
-    def _take(self, text: str) -> bool:
-        """Add the call in a text; False where it is no call of a known tool."""
-        try:
-            return self._take_all([json.loads(text)])
-        except json.JSONDecodeError:
-            return False
+    def _take_block(self, is_closed: bool) -> str | None:
+        """Take the first call between tags or in a block of code; return the text before it, None where none is."""
+        for begin in _BEGIN.finditer(self._held) if is_closed else ():
+            try:
+                found, end = _JSON.raw_decode(self._held, begin.end())
+            except (ValueError, RecursionError):
+                continue
+            tag_end = _TAG_END.match(self._held, end)
+            if (tag_end is None and begin["tag"]) or not self._take_all(found):
+                continue
+            before = self._held[: begin.start()]
+            self._end_mark = "" if begin["tag"] else FENCE
+            self._held = self._held[tag_end.end() if begin["tag"] and tag_end is not None else end :]
+            return before
+        return None
 
-    def _take_all(self, found: Sequence[Any]) -> bool:
-        """Add all calls, or none and return False where one of them is not of a known tool."""
+    def _open_fence(self) -> int:
+        """Return where a block of code begins that may become a call; the held text's length, where none does."""
+        names = [_BLANKS.sub("", json.dumps(name, ensure_ascii=False)) for name in self._names]
+        heads = [f'{bracket}{{"name":{name}' for name in names for bracket in ("", "[")]
+        for fence in _OPEN_FENCE.finditer(self._held):
+            body = _BLANKS.sub("", self._held[fence.start() :].lstrip("`").removeprefix("json"))
+            if fence.end() == len(self._held) or any(body.startswith(head) or head.startswith(body) for head in heads):
+                return fence.start()
+        return len(self._held)
+
+    def _take_all(self, found: Any) -> bool:
+        """Add a call or a list of calls; none, and return False, where one of them is not of a known tool."""
+        found = found if isinstance(found, list) else [found]
         if not all(isinstance(each, Mapping) and each.get("name") in self._names for each in found):
             return False
         for each in found:
             arguments = each.get("arguments", each.get("parameters", {}))
-            self._add(
-                each["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            )
+            self._add(each["name"], arguments if isinstance(arguments, str) else _written(arguments))
         return bool(found)
 
     def _add(self, name: str, arguments: str) -> None:
         function = {"name": name, "arguments": arguments}
         if not self._is_full():
             self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+
+
+def _written(arguments: Any) -> str:
+    """Return arguments as JSON; halves of characters, which UTF-8 does not have, as escapes."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(arguments) if re.search("[\ud800-\udfff]", text) else text
 
 
 class ThoughtParser:

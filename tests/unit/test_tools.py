@@ -21,6 +21,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 MISTRAL = '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]'
 OTHER = '<tool_call>{"name": "unknown"}</tool_call>'
+CODER = """{
+  "name": "add",
+  "arguments": {
+    "a": 1
+  }
+}"""
 WHOLE = {
     f"Let me see.{CALL}": ("Let me see.", 1),
     f"{CALL}\n{CALL}": ("", 2),
@@ -28,6 +34,17 @@ WHOLE = {
     f"<|python_tag|>{LLAMA}": ("", 1),
     f"Here: {LLAMA}": (f"Here: {LLAMA}", 0),
     f"{LLAMA} is it": (" is it", 1),
+    f"```json\n{LLAMA}\n```": ("", 1),
+    f"```\n{MISTRAL}\n```\n": ("", 2),
+    f"I call it:\n```json\n{CODER}\n```\nDone.": ("I call it:\nDone.", 1),
+    f"```json\n{CODER}\n```\n\n```json\n{LLAMA}\n```": ("", 2),
+    f"```json\n{LLAMA}```python\nadd(1)\n```": ("python\nadd(1)\n```", 1),
+    f"```json\n{LLAMA}\n```{CALL}": ("", 2),
+    f"{OTHER}{CALL}": (OTHER, 1),
+    '```json\n{"name": "adder"}\n```': ('```json\n{"name": "adder"}\n```', 0),
+    "```python\nadd(1)\n```\nor `add` ``": ("```python\nadd(1)\n```\nor `add` ``", 0),
+    "```json\n[1, 2]\n```": ("```json\n[1, 2]\n```", 0),
+    '```json\n{"a": "```"': ('```json\n{"a": "```"', 0),
     MISTRAL: ("", 2),
     f"[TOOL_CALLS] {MISTRAL}": ("", 2),
     f"functools{MISTRAL}": ("", 2),
@@ -71,11 +88,37 @@ def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) 
     assert len({call["id"] for call in tools.calls}) == len(tools.calls)
 
 
-@pytest.mark.parametrize("text", [CALL, LLAMA, MISTRAL])
+@pytest.mark.parametrize("text", [CALL, LLAMA, MISTRAL, f"```json\n{CODER}"])
 def test_call_is_known_as_soon_as_it_is_complete(text: str) -> None:
     tools = ToolParser(["add"])
     assert tools.add(text[:-1]) == "" and not tools.calls
     assert tools.add(text[-1]) == "" and tools.calls
+
+
+def test_block_of_code_is_shown_as_soon_as_it_can_be_no_call() -> None:
+    tools = ToolParser(["add"])
+    assert tools.add("See:\n```") == "See:\n" and tools.add("python") == "```python"
+    assert tools.add("\n```js") == "\n" and tools.add('on\n{"na') == ""
+    assert tools.add('me": "sub') == '```json\n{"name": "sub'
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (r'{"a": "\ud83d"}', r'{"a": "\ud83d"}'),
+        ('{"a": "```</tool_call>é"}', '{"a": "```</tool_call>é"}'),
+        ('{"a": -1e999}', '{"a": -1.7976931348623157e+308}'),
+        ('{"a": NaN}', None),
+        ('{"a": ' + "[" * 100_000, None),
+    ],
+    ids=["half of a character", "marks", "beyond floats", "no number", "deep"],
+)
+def test_arguments_are_json_that_can_be_sent(written: str, told: str | None) -> None:
+    for begin, end in (("<tool_call>", "</tool_call>"), ("", ""), ("```json\n", "\n```")):
+        tools, text = ToolParser(["add"]), f'{begin}{{"name": "add", "arguments": {written}}}{end}'
+        shown = tools.add(text) + tools.end()
+        assert [call["function"]["arguments"] for call in tools.calls] == ([] if told is None else [told])
+        assert shown == (text if told is None else "") and json.dumps(tools.calls, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
