@@ -189,7 +189,16 @@ def test_docker_ignore_lets_the_package_through_and_nothing_else() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    files = {"__init__.py", "__main__.py", "py.typed", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    files = {
+        "__init__.py",
+        "__main__.py",
+        "py.typed",
+        "pyproject.toml",
+        "setup.py",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    }
     assert next(line for line in lines if not line.startswith("#")) == "*"
     assert allowed == packages | files | {"docker/swiftopt.sh"}
 
