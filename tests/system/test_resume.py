@@ -7,7 +7,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cache
 from typing import Any
@@ -52,6 +52,15 @@ ALARM = shift.ALARM
 STRIDES = 4  # snapshots of a run, evenly spaced, that are gone on from
 KEPT = (TrialsDone, PromptFinished, Progress)
 DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 32, 64)})  # batches of one
+
+
+@pytest.fixture(autouse=True, scope="module")
+def restored() -> Iterator[None]:
+    """Give other files back what a case sets for all of its lives."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((shift, "ALARM"), (verdict, "is_open"), (tuning, "BEAT_S")):
+            patch.setattr(module, name, getattr(module, name))
+        yield
 
 
 @cache
