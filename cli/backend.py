@@ -25,7 +25,6 @@ from ..core.errors import (
     InvalidInput,
     JobCancelled,
     JobFailed,
-    ServiceUnreachable,
     StoreError,
     StoreUnavailable,
     safe_url,
@@ -101,13 +100,6 @@ class JobClient:
                 return
             time.sleep(POLL_S)
 
-    def why_waiting(self, job: Job) -> str | None:
-        """Return why a queued job does not run, in words; None for other jobs, and where that is not known."""
-        return self._obstacle(job.queue) if job.state == "queued" and job.queue is not None else None
-
-    def _obstacle(self, queue: str) -> str | None:
-        return None
-
 
 class QueueClient(JobClient):
     """Access to jobs in a database, with the Redis that brings them to workers."""
@@ -117,18 +109,8 @@ class QueueClient(JobClient):
 
         logger = logging.getLogger("swiftopt")
         if not logger.handlers:
-            logger.addHandler(logging.NullHandler())  # what it would log, `why_waiting` says better
+            logger.addHandler(logging.NullHandler())  # what it would log, `obstacle` says better
         super().__init__(JobService(store, queue), safe_url(store.url))
-        self._queue = queue
-
-    def _obstacle(self, queue: str) -> str | None:
-        if self._queue is None:
-            return "no Redis is named, so the job waits: name it with --redis or SWIFTOPT_REDIS_URL"
-        try:
-            listening = [worker for worker in self._queue.workers() if worker.queue == queue]
-        except ServiceUnreachable as error:
-            return f"the job waits in the database: {error}"
-        return None if listening else f"no worker listens on queue {queue!r}: start one with `swiftopt worker`"
 
 
 class ServerClient(JobClient):
@@ -138,10 +120,6 @@ class ServerClient(JobClient):
 
     def updates(self, job: str) -> Iterator[JobEvent | Job]:
         return self._client.follow(job)
-
-    def _obstacle(self, queue: str) -> str | None:
-        redis = self._client.ready().get("redis")
-        return None if redis in (None, "ok") else f"the job waits in the server's database: its Redis is {redis}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +229,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
                 job = update
                 if job.state == "queued" and not said_why and time.monotonic() - waiting_since >= PATIENCE_S:
                     waiting_since = time.monotonic()  # where there is nothing to say, look again later
-                    if reason := client.why_waiting(job):
+                    if reason := client.jobs.obstacle(job):
                         progress.say(reason)
                         said_why = True
             elif (event := update.event) is not None:

@@ -260,6 +260,9 @@ class Client(ServerConnection):
         # a repeated `retry` would meet the job that the first one queued, and be refused
         return self._read(Job, self._json("POST", _path(job, verb), again=verb != "retry"))
 
+    def obstacle(self, job: Job) -> str | None:
+        return self.get(job.id).obstacle if job.state == "queued" else None
+
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         found = self._get(_path(job, "events"), after=after, limit=limit, format="json")
         return list(self._read(EventPage, found).events)

@@ -222,6 +222,12 @@ DEFAULT_QUEUE = "default"
 LINES_FROM = ("stream", "form", "out", "task", "limit")
 
 
+def worker_command(queue: str) -> str:
+    """Return the command that starts a worker of a queue, as hints name it."""
+    option = "" if queue == DEFAULT_QUEUE else f" --queue {queue}"
+    return f"`swiftopt worker{option}`"
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The right to write for a job, as long as this attempt is its latest and the job runs."""
@@ -245,6 +251,8 @@ class Delivery(Lease):
 @dataclass(frozen=True, slots=True)
 class Job(Record):
     """A job's row. `queue` None: it runs in the process that began it, and no worker may take it.
+
+    `obstacle` says why a queued job does not run; a server tells it of single jobs, and the row knows nothing of it.
 
     `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
     as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
@@ -274,6 +282,7 @@ class Job(Record):
     created_at: str = ""
     started_at: str | None = None
     finished_at: str | None = None
+    obstacle: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         sets = tuple(replace(record, job=self.id) for record in self.layer_sets)  # their JSON does not say so
@@ -380,6 +389,9 @@ class JobBoard(Protocol):
 
     def act(self, job: str, verb: Verb) -> Job:
         """Pause, resume, stop, cancel or retry; the job as it is then."""
+
+    def obstacle(self, job: Job) -> str | None:
+        """Why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         """What the job reported behind event number `after`, oldest first."""

@@ -25,6 +25,7 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
+from .dashboard import install as pages_for_browsers
 from .dashboard import jobs, plans, searches, served
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
@@ -58,6 +59,7 @@ def create_app(
     storage = StorageCheck(store, [file.absolute().parent for file in kept])
     tokens = RateLimit(settings.tokens_per_min, counted=True)
     app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage)
+    pages_for_browsers(app)
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
@@ -119,7 +121,7 @@ def serve(
     """
     queue = RedisQueue(redis_url) if redis_url else None
     engines = Engines(served, settings.max_waiting, on_state)
-    app = create_app(store, JobService(store, queue), settings, queue, engines)
+    app = create_app(store, JobService(store, queue, served), settings, queue, engines)
     config = uvicorn.Config(
         app,
         log_config=None,

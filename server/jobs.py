@@ -13,6 +13,7 @@ import math
 import os
 import stat
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
@@ -308,7 +309,12 @@ def submit(
     """
     prompts, stream, task = prompts_of(app, body)
     job, is_new = app.board.submit(body.tune_request(stream, task), prompts, body.queue, idempotency_key)
-    return JSONResponse(job.to_json(), 202 if is_new else 200, {"Location": f"/v1/jobs/{job.id}"})
+    return JSONResponse(_values(app, job), 202 if is_new else 200, {"Location": f"/v1/jobs/{job.id}"})
+
+
+def _values(app: State, job: Job) -> dict[str, Any]:
+    """Return a job as it is answered by itself: with what keeps it from running."""
+    return replace(job, obstacle=app.board.obstacle(job)).to_json()
 
 
 @router.get("", operation_id="jobs", response_model=JobList)
@@ -319,8 +325,8 @@ def jobs(app: Shared, state: JobState | None = None, limit: Annotated[int, Query
 
 @router.get("/{job}", operation_id="job", response_model=Job)
 def show(app: Shared, job: JobId) -> Response:
-    """One job as it is now."""
-    return JSONResponse(app.board.get(job).to_json())
+    """One job as it is now; `obstacle` says why it does not run, while it is queued and nobody can take it."""
+    return JSONResponse(_values(app, app.board.get(job)))
 
 
 @router.get(
@@ -341,7 +347,7 @@ def outputs(app: Shared, job: JobId) -> Response:
 @router.post("/{job}/{verb}", operation_id="steer_job", response_model=Job)
 def steer(app: Shared, job: JobId, verb: Verb) -> Response:
     """Pause, resume, stop, cancel or retry a job; it as it is then. A running job pauses or stops at its next step."""
-    return JSONResponse(app.board.act(job, verb).to_json())
+    return JSONResponse(_values(app, app.board.act(job, verb)))
 
 
 async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:

@@ -207,6 +207,7 @@ def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: 
         fingerprint=row.fingerprint or "",
         progress=row.progress if isinstance(row.progress, Mapping) else None,
         n_outputs=n_outputs,
+        obstacle=None,
         layer_sets=tuple(sets),
         plans=tuple(plans[key] for key in dict.fromkeys(map(_looked_up, sets))),
     )

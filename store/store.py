@@ -78,6 +78,7 @@ class Jobs(Transactions):
     due = reads(transitions.due)
     redeliver = writes(transitions.redeliver)
     lock = writes(transitions.take_lock)
+    locks = reads(transitions.held_locks)
     _expired = reads(transitions.expired)
     _expire = writes(transitions.expire)
 

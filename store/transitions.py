@@ -139,6 +139,12 @@ def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
     return session.execute(taken).one_or_none() is not None
 
 
+def held_locks(session: Session, prefix: str) -> list[str]:
+    """Return the names of the locks that somebody holds and that begin so."""
+    query = select(LockRow.name).where(LockRow.name.startswith(prefix, autoescape=True), LockRow.until >= clock_s())
+    return list(session.scalars(query))
+
+
 # --- attempts ---
 
 

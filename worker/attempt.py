@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import (
@@ -32,6 +30,7 @@ from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
 from ..tasks.admission import check_tuning
 from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, log_state, patiently, state_without_lease
+from .engine_locks import as_request, engine_lock, model_of
 from .queue import SPARE_S, JobService, RedisQueue
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Attempts:
     def wants_loaded(self, job: Job) -> bool:
         """Return whether a job tunes the loaded model, and its files have not changed."""
         try:
-            return job.kind == "tune" and self._loaded == _model_of(self._request(job))
+            return job.kind == "tune" and self._loaded == model_of(self._request(job))
         except InvalidInput:  # its own attempt reports it
             return False
 
@@ -142,7 +141,7 @@ class Attempts:
         with suppress(NotFound, InvalidInput):  # the attempt itself reports these
             job = self.store.jobs.get(delivery.job)
             if delivery.queue == DEFAULT_QUEUE and job.kind == "tune":
-                return not self.store.jobs.lock(_engine_lock(self._request(job)), self.context.name, 0.0)
+                return not self.store.jobs.lock(engine_lock(self._request(job)), self.context.name, 0.0)
         return False
 
     def _following(self, done: Delivery) -> Delivery | None:
@@ -161,7 +160,7 @@ class Attempts:
     def _load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
         from ..tasks.tune import load_model
 
-        wanted = _model_of(request)
+        wanted = model_of(request)
         if self._runtime is None or self._loaded != wanted:
             self._loaded, self._runtime = wanted, None  # frees the memory of the previous one first
             self._runtime = load_model(request, on_step)
@@ -228,9 +227,9 @@ class EngineJobs(Attempts):
         worker = f"{socket.gethostname()}-{os.getpid()}-engine"
         context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, served.device, store.jobs.lease_s)
         super().__init__(context, store, threading.Event())
-        request = TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
-        self._loaded, self._runtime = _model_of(request), runtime
-        self._lock, self._engine_turn = _engine_lock(request), turn
+        request = as_request(served)
+        self._loaded, self._runtime = model_of(request), runtime
+        self._lock, self._engine_turn = engine_lock(request), turn
         self._others: set[str] = set()  # waiting jobs that are not for this engine
         self._held, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
@@ -280,22 +279,6 @@ class EngineJobs(Attempts):
             self._hold()
         with self._engine_turn():
             yield
-
-
-def _model_of(request: TuneRequest) -> tuple[Any, ...]:
-    """Return what identifies a request's model; where it is a path, also the time of its newest file."""
-    path, changed, place = Path(request.model), 0, request.model
-    with suppress(OSError):  # loading reports it
-        files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
-        changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-        place = str(path.resolve()) if files else place
-    return place, request.dtype, request.device, request.speed, changed
-
-
-def _engine_lock(request: TuneRequest) -> str:
-    """Return the name of the lock that an engine of this machine holds on jobs of its model."""
-    model = hashlib.sha256(repr(_model_of(request)).encode()).hexdigest()
-    return f"engine {socket.gethostname()} {model}"
 
 
 def describe(error: BaseException) -> str:

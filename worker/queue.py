@@ -23,12 +23,24 @@ from rq import Queue
 from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
-from ..core.errors import ServiceUnreachable, SettingsError, StoreError, safe_url
-from ..core.requests import DEFAULT_QUEUE, Delivery, Job, JobSpec, Lease, TuneRequest, Verb
-from ..core.types import Prompt
+from ..core.errors import Conflict, InvalidInput, NotFound, ServiceUnreachable, SettingsError, StoreError, safe_url
+from ..core.requests import (
+    DEFAULT_QUEUE,
+    Delivery,
+    Job,
+    JobSpec,
+    Lease,
+    ServedModel,
+    TuneRequest,
+    Verb,
+    worker_command,
+)
+from ..core.streams import parse_stream
+from ..core.types import DEFAULT_TASK, Prompt
 from ..store import Jobs, Store
 from ..tasks.admission import check_tuning
 from ..tasks.job import log_state, tune_spec
+from .engine_locks import has_engine
 
 SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
 TASK = "swiftopt.worker.attempt.Attempts.run"  # a name for rq's records; the worker never imports what Redis names
@@ -159,11 +171,12 @@ class RedisQueue:
 class JobService:
     """Submit, see and steer jobs in the database; without a queue, or while Redis is away, submitted jobs wait.
 
+    Args:   served: models that this process decodes with, whose engines may still load them.
     Raises: StoreError: in every method, when the database cannot be used.
     """
 
-    def __init__(self, store: Store, queue: RedisQueue | None) -> None:
-        self.store, self.queue = store, queue
+    def __init__(self, store: Store, queue: RedisQueue | None, served: Sequence[ServedModel] = ()) -> None:
+        self.store, self.queue, self.served = store, queue, served
         self.get, self.latest = store.jobs.get, store.jobs.latest
         self.events, self.outputs = store.jobs.events, store.jobs.outputs
 
@@ -189,11 +202,32 @@ class JobService:
         return job, is_new
 
     def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once."""
+        """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once.
+
+        Raises: Conflict: it is not in a state for that, or another attempt would fail like the last.
+        """
+        if verb == "retry" and (problem := retry_problem(self.store, self.get(job))):
+            raise Conflict(f"job {job} cannot be retried: {problem}")
         found = self.store.jobs.act(job, verb)
         log_state(Lease(found.id, found.attempt), found.state, verb=verb)
         self.deliver(found)
         return found
+
+    def obstacle(self, job: Job) -> str | None:
+        """Return why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
+        if job.state != "queued" or job.queue is None or has_engine(self.store.jobs, self.served, job):
+            return None
+        if self.queue is None:
+            return (
+                "no Redis is named, which brings jobs to workers, and no served model takes this one: name a Redis by"
+                " --redis or SWIFTOPT_REDIS_URL"
+            )
+        try:
+            listening = any(worker.queue == job.queue for worker in self.queue.workers())
+        except ServiceUnreachable as error:
+            return f"the job waits in the database: {error}"
+        words = f"no worker listens on queue {job.queue!r}: start one with {worker_command(job.queue)}"
+        return None if listening else words
 
     def deliver(self, job: Job) -> None:
         """Deliver a queued attempt to Redis; if that fails, the reconciler does so when Redis is back."""
@@ -203,6 +237,19 @@ class JobService:
             self.queue.deliver(Delivery(job.id, job.attempt, job.queue))
         except ServiceUnreachable as error:
             logger.warning("delivery=postponed job=%s reason=%r", job.id, str(error))
+
+
+def retry_problem(store: Store, job: Job) -> str:
+    """Return why another attempt of a job that has ended would fail like the last, in a sentence; empty: it may not."""
+    if job.kind != "tune" or job.stream is None or job.state not in ("failed", "cancelled"):
+        return ""
+    lines = (store.jobs.stream(job.stream) or "").encode().splitlines(keepends=True)
+    try:
+        prompts = parse_stream(lines, f"the stream of job {job.id}", DEFAULT_TASK)
+        check_tuning(TuneRequest.from_json(job.request), prompts, elsewhere=not store.is_local)
+    except (InvalidInput, NotFound) as error:
+        return str(error)
+    return ""
 
 
 class Reconciler:

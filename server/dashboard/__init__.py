@@ -21,20 +21,21 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Form, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Request
 from fastapi.routing import APIRoute
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_environment
 from jinja2.filters import do_truncate
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from ...core.errors import SwiftoptError
 from ...core.types import origin_words
 from ..errors import Refused, refused_by
 from ..middleware import Shared, is_foreign, state_of
-from ..settings import KeyRing
+from ..settings import GUARDED, KeyRing
 
 HERE = Path(__file__).parent
 STATIC = {path.name: path for path in (HERE / "static").iterdir()}
@@ -142,6 +143,18 @@ FormSession = Annotated[DashboardSession, Depends(check_form)]
 # --- pages
 
 
+def install(app: FastAPI) -> None:
+    """Let addresses that no route has be pages where a browser asks for them."""
+    app.add_exception_handler(HTTPException, _unknown_address)
+
+
+def _confined(response: Response) -> Response:
+    """Let a response show nothing of other hosts."""
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
 class PageRoute(APIRoute):
     """A route whose errors are pages, and whose responses may show nothing of other hosts."""
 
@@ -157,11 +170,23 @@ class PageRoute(APIRoute):
                 if refused.kind == "internal":
                     logger.exception("page=failed path=%s", request.url.path)
                 response = await _error_page(request, refused)
-            for name, value in HEADERS.items():
-                response.headers.setdefault(name, value)
-            return response
+            return _confined(response)
 
         return guarded
+
+
+async def _unknown_address(request: Request, error: Exception) -> Response:
+    """Answer a browser with a page where no route is, and programs, and all below the API's addresses, as ever."""
+    refused, path = refused_by(error), request.url.path
+    is_known = isinstance(error, Refused) or refused.status_code not in (404, 405) or path.startswith(GUARDED)
+    if is_known or "text/html" not in request.headers.get("accept", ""):
+        return refused.response(path)
+    keys = (await state_of(request)).settings.keys
+    session = _known_session(request, keys) or (None if keys.required else _session(keys, None))
+    detail = f"There is no page at {path[:200]}: go to one of those below."
+    response = page(request, session, "unknown.html", refused.status_code, detail=detail)
+    response.headers.update(refused.headers or {})
+    return _confined(response)
 
 
 async def _error_page(request: Request, refused: Refused) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -32,6 +32,7 @@ from ...core.types import Sampling
 from ...models.sources import DTYPES
 from ...optimizer.strategies import STRATEGIES
 from ...store.jobs import JobStanding
+from ...worker import queue
 from .. import jobs as api
 from ..jobs import JobId, JobSubmission, StreamSource
 from ..middleware import Shared, State
@@ -105,11 +106,19 @@ def place_shown(job: Job, standing: JobStanding | None) -> str:
     if job.state != "queued":
         return "–"
     waits = standing.due_s is not None and standing.due_s > 0
-    return f"next attempt in {seconds(standing.due_s)}" if waits else "waits for a worker"
+    return f"next attempt in {seconds(standing.due_s)}" if waits else "waits to be taken"
 
 
-def verbs_of(job: Job, standing: JobStanding | None) -> list[Verb]:
-    """Return the verbs that `store.transitions` allows in the job's state."""
+def retry_problem(app: State, job: Job) -> str:
+    """Return why a job that has ended cannot be retried from here, in a sentence; empty: it can."""
+    problem = queue.retry_problem(app.store, job)
+    if problem or job.queue is not None or app.queue is not None or job.state not in ("failed", "cancelled"):
+        return problem
+    return app.board.obstacle(replace(job, state="queued", queue=DEFAULT_QUEUE)) or ""
+
+
+def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[Verb]:
+    """Return the verbs that `store.transitions` allows in the job's state; with a `problem` it is not retried."""
     runs, queued = job.state == "running", job.state == "queued"
     saved = standing is not None and standing.n_checkpoints > 0
     kept = job.kind != "tune" or job.queue is not None or job.stream is not None  # its prompts
@@ -118,7 +127,7 @@ def verbs_of(job: Job, standing: JobStanding | None) -> list[Verb]:
         "resume": job.state == "paused" or (runs and job.wanted == "pause"),
         "stop": not job.is_finished and job.wanted != "stop" and (runs or saved),
         "cancel": not job.is_finished,
-        "retry": job.state in ("failed", "cancelled") and kept,
+        "retry": job.state in ("failed", "cancelled") and kept and not problem,
     }
     return [verb for verb, can in allowed.items() if can]
 
@@ -177,11 +186,20 @@ def event_words(event: JobEvent, n_prompts: int) -> str:
             best = max(known, default=None)
             return f"{found.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
         case PromptStarted():
-            return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id})"
+            return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id}) begins"
         case StateChanged(state="failed"):
             return f"failed: {found.detail}"
         case _:
             return event_line(found, n_prompts) or event.type
+
+
+def listed_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
+    """Return events with their times, in words: the beginning of a prompt only until there is its end."""
+    ended = {end.index for event in events if isinstance(end := event.event, PromptFinished)}
+    shown = [
+        event for event in events if not isinstance(start := event.event, PromptStarted) or start.index not in ended
+    ]
+    return [(event.id, event.created_at, event_words(event, n_prompts)) for event in shown]
 
 
 def figures_of(job: Job) -> list[tuple[str, str]]:
@@ -432,15 +450,18 @@ def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
     events = jobs.newest_events(found.id, EVENTS_SHOWN)
     changes = jobs.newest_events(found.id, ATTEMPTS_SHOWN, "state_changed")
     chosen, defaults = request_words(found.request)
+    retry = retry_problem(app, found)
     return {
         **{"job": found, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
-        "verbs": verbs_of(found, standing),
+        "verbs": verbs_of(found, standing, retry),
+        "retry_problem": retry,
         "figures": figures_of(found),
         "attempts": [(each.created_at, to) for each in changes if isinstance(to := each.event, StateChanged)],
-        "events": [(event.id, event.created_at, event_words(event, found.n_prompts)) for event in events],
+        "events": listed_events(events, found.n_prompts),
+        "has_older": len(events) == EVENTS_SHOWN,
         "outputs": outputs,
         "outputs_problem": problem,
-        "why": _registered(app)[1] if found.state == "queued" and app.queue is not None else "",
+        "why": app.board.obstacle(found) or "",
     }
 
 

@@ -275,3 +275,17 @@ def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -
     assert theirs.status_code == 404 and "no longer remembered" in theirs.text
     assert client.get("/live/playground/bob").status_code == 404
     assert client.post("/playground/bob/stop", data={"token": token(mine.text)}).status_code in (403, 404)
+
+
+def test_unknown_address_is_a_page_for_a_browser_and_json_for_a_program(store: Store) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    client = client_of(store)
+    found = client.get("/no/such/<script>", headers=browser)
+    assert (found.status_code, found.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "There is no page at /no/such/" in found.text and "<script>" not in found.text
+    assert all(f'href="{address}"' in found.text for address in ("/", "/jobs", "/openapi.json"))
+    assert "frame-ancestors 'none'" in found.headers["content-security-policy"]
+    for address, headers in (("/no/such", {}), ("/v1/jobs/", browser), ("/v1/none", browser)):
+        assert "json" in client.get(address, headers=headers).headers["content-type"]
+    wrong = client.get("/logout", headers=browser)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")

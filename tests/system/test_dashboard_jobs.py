@@ -137,7 +137,7 @@ def test_reason_of_one_long_word_is_shown_as_far_as_there_is_room(client: TestCl
 
 
 def test_verbs_are_those_of_the_state_and_want_a_token(client: TestClient, store: Store) -> None:
-    job = store.jobs.submit(tune())[0].id
+    job = store.jobs.submit(tune("org/m", lines='{"prompt": "w1"}\n'))[0].id
     page = f"/jobs/{job}"
     assert verbs(client.get(page).text, job) == {"pause", "cancel"}
     for verb in ("pause", "resume", "stop", "cancel", "retry"):
@@ -328,4 +328,5 @@ def test_redis_that_is_away_is_said_to_be_away(store: Store) -> None:
     html = client.get("/jobs").text
     assert "Redis is away" in html and "secret" not in html
     job = store.jobs.submit(noop())[0].id
-    assert "Redis is away" in client.get(f"/jobs/{job}").text
+    html = client.get(f"/jobs/{job}").text
+    assert "the job waits in the database: Redis at" in html and "secret" not in html

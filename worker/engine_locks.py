@@ -1,0 +1,56 @@
+"""Which jobs the engine of a served model takes from workers, as its lock in the database says."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import InvalidInput
+from ..core.requests import DEFAULT_QUEUE, Job, ServedModel, TuneRequest
+from ..store import Jobs
+
+ENGINE = "engine"  # what the names of the locks of engines begin with
+
+
+def model_of(request: TuneRequest) -> tuple[Any, ...]:
+    """Return what identifies a request's model; where it is a path, also the time of its newest file."""
+    path, changed, place = Path(request.model), 0, request.model
+    with suppress(OSError):  # loading reports it
+        files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
+        changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+        place = str(path.resolve()) if files else place
+    return place, request.dtype, request.device, request.speed, changed
+
+
+def as_request(served: ServedModel) -> TuneRequest:
+    """Return a request for the model as an engine has it."""
+    return TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
+
+
+def engine_lock(request: TuneRequest) -> str:
+    """Return the name of the lock that an engine of this machine holds on jobs of its model."""
+    model = hashlib.sha256(repr(model_of(replace(request, device=""))).encode()).hexdigest()
+    return f"{ENGINE} {socket.gethostname()} {model} {request.device}"
+
+
+def is_taken_by(lock: str, request: TuneRequest) -> bool:
+    """Return whether the engine that holds the lock takes the job of a request."""
+    model, _, device = lock.rpartition(" ")
+    return model == engine_lock(request).rpartition(" ")[0] and request.device in ("auto", device)
+
+
+def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
+    """Return whether an engine takes a job: of `served`, which may still be loading, or one that holds a lock."""
+    if job.queue != DEFAULT_QUEUE or job.kind != "tune":
+        return False
+    try:
+        request = TuneRequest.from_json(job.request)
+    except InvalidInput:  # its attempt reports it
+        return False
+    locks = [engine_lock(as_request(model)) for model in served if model.tune]
+    return any(is_taken_by(lock, request) for lock in (*locks, *jobs.locks(f"{ENGINE} ")))
