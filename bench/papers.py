@@ -162,7 +162,8 @@ PAPERS: tuple[Repeated, ...] = (
         MTAD,
         "Tables 4, 5, 7, 8, 9",
         "Llama-2, tok/s and perplexity: SpD 36.8, 3.64; BiLD 34.4, 3.15; SpecTr 45.1, 3.64; MTAD 63.0, 2.06",
-        f"compare --methods mtad,mtjd,spd,spectr,specinfer,mcss,bild,typical --temperature 1.0 {GREEDY}",
+        "compare --methods mtad,mtjd,spd,spectr,specinfer,mcss,bild,typical"
+        f" --temperature 1.0 --top-k 10 --top-p 0.9 {GREEDY}",
     ),
     Repeated(
         "mtad-threshold",

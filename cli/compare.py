@@ -39,6 +39,13 @@ the timing, within about a minute. plain always runs: the others are measured ag
 {_names(lossy=False)}, and the lossy {_names(lossy=True)}. {", ".join(PEERS)} are transformers' own."""
 
 
+def _use_sampling(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Make the sampling of presets the default of all that are compared; what the command line has wins."""
+    for name in names:
+        context.default_map = {**(context.default_map or {}), **preset_of(name).sampling}
+    return names
+
+
 @options.command(
     short_help="All decoding methods side by side; the best becomes the plan.",
     common="model stream task limit max_new_tokens methods lossless presets png no_store db as_json",
@@ -54,6 +61,8 @@ the timing, within about a minute. plain always runs: the others are measured ag
     metavar="NAME",
     multiple=True,
     type=click.Choice([*PRESETS]),
+    is_eager=True,
+    callback=_use_sampling,
     help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(PRESETS)}.",
 )
 @options.draft_model

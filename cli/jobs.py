@@ -103,17 +103,15 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 def tune(pictures: Pictures, **values: Any) -> Result:
     """Find the layer set with which a model decodes a stream of prompts fastest.
 
-    Every prompt is decoded on the way, losslessly, and its completion is kept. The result is a layer set per task, its
-    speed against plain decoding on held-out prompts, and a verdict. All of it goes to the database.
+    Every prompt is decoded on the way, losslessly, and its completion is kept. The result, in the database, is a layer
+    set per task, its speed against plain decoding on held-out prompts, and a verdict.
 
-    Runs in this process, unless --redis or --server is given: then it submits a job and follows it, and Ctrl-C leaves
-    the job running.
+    By default a dynamic program over measured costs proposes sets for drafts in fewer bits. --preset swift is the
+    published system: random search with interval Bayesian optimisation, early stop by confidence, top-k candidates.
+    Other presets make what their paper's method needs from most prompts, and compare it on the others.
 
-    With --preset adadecode, for example, what that paper's method needs is made with the paper's numbers from most of
-    the prompts, and the method is compared with plain decoding on the others.
-
-    With --engine it tries the drafts, draft lengths and n-grams that another engine can run, and judges the fastest
-    against that engine's plain decoding on held-out prompts. The answer may be plain decoding.
+    With --redis or --server it submits a job and follows it; Ctrl-C leaves the job running. With --engine it tries
+    what another engine can run, and judges the fastest against that engine's plain decoding; the answer may be plain.
     """
     if values["engine"] is not None:
         return tune_engine(values)
@@ -206,7 +204,7 @@ def _tune_through_queue(
             return _submitted(client, backend, job.id, is_new)
         if not is_new:
             note(f"job {job.id} already does the same: following it")
-        if backend.server and (reason := client.why_waiting(job)):  # a queue of ours is asked while following
+        if backend.server and (reason := client.jobs.obstacle(job)):  # a queue of ours is asked while following
             note(f"note: {reason}")
         ended = result_of(backend, client, job)
         completions = client.jobs.outputs(job.id)
@@ -221,7 +219,7 @@ def _tune_through_queue(
 def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
     """Return the result of a detached submission; `is_new` is false where an unfinished job does the same."""
     job = client.jobs.get(job_id)
-    if reason := client.why_waiting(job):
+    if reason := client.jobs.obstacle(job):
         note(f"note: {reason}")
     known = "" if is_new else ", which already does the same"
     value = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
@@ -327,7 +325,7 @@ def watch(job: str, backend: Backend) -> Result:
 
 
 def _why_waiting(client: JobClient, job: Job) -> list[str]:
-    reason = client.why_waiting(job)
+    reason = client.jobs.obstacle(job)
     return [f"note: {reason}"] if reason else []
 
 

@@ -23,8 +23,10 @@ def _branching(text: str) -> Branching:
 
 def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
     """Make a preset's values the defaults of the command's options; those of its command line win."""
-    if name is not None and (preset := preset_of(name)).is_tuned:
-        context.default_map = {**(context.default_map or {}), **preset.tuning}
+    if name is not None:
+        preset = preset_of(name)
+        tuning = preset.tuning if preset.is_tuned else {}
+        context.default_map = {**(context.default_map or {}), **tuning, **preset.sampling}
     return name
 
 
@@ -73,6 +75,11 @@ settings = together(
         "k: candidates that a position offers up to each confidence.  [default: 0.5:10,0.8:5,0.95:3,1:1]",
         type=Parsed("CONFIDENCE:K,...", _branching),
         show_default=False,
+    ),
+    _swift(
+        "drawn_branching",
+        "The same for drafts that are drawn, with --sampled.  [default: as --branching]",
+        type=Parsed("CONFIDENCE:K,...", _branching),
     ),
     _swift("sampled", "With --temperature: draw drafts and weigh them, instead of their most probable tokens."),
     _swift("search_drafting", "Keep ε, N_D and k as given, instead of choosing them by time."),

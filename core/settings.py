@@ -55,6 +55,7 @@ class SwiftSettings(Settings):
     stop_threshold: float = share(0.8)  # ε; B.2 gives none, this is the published code's
     max_draft_length: int = count(25)  # N_D, draft steps per round
     branching: Branching = PAPER_BRANCHING
+    drawn_branching: Branching | None = None  # of drafts that are drawn (`sampled`); None: `branching`
     early_stop: bool = True
     dynamic_verification: bool = True
     sampled: bool = False  # at temperatures above 0: drafts are drawn and weighed; else the most probable tokens
@@ -87,11 +88,12 @@ class SwiftSettings(Settings):
         formats = (*FORMATS, STORED, AUTO)
         if self.draft_format not in formats:
             raise SettingsError(f"draft_format {self.draft_format} is out of range: use {', '.join(formats)}")
-        bounds = [bound for bound, _ in self.branching]
-        rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0]
-        if not rising or not all(1 <= k <= MOST_CANDIDATES for _, k in self.branching):
-            wanted = "rising (confidence, candidates) pairs that end at confidence 1"
-            raise SettingsError(f"branching {self.branching} is out of range: use {wanted}")
+        for branching in filter(None, (self.branching, self.drawn_branching)):
+            bounds = [bound for bound, _ in branching]
+            rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0]
+            if not rising or not all(1 <= k <= MOST_CANDIDATES for _, k in branching):
+                wanted = "rising (confidence, candidates) pairs that end at confidence 1"
+                raise SettingsError(f"branching {branching} is out of range: use {wanted}")
 
     def candidates_at(self, confidence: float) -> int:
         """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
@@ -131,13 +133,15 @@ class Preset:
     """How a paper decodes: by `method`, with `settings` in place of its defaults; `source` is their place in papers.
 
     `making` are settings by which what the method needs is made: of `TuningSettings` where that is searched while
-    decoding (`is_tuned`), else of `HeadSettings`, of `ProbeSettings` or of Self-SD's search.
+    decoding (`is_tuned`), else of `HeadSettings`, of `ProbeSettings` or of Self-SD's search. `sampling`: how the paper
+    warps the model's distribution, for its method and for all that are compared with it.
     """
 
     method: str
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     making: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_tuned(self) -> bool:
@@ -159,6 +163,7 @@ _SEARCH = {
     "window_at": "first",
     "candidates": 1,
     "deterministic": True,
+    "skip_ratio_step": 0.1,  # from 0.5 to 0.4, C.2; after how many rounds, neither says
 }
 # Heads at a quarter, half and three quarters of the depth: behind layers 8, 16 and 24 of 32.
 _HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
@@ -168,7 +173,11 @@ PRESETS: Mapping[str, Preset] = {
     "swift-code": Preset(
         "swift",
         "SWIFT's published code",
-        {"sampled": True, "branching": ((0.5, 10), (0.8, 8), (0.95, 5), (1.0, 3))},
+        {
+            "sampled": True,
+            "branching": ((0.5, 10), (0.8, 8), (0.95, 5), (1.0, 3)),
+            "drawn_branching": PAPER_BRANCHING,
+        },
         _SEARCH,
     ),
     "self-sd": Preset(
@@ -193,6 +202,7 @@ PRESETS: Mapping[str, Preset] = {
         "mtad",
         "MTAD 3.2, F",
         {"beam_width": 4, "draft_length": 4, "top_k": 10, "top_p": 0.9, "acceptance_threshold": 0.5},
+        sampling={"temperature": 1.0, "top_k": 10, "top_p": 0.9},
     ),
     "adaspeed": Preset("adaspeed", "AdaSPEED II, III, A"),
 }

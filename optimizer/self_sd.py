@@ -15,6 +15,7 @@ import numpy as np
 from ..core.errors import InvalidInput
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.methods import PLAIN, Method, Resources, build
+from ..decoding.methods.chains import AdaptiveThreshold
 from ..decoding.session import Session
 from .suggestions import Array, next_point
 
@@ -59,6 +60,7 @@ def search(
     seed: int = 0,
     uniform_starts: bool = True,
     on_candidate: Callable[[int, Candidate], None] | None = None,
+    settings: AdaptiveThreshold | None = None,
 ) -> SelfSdSearch:
     """Find the layer set with which Self-SD is fastest on `prompts`, which are decoded once per candidate.
 
@@ -67,7 +69,7 @@ def search(
     ratio to a plain run made right after each candidate, not tokens per second, which also change with the machine's
     load.
 
-    Args:   budget_s: no candidate is begun after so many seconds.
+    Args:   budget_s: no candidate is begun after so many seconds. settings: what candidates decode with.
     Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
     """
     n_layers = session.runtime.n_layers
@@ -80,7 +82,7 @@ def search(
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
         point = _propose(points, starts, n_layers, seed)
         layer_set = _layer_set(point)
-        method = build("self-sd", Resources(session.runtime, layer_set))
+        method = build("self-sd", Resources(session.runtime, layer_set), settings)
         candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, PLAIN)))
         points.append((tuple(point), candidate.ratio))
         candidates.append(candidate)

@@ -37,6 +37,7 @@ N_CLIMBS = 3  # climbs: from the best set seen and from the best random ones
 N_NEIGHBOURS = 1024  # exchanges looked at per step of a climb; all of them up to 64 searchable sub-layers
 MAX_CLIMB_STEPS = 64
 
+LIBRARY_NOISE, PUBLISHED_NOISE = 1e-6, 1e-2  # `alpha` of bayesian-optimization, and of SWIFT's code (set_gp_params)
 KAPPA = 2.5  # weight of the uncertainty, as in SWIFT's code
 # Share of the scores' variance that is noise. A score comes from one window of text; with less than this the process
 # chases lucky windows: best true score of 100 pure steps 0.95 of the optimum at 0.3, 0.89 at 0.05 (56 dimensions).
@@ -122,19 +123,24 @@ def cube(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skippe
     """Return the `n_skipped` largest coordinates of the point with the highest bound, as SWIFT's code does (Eq. 2).
 
     DEVIATION: the points that the process knows are the 0/1 sets that were run, where the published code registers the
-    continuous point that it was given; `pending` is not used, for it is asked for one
-    candidate at a time.
+    continuous point that it was given. `pending` is not used, for it is asked for one candidate at a time.
     """
-    point = next_point(scores, seed)
+    point = next_point(scores, seed, PUBLISHED_NOISE, most=None)
     chosen = set(np.argsort(-point, kind="stable")[:n_skipped].tolist())
     return tuple(int(i in chosen) for i in range(len(point)))
 
 
-def next_point(scores: Iterable[tuple[tuple[float, ...], float]], seed: int) -> Array:
+def next_point(
+    scores: Iterable[tuple[tuple[float, ...], float]],
+    seed: int,
+    noise: float = LIBRARY_NOISE,
+    most: int | None = MAX_POINTS,
+) -> Array:
     """Return the point of the unit cube with the highest upper confidence bound (bayesian-optimization 3.4).
 
-    Its `BayesianOptimization` does the same, to the bit, in twice the time: for each of thousands of predictions it
-    goes through the coordinates, which may be no numbers elsewhere, and scikit-learn through the settings.
+    `noise` is the library's `alpha`, and `most` how many scored points it sees (None: all). Its `BayesianOptimization`
+    does the same, to the bit, in twice the time: for each of thousands of predictions it goes through the coordinates,
+    which may be no numbers elsewhere, and scikit-learn through the settings.
     """
     from bayes_opt.acquisition import UpperConfidenceBound
     from bayes_opt.target_space import TargetSpace
@@ -142,14 +148,14 @@ def next_point(scores: Iterable[tuple[tuple[float, ...], float]], seed: int) -> 
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Matern
 
-    points = points_of(scores, MAX_POINTS)
+    points = points_of(scores, most)
     names = [f"x{i:04}" for i in range(len(points[0][0]))]
     draws = np.random.RandomState(seed)
     space = TargetSpace(None, dict.fromkeys(names, (0.0, 1.0)), random_state=draws, allow_duplicate_points=True)
     for point, value in points:
         space.register(np.asarray(point, dtype=float), value)
     process = GaussianProcessRegressor(
-        Matern(nu=2.5), alpha=1e-6, normalize_y=True, n_restarts_optimizer=5, random_state=draws
+        Matern(nu=2.5), alpha=noise, normalize_y=True, n_restarts_optimizer=5, random_state=draws
     )
     with config_context(assume_finite=True, skip_parameter_validation=True):
         suggestion = UpperConfidenceBound(kappa=KAPPA).suggest(process, space, random_state=draws)
@@ -185,7 +191,7 @@ def repaired(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
     return tuple(1 - bit if i in flipped else bit for i, bit in enumerate(bits))
 
 
-def points_of(scores: Iterable[tuple[P, float]], limit: int) -> list[tuple[P, float]]:
+def points_of(scores: Iterable[tuple[P, float]], limit: int | None) -> list[tuple[P, float]]:
     """Return at most `limit` sets with their mean scores: the best of the older ones, then the latest (two thirds).
 
     A set scored twice saw two windows of text; its mean is the better estimate, and bayesian-optimization takes no
@@ -195,7 +201,7 @@ def points_of(scores: Iterable[tuple[P, float]], limit: int) -> list[tuple[P, fl
     for bits, score in scores:
         by_set[bits] = [*by_set.pop(bits, []), score]
     points = [(bits, sum(own) / len(own)) for bits, own in by_set.items()]
-    if len(points) <= limit:
+    if limit is None or len(points) <= limit:
         return points
     n_latest = limit * 2 // 3
     older, latest = points[:-n_latest], points[-n_latest:]

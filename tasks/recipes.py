@@ -273,6 +273,8 @@ class MakingRecipes(Recipes):
         session, budget_s = self.session, math.inf
         if preset is None:
             session, budget_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
+        else:
+            own["settings"] = method_info("self-sd").settings_from(preset.settings)
         found = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **own)
         self._note("Self-SD's layer set", f"{len(found.candidates)} candidates", found.seconds)
         return self._kept("self-sd", found.best.layer_set)

@@ -90,9 +90,11 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     from ..draft_models import SkippedTarget
 
     stop = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
-    branching = settings.branching if settings.dynamic_verification else None
+    branching, drawn = None, None
+    if settings.dynamic_verification:
+        branching, drawn = settings.branching, settings.drawn_branching
     model = draft if isinstance(draft, SkippedTarget) else SkippedTarget(draft)
-    drafter = ChainDrafter(model, stop, branching, settings.sampled)
+    drafter = ChainDrafter(model, stop, branching, settings.sampled, drawn)
     return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
@@ -178,20 +180,29 @@ class ChainDrafter(Drafter):
     `sampled` draws the chain's tokens from the draft's distribution where the request samples, for a verifier that
     weighs the two distributions; otherwise each token is the draft's most probable one, of scores with the noise of the
     target's draws where the request samples. Side leaves are drawn with the chain's token, each from what is left of
-    the distribution (SWIFT 4.2, multi-candidate speculative sampling).
+    the distribution (SWIFT 4.2, multi-candidate speculative sampling), as many as `drawn_branching` says.
     """
 
     model: DraftModel
 
     def __init__(
-        self, model: DraftModel, stop: StopRule, branching: Branching | None = None, sampled: bool = False
+        self,
+        model: DraftModel,
+        stop: StopRule,
+        branching: Branching | None = None,
+        sampled: bool = False,
+        drawn_branching: Branching | None = None,
     ) -> None:
         self.model, self.stop, self.branching, self.sampled = model, stop, branching, sampled
-        self.max_depth, self.max_width = stop.max_draft_length, max((k for _, k in branching or ()), default=1)
+        self._drawn_branching = drawn_branching or branching
+        widths = [k for _, k in (*(branching or ()), *(self._drawn_branching or ()))]
+        self.max_depth, self.max_width = stop.max_draft_length, max(widths, default=1)
 
     def start(self) -> None:
         self.stop = copy(self.stop)
         self.draws = self.sampled and not self.context.rule.greedy
+        if self.draws:
+            self.branching = self._drawn_branching
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         model, stop = self.model, self.stop

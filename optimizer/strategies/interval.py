@@ -44,18 +44,25 @@ class IntervalStrategy(Strategy):
     `deterministic` requests it at the due step itself and waits, as SWIFT does. A suggestion for another number of
     skipped sub-layers is dropped.
 
-    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's.
+    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's. has_deadline: a
+            suggestion that takes long is dropped.
     Raises: SettingsError: the interval or the number of skipped sub-layers is out of its range.
     """
 
-    def __init__(self, problem: SearchProblem, engine: str | None = None, interval: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: SearchProblem,
+        engine: str | None = None,
+        interval: int | None = None,
+        has_deadline: bool = True,
+    ) -> None:
         super().__init__(problem)
         self._interval = problem.interval if interval is None else interval
         if self._interval < 1:
             raise SettingsError(
                 f"interval {self._interval} between two suggestions is out of range: use 1 or more steps"
             )
-        self._process = SuggestionProcess(engine, problem.seed) if engine else None
+        self._process = SuggestionProcess(engine, problem.seed, has_deadline) if engine else None
         self._pending: dict[Bits, None] = {}  # in the order proposed
 
     def propose(self) -> Proposal:
@@ -123,8 +130,8 @@ class SuggestionProcess:
     more.
     """
 
-    def __init__(self, engine: str, seed: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, seed: int, has_deadline: bool = True) -> None:
+        self.engine, self._has_deadline = engine, has_deadline
         self.request: SuggestionRequest | None = None  # the one in flight, known also after `close`
         self._seed = seed
         self._scores: list[tuple[str, float]] = []
@@ -179,7 +186,7 @@ class SuggestionProcess:
             "pending": request.pending,
         }
         self.request, self._answer = request, Future()
-        self._due_at = time.monotonic() + DEADLINE_S
+        self._due_at = time.monotonic() + DEADLINE_S if self._has_deadline else math.inf
         # In a thread: the write, too, blocks as soon as a long history fills the pipe of a process still importing. A
         # daemon, because an interpreter that ends waits for an executor's threads.
         exchange = (self._child, json.dumps(message).encode() + b"\n", self._answer)
@@ -191,7 +198,7 @@ class SuggestionProcess:
             return None
         left_s = max(0.0, self._due_at - time.monotonic())
         try:
-            suggestion = self._answer.result(left_s if wait else 0.0)
+            suggestion = self._answer.result(min(left_s, threading.TIMEOUT_MAX) if wait else 0.0)
         except TimeoutError:
             if time.monotonic() >= self._due_at:
                 self._fail(f"no suggestion within {DEADLINE_S:g} s")
@@ -267,14 +274,15 @@ def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
             pass
 
 
-def _asking(help: str, engine: str, interval: int | None = None) -> StrategyInfo:
-    return StrategyInfo(help, partial(IntervalStrategy, engine=engine, interval=interval), suggests=True)
+def _asking(help: str, engine: str, interval: int | None = None, has_deadline: bool = True) -> StrategyInfo:
+    strategy = partial(IntervalStrategy, engine=engine, interval=interval, has_deadline=has_deadline)
+    return StrategyInfo(help, strategy, suggests=True)
 
 
 STRATEGIES = {
     "random": StrategyInfo("uniform draws", IntervalStrategy),
     "bayes": _asking("a Gaussian process at every step", "gp", 1),
     "swift": _asking("draws, and a Gaussian process at every β-th step", "gp"),
-    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube"),
+    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube", has_deadline=False),
     "tpe": _asking("a tree-structured Parzen estimator at every step", "tpe", 1),
 }

@@ -47,15 +47,89 @@ def searched(**more: Any) -> tuple[Trial, ...]:
     return result.trials
 
 
-def test_swift_presets_have_the_numbers_of_paper_and_code() -> None:
-    paper, code = (TuningSettings(**PRESETS[name].tuning) for name in ("swift", "swift-code"))
-    assert (paper.context_window, paper.max_draft_length, paper.stop_threshold) == (32, 25, 0.8)
-    assert (paper.max_steps, paper.bayes_interval, paper.patience, paper.target_matchness) == (1000, 25, 300, 0.95)
-    assert [paper.start_skip_ratio(n * 10**9) for n in (13, 34)] == [0.45, 0.5] and paper.min_acceptance == 0.7
-    assert [k for _, k in paper.branching] == [10, 5, 3, 1] and [k for _, k in code.branching] == [10, 8, 5, 3]
-    own = {"method": "swift", "draft_format": "stored", "search_drafting": False, "objective": "matchness"}
-    assert all(getattr(settings, name) == value for settings in (paper, code) for name, value in own.items())
-    assert replace(paper, branching=code.branching) == code
+# Every number of a preset with its place in the paper; "ours" where neither paper nor code gives one.
+PAPER_SWIFT: dict[str, tuple[Any, str]] = {
+    "method": ("swift", "4"),
+    "draft_format": ("stored", "3: the target's own weights"),
+    "context_window": (32, "B.2"),
+    "max_draft_length": (25, "B.2"),
+    "max_steps": (1000, "B.2"),
+    "bayes_interval": (25, "B.2"),
+    "patience": (300, "B.2"),
+    "target_matchness": (0.95, "B.2"),
+    "skip_ratio": (None, "B.2: 0.45, and 0.5 from 34B on"),
+    "min_acceptance": (0.7, "C.2, footnote"),
+    "skip_ratio_step": (0.1, "C.2, footnote: from 0.5 to 0.4"),
+    "min_acceptance_rounds": (50, "ours"),
+    "branching": (((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1)), "4.2"),
+    "drawn_branching": (None, "4.2: one rule for all temperatures"),
+    "early_stop": (True, "4.2"),
+    "dynamic_verification": (True, "4.2"),
+    "sampled": (True, "B.2: speculative sampling"),
+    "stop_threshold": (0.8, "published code"),
+    "search_drafting": (False, "4.2: the thresholds are fixed"),
+    "optimise": (True, "4.1"),
+    "optimise_interval": (1, "4.1: a step before each round"),
+    "strategy": ("published", "4.1.2, Eq. 2; published code: the whole cube"),
+    "objective": ("matchness", "4.1, Eq. 4"),
+    "adoption": ("highest", "4.1.2"),
+    "candidates": (1, "4.1.2"),
+    "window_at": ("first", "Eq. 3"),
+    "exportable": (False, "ours"),
+    "deterministic": (True, "published code: it waits"),
+    "seed": (0, "ours"),
+}
+NUMBERS: dict[str, dict[str, tuple[Any, str]]] = {
+    "swift": PAPER_SWIFT,
+    "swift-code": {
+        **PAPER_SWIFT,
+        "branching": (((0.5, 10), (0.8, 8), (0.95, 5), (1.0, 3)), "get_choices_list, greedy"),
+        "drawn_branching": (((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1)), "get_choices_list, above temperature 0"),
+    },
+    "self-sd": {
+        "stop_threshold": (0.6, "AdaDecode B"),
+        "max_draft_length": (12, "AdaDecode B"),
+        "max_steps": (200, "AdaDecode C.1"),
+        "n_prompts": (4, "AdaDecode C.1"),
+        "uniform_starts": (False, "Draft & Verify 3.2: none"),
+    },
+    "adadecode": {
+        "early_threshold": (0.75, "D"),
+        "max_early": (5, "D"),
+        "epochs": (100, "D"),
+        "batch": (128, "D"),
+        "learning_rate": (5e-3, "D"),
+        "warm_up": (0.03, "D"),
+        "shares": ((0.25, 0.5, 0.75), "2.1: layers 8, 16 and 24 of 32"),
+    },
+    "paradecode": {
+        "early_threshold": (0.0, "4.3: no search"),
+        "epochs": (50, "C"),
+        "batch": (128, "C"),
+        "learning_rate": (5e-3, "C"),
+        "warm_up": (0.03, "C"),
+        "shares": ((0.25, 0.5, 0.75), "2.1"),
+    },
+    "mtad": {
+        "beam_width": (4, "F: 4 or 8"),
+        "draft_length": (4, "F: 3 or 4"),
+        "acceptance_threshold": (0.5, "F: 0.1 to 0.9"),
+        "top_k": (10, "C.4, F"),
+        "top_p": (0.9, "C.4, F"),
+        "temperature": (1.0, "5"),
+    },
+    "adaspeed": {},  # its numbers are the method's defaults
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_has_every_number_of_its_paper_and_no_other(name: str) -> None:
+    preset, wanted = PRESETS[name], {field: value for field, (value, _) in NUMBERS[name].items()}
+    has = preset.tuning if preset.is_tuned else {**preset.settings, **preset.making, **preset.sampling}
+    assert has == wanted and all(source for _, source in NUMBERS[name].values())
+    if preset.is_tuned:
+        starts = [TuningSettings(**preset.tuning).start_skip_ratio(n * 10**9) for n in (13, 34, 70)]
+        assert starts == [0.45, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.is_tuned])
