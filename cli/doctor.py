@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ..core.costs import QUALITIES
 from ..core.errors import SwiftoptError, safe_url
+from ..core.requests import worker_command
 from ..core.settings import n_threads, usable_cores
 from . import options
 from .output import Result
@@ -185,12 +186,12 @@ def check_graphs() -> Finding:
     from transformers import LlamaConfig
 
     from ..models.graphs import GraphPasses, pass_seconds
-    from ..models.kernels.device import are_there
+    from ..models.kernels.device import obstacle
     from ..models.loading import random_runtime
     from ..models.saved import first_line
 
-    if not are_there():
-        return "warn", "auto is eager, and exact is not possible: both want Triton: pip install triton"
+    if reason := obstacle():
+        return "warn", f"auto is eager, and exact is not possible: {reason}"
     emptiest = max(range(torch.cuda.device_count()), key=lambda index: torch.cuda.mem_get_info(index)[0])
     config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8)
     try:
@@ -322,7 +323,7 @@ def check_workers(url: str, queue: str) -> Finding:
     if not here:
         others = sorted({worker.queue for worker in found})
         elsewhere = f" (workers listen on {', '.join(others)})" if others else ""
-        return "warn", f"none, {waiting}{elsewhere}: start one with `swiftopt worker`"
+        return "warn", f"none, {waiting}{elsewhere}: start one with {worker_command(queue)}"
     return "ok", f"{', '.join(sorted(here))}; {waiting}"
 
 
@@ -332,7 +333,8 @@ def check_server(url: str) -> Finding:
     with Client(url) as client:
         health = client.ready()
         client.latest(limit=1)  # readiness needs no key, the jobs do
-    parts = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis")}
+    parts = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis", "storage")}
     text = f"{safe_url(url)}, " + ", ".join(f"{name} {value}" for name, value in parts.items())
-    ready = parts["database"] == parts["migrations"] == "ok" and parts["redis"] in ("ok", "not configured")
+    needed = {parts[name] for name in ("database", "migrations", "storage")}
+    ready = needed == {"ok"} and parts["redis"] in ("ok", "not configured")
     return "ok" if ready else "warn", text

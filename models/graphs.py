@@ -121,11 +121,13 @@ class GraphPasses:
                 f"CUDA graphs need a model that lies on one CUDA device, and this one lies on {runtime.device}:"
                 " use the eager or the compiled runtime"
             )
-        if not kernels.are_there() or runtime.dtype not in kernels.DTYPES:
-            reason = (
-                f"which do not compute in {runtime.dtype_name}" if kernels.are_there() else "which is not installed"
+        if reason := kernels.obstacle():
+            raise SettingsError(f"CUDA graphs need our kernels in Triton, and {reason}")
+        if runtime.dtype not in kernels.DTYPES:
+            raise SettingsError(
+                f"CUDA graphs need our kernels in Triton, which do not compute in {runtime.dtype_name}: use the eager"
+                " or the compiled runtime"
             )
-            raise SettingsError(f"CUDA graphs need kernels of Triton, {reason}: use the eager or the compiled runtime")
         self.runtime = runtime
         pool = None if record else torch.cuda.graph_pool_handle()
         self._record: Record = record or (lambda static: captured(static.run, runtime.device, pool))

@@ -29,7 +29,7 @@ from .coded import CodedLinear
 from .costs import is_out_of_memory
 from .fingerprint import fingerprint
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
-from .kernels.device import are_there
+from .kernels.device import obstacle
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .row_invariant import fuse_norms, make_row_invariant
@@ -398,7 +398,7 @@ def _use_graphs(runtime: Runtime) -> None:
 def _draft_kernels(runtime: Runtime) -> bool | Seconds:
     """Return what chooses between our kernels and torch's for a format: their time, with launches outside of graphs."""
     on_gpus = all(block.device.type == "cuda" for block in runtime.blocks)
-    if not on_gpus or not are_there() or _has_maps_by_library(runtime):
+    if not on_gpus or obstacle() or _has_maps_by_library(runtime):
         return False
     return partial(launched_s if runtime.graphs is None else replayed_s, runtime.blocks[0].device)
 

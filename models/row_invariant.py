@@ -31,8 +31,8 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     Nothing has changed where they cannot. The model's modules compute so wherever they are called, but where a gradient
     is wanted.
     """
-    if not device.are_there():
-        return "Triton is not installed: pip install triton"
+    if reason := device.obstacle():
+        return reason
     if runtime.dtype not in device.DTYPES:
         return f"they do not compute in {runtime.dtype_name}"
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})

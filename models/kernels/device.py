@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache, wraps
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -300,8 +304,30 @@ if importlib.util.find_spec("triton") is not None:
 
 
 @cache
-def are_there() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def obstacle() -> str | None:
+    """Return why the kernels cannot run on this machine, in words; None: they can.
+
+    Triton compiles what launches a kernel as an extension module of Python, in C, when the kernel first runs. It takes
+    the program that CC names, gcc or clang.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        names = " or ".join(compilers)
+        return f"Triton finds no C compiler, {names}, which it starts kernels with: install gcc, or name one by CC"
+    header = Path(sysconfig.get_paths(_scheme())["include"]) / "Python.h"
+    if not header.is_file():
+        return f"Triton starts kernels with a module that includes {header}, which is missing: install python3-dev"
+    return None
+
+
+def _scheme() -> str:
+    """Return where Python's headers are, as sysconfig names it; Triton takes the same."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme
 
 
 def _on_its_device(

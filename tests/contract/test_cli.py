@@ -322,6 +322,22 @@ def test_unexpected_error_is_not_swallowed() -> None:
     assert "ModuleNotFoundError" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["serve", "--model", "smollm2-135m"], 2),
+        (["worker", "--redis", "redis://127.0.0.1:1"], 2),
+        (["generate", "--model", "smollm2-135m", "--prompt", "x"], 1),
+    ],
+)
+def test_installation_without_torch_says_what_it_lacks(args: list[str], code: int) -> None:
+    """The image of the API is one."""
+    program = f"import sys; sys.modules['torch'] = None; from swiftopt.cli.main import run; sys.exit(run({args!r}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("error: torch is not installed here") and done.stderr.count("\n") == 1
+
+
 # --- JSON
 
 
@@ -404,7 +420,7 @@ def test_doctor_reports_and_its_code_follows_the_checks(
             "auto is eager, CUDA graphs cannot be used: stream is capturing",
         ),
         (torch.OutOfMemoryError("CUDA out of memory"), "warn", "cuda:1 has not the memory for a small model"),
-        (None, "warn", "both want Triton: pip install triton"),
+        (None, "warn", "auto is eager, and exact is not possible: no Triton"),
     ],
 )
 def test_doctor_measures_what_auto_selects_on_a_gpu(
@@ -429,7 +445,7 @@ def test_doctor_measures_what_auto_selects_on_a_gpu(
     monkeypatch.setattr("swiftopt.models.loading.random_runtime", on_cpu)
     monkeypatch.setattr("swiftopt.models.graphs.GraphPasses", lambda runtime: f"graphs of {runtime.device}")
     monkeypatch.setattr("swiftopt.models.graphs.pass_seconds", timed)
-    monkeypatch.setattr("swiftopt.models.kernels.device.are_there", lambda: seconds is not None)
+    monkeypatch.setattr("swiftopt.models.kernels.device.obstacle", lambda: None if seconds else "no Triton")
     found = doctor.check_speed()
     assert found[0] == status and words in found[1]
 

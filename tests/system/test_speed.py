@@ -37,6 +37,7 @@ from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
 from swiftopt.models.early_exit import StackedLayers
 from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, launched_s, pass_seconds, replayed_s
+from swiftopt.models.kernels import device as device_kernels
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.rows import Pass, Rows
@@ -427,9 +428,30 @@ def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> N
 def test_graphs_without_kernels_for_them_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="which do not compute in float64: use the eager"):
         GraphPasses(tiny_runtime("llama"), lambda static: static.run)
-    monkeypatch.setattr("swiftopt.models.kernels.device.are_there", lambda: False)
-    with pytest.raises(SettingsError, match="which is not installed"):
+    monkeypatch.setattr("swiftopt.models.kernels.device.obstacle", lambda: "Triton is gone: get it")
+    with pytest.raises(SettingsError, match="and Triton is gone: get it"):
         GraphPasses(tiny_runtime("llama", torch.float32), lambda static: static.run)
+
+
+def test_what_keeps_triton_from_starting_kernels_is_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reason, compiler = device_kernels.obstacle.__wrapped__, tmp_path / "gcc"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert reason() is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert "no C compiler, gcc or clang, which" in str(reason())
+    compiler.touch(0o755)
+    assert f"includes {tmp_path}/Python.h, which is missing: install python3-dev" in str(reason())
+    (tmp_path / "Python.h").touch()
+    assert reason() is None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no C compiler, no-such-compiler, which" in str(reason())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert reason() == "Triton is not installed: pip install triton"
 
 
 def test_unknown_speed_is_refused_with_those_there_are() -> None:
@@ -437,6 +459,7 @@ def test_unknown_speed_is_refused_with_those_there_are() -> None:
         at_speed(tiny_runtime("llama"), "warp")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_runtime_stays_eager_and_a_sentence_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
@@ -507,6 +530,7 @@ def test_pieces_are_compiled_for_one_row_and_for_several_and_never_again(compile
 
 @needs_compiler
 @pytest.mark.model
+@pytest.mark.slow
 def test_compiled_smollm2_decodes_as_eager_in_float32() -> None:
     runtime = load("smollm2-135m", "float32", "cpu")
     prompt = runtime.tokenizer.encode("def fibonacci(n):\n")
