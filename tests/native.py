@@ -6,9 +6,8 @@ The libraries come from the user's own cache, for a compiler takes some ten seco
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -98,13 +97,3 @@ def linear(
     """(rows, n_in) by (n_out, n_in); `rows`: those of `x` that are wanted."""
     index = None if rows is None else torch.tensor(rows, dtype=torch.int32)
     return passes.linear(kernels, passes.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)
-
-
-def processor_seconds(work: Callable[[], object]) -> float:
-    """The least time of several runs in this thread, to which what other programs do adds nothing."""
-    times = []
-    for _ in range(8):
-        clock = thread_time()
-        work()
-        times.append(thread_time() - clock)
-    return min(times)

@@ -59,7 +59,7 @@ class WorkerProcess:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, within_s: float = 10.0) -> int:
+    def end(self, within_s: float = 60.0) -> int:
         """Ask it to end; its exit code."""
         self.signal(signal.SIGTERM)
         return self.process.wait(within_s)

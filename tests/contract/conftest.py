@@ -17,7 +17,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable sets an option or says what a terminal shows; only the cache stays the session's own."""
     shown = {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}
     for name in list(os.environ):
-        if name in shown or (name.startswith("SWIFTOPT_") and name != "SWIFTOPT_CACHE_DIR"):
+        if name in shown or (name.startswith("SWIFTOPT_") and name not in ("SWIFTOPT_CACHE_DIR", "SWIFTOPT_MEASURING")):
             monkeypatch.delenv(name)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
-from native import LEVELS, library, native, native_runtime, parts, processor_seconds, repeating, words
+from native import LEVELS, library, native, native_runtime, parts, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -248,19 +248,6 @@ def test_rows_behind_a_text_of_several_blocks_have_the_bits_of_one_row(wide: Run
             assert same_bits(tree[path], one_by_one(wide, [ids[base + node] for node in path], plain, base))
         chain = wide.forward(Rows(ids[base : base + 18], base), buffer)
         assert same_bits(chain, one_by_one(wide, ids[base : base + 18], plain, base))
-
-
-def test_attention_by_wider_vectors_takes_no_longer(wide: Runtime) -> None:
-    portable = tiny_runtime("llama", torch.bfloat16, max_position_embeddings=2048, **WIDE)
-    portable.native = NativePasses(portable, library("portable"))
-    rows, runs = Rows(words(3, 9), 1000), list[Callable[[], object]]()
-    for runtime in (wide, portable):
-        buffer = runtime.new_buffer(1010)
-        runtime.prefill(words(3, 1000), buffer)
-        runs.append(partial(runtime.forward, rows, buffer))
-    turns = [[processor_seconds(run) for run in runs] for _ in range(3)]  # a busy moment slows both
-    own, theirs = map(min, zip(*turns, strict=True))
-    assert own < 1.3 * theirs
 
 
 def test_row_that_is_no_number_leaves_rows_before_it_as_they_are(wide: Runtime) -> None:

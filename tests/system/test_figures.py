@@ -35,7 +35,8 @@ from swiftopt.worker.queue import JobService
 
 START_S = 60
 TEXT = "w3 w5 w3 w5 w7"
-STREAM = [("code", {}), ("notes", {})] * 8  # tasks, and what a request says of its plan
+# Tasks, and what a request says of its plan: a search on "notes" might find another set, and drop what is known of one.
+STREAM = [("code", {}), ("notes", {"tune": False})] * 8
 OTHERS = [("notes", {"tune": False}), ("code", {"plan": "plain"}), ("rare", {"plan": "plain"})]
 EVIDENCE = tuple((8, 1.0, 40, 2.0 + 0.02 * i) for i in range(6))  # a gain of 2.45
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 from families import tiny_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import LEVELS, library, linear, processor_seconds
+from native import LEVELS, library, linear
 from tiny_files import save
 from torch import Tensor, nn
 
@@ -711,15 +710,3 @@ def test_level_that_the_processor_has_not_is_refused() -> None:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "portable"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4", "int8"])
-@pytest.mark.parametrize("rows", [1, 9])
-def test_wider_vectors_take_no_longer(level: str, kind: str, rows: int) -> None:
-    """Where a compiler splits the loads of a level, it takes up to twenty times as long."""
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    x, layer = torch.randn(rows, 2048, dtype=dtype), nn.Linear(2048, 512, bias=False, dtype=dtype)
-    weight = QuantisedLinear([layer], kind, packed=True) if kind.startswith("int") else layer.weight.detach()
-    own, portable = (processor_seconds(partial(linear, library(each), x, weight)) for each in (level, "portable"))
-    assert own < 1.3 * portable
