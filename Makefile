@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test lowest wheels compilers browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -33,7 +33,11 @@ lint: setup
 # Three processes on two cores: a third of the tests' time is waiting for servers and workers. Each process has servers
 # of its own, and runs whole files as long as no other one is out of work, so that what a file sets up is set up once.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+
+# The tests that are left out there: they compile for minutes.
+slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 # The tests that go through the most of transformers, with the oldest release that pyproject.toml allows in place of the
 # installed one. Of the oldest torch no build for a CPU is at hand.
@@ -49,15 +53,41 @@ wheels: setup
 	$(BIN)/python -m build --sdist
 	for platform in linux-x86_64 linux-aarch64 macos-arm64; do \
 	    SWIFTOPT_PLATFORM=$$platform $(BIN)/python -m build --wheel || exit 1; done
+	$(BIN)/python -m build --wheel --outdir dist deploy/client
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents --ignore W004,W005,W009 dist/*.whl
 	for wheel in dist/*manylinux*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
 	ls -l dist
 
-# The laws of rows with the library of each compiler that is here, beside the wheel's.
+# The laws of rows with the library of each compiler that is here, beside the wheel's; then the speeds of all levels.
 compilers: setup
 	for compiler in g++ clang++; do ! command -v $$compiler > /dev/null || \
 	    SWIFTOPT_CXX=$$compiler $(BIN)/python -m pytest -n 2 tests/unit/test_kernels.py || exit 1; done
+	for compiler in "" g++ clang++; do echo "compiler: $${compiler:-of the wheel}" && \
+	    SWIFTOPT_CXX=$$compiler $(BIN)/swiftopt doctor | grep -A 3 kernels; done
+
+# What README.md and docs/start.md tell to type, in their order, in a copy of this folder. SWIFTOPT_PORT takes another port.
+readme: setup
+	$(BIN)/python tests/walkthrough.py
+
+# The kernels' tests with the library for Linux on arm64, which qemu emulates, as root; slow.
+emulated: setup
+	command -v qemu-aarch64-static mmdebstrap > /dev/null || apt-get install --yes qemu-user-static mmdebstrap
+	$(BIN)/python tests/emulated.py
+
+# What builds and runs images without a container engine; tried, for a container may not be made everywhere.
+containers:
+	command -v buildah mmdebstrap > /dev/null || \
+	    (apt-get update && apt-get install --yes --no-install-recommends buildah mmdebstrap)
+	buildah rm "$$(buildah from scratch)" > /dev/null
+
+# The images of docker/, built and run without a container engine, as root; MORE="--only cpu --quick" chooses.
+images: setup containers
+	cd tests && $(abspath $(BIN))/python images.py $(MORE)
+
+# The set-up of docs/start.md on fresh machines of Debian's packages, as root; MORE="--only debian12" chooses.
+fresh: setup containers
+	cd tests && $(abspath $(BIN))/python fresh.py $(MORE)
 
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup

@@ -26,6 +26,7 @@ _EXPORTS = {
     "TuneRequest": "core.requests",
     "TuningSettings": "core.settings",
     "Runtime": "models.runtime",
+    "model_folder": "models.sources",
     "Store": "store",
     "custom_generate": "decoding.transformers_hook",
     "LiveEngine": "tasks.model",
@@ -56,6 +57,7 @@ __all__ = [
     "__version__",
     "custom_generate",
     "load",
+    "model_folder",
     "tune",
 ]
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from .core.types import Completion, LayerSet, Prompt, Sampling
     from .decoding.transformers_hook import custom_generate
     from .models.runtime import Runtime
+    from .models.sources import model_folder
     from .store import Store
     from .tasks.model import LiveEngine, Model, Ticket, load, tune
     from .tasks.tune import TuneResult
@@ -78,4 +81,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(f"{__name__}."):
+            raise
+        raise ImportError(f"swiftopt.{name} is not in swiftopt-client: pip install swiftopt, which has it") from error

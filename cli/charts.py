@@ -250,11 +250,14 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     if adopted := [(trial.step, trial.score) for trial in trials if trial.adopted]:
         x, y = zip(*adopted, strict=True)
         axes.scatter(x, y, s=48, marker="D", color=ORANGE, edgecolors="white", zorder=3, label="adopted")
+    ratios = (
+        f"expected {ratio(record.expected_speedup)}",
+        f"measured {ratio(record.measured_speedup, record.measured_interval)}",
+    )
     figures = (
         f"α {number(record.acceptance_rate)}",
         f"M {number(record.mean_generated_length)}",
-        f"expected {ratio(record.expected_speedup)}",
-        f"measured {ratio(record.measured_speedup, record.measured_interval)}",
+        *(() if record.verdict == "plain" else ratios),  # of a plan that is not used
         f"verdict {record.verdict}",
         device_words(record),
     )

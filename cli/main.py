@@ -215,6 +215,12 @@ def run(args: Sequence[str]) -> int:
     except SwiftoptError as error:
         note(f"error: {error}")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "swiftopt"):
+            raise
+        note(f"error: {options.lacks(package)}")
+        return 1
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             if error.errno not in UNWRITABLE:

@@ -6,6 +6,7 @@ Every default is read from the dataclass that has it.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 import os
@@ -20,7 +21,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..core.errors import LayerSetError, SwiftoptError
+from ..core.errors import LayerSetError, SettingsError, SwiftoptError
 from ..core.records import LayerSetRecord
 from ..core.requests import DEFAULT_QUEUE, GenerateRequest, ModelRequest
 from ..core.serialization import LARGEST
@@ -592,6 +593,20 @@ def check_model(request: ModelRequest, *others: str | None) -> None:
 
     for name in filter(None, (request.model, *others)):
         check_names(name, request.dtype, request.device, request.speed)
+
+
+def lacks(package: str) -> str:
+    """Return that an installation has no such package, and what to do; the image of the API alone leaves many out."""
+    return (
+        f"{package} is not installed here, and this needs it: pip install swiftopt with its dependencies, or take the"
+        " image that has models"
+    )
+
+
+def check_can_decode() -> None:
+    """Raises: SettingsError: this installation cannot load a model."""
+    if importlib.util.find_spec("torch") is None:
+        raise SettingsError(lacks("torch"))
 
 
 def load(request: ModelRequest) -> Runtime:

@@ -22,7 +22,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ..core.errors import SettingsError, SwiftoptError
-from ..core.requests import ServedModel
+from ..core.requests import ServedModel, worker_command
 from ..core.settings import LOG_FORMAT
 from . import options
 from .options import ConfiguredGroup, FloatRange, IntRange, database_url, natural, open_store, option, pick, positive
@@ -158,6 +158,8 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     sizes = {"max_body_bytes": values["max_body_mb"] * MIB, "log_polls": values["log"] == "all"}
     settings = pick(ServerSettings, {**values, **own, **sizes})
     served = _served(models, values)
+    if served:
+        options.check_can_decode()
     with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
         host, port = values["host"], bound.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -294,6 +296,7 @@ def worker(
     for problem in problems:
         note(f"error: {problem}")
     if not check:
+        options.check_can_decode()
         handler = logging.StreamHandler()
         handler.addFilter(OneLineErrors())
         start_log(handler)
@@ -320,7 +323,8 @@ def problems_of(working: WorkerContext) -> Iterator[str]:
         yield str(error)
         return
     if not any(found.queue == working.queue and found.heartbeat_age_s < FRESH_S for found in here):
-        yield f"no worker of this machine listens on queue {working.queue!r}: start one with `swiftopt worker`"
+        command = worker_command(working.queue)
+        yield f"no worker of this machine listens on queue {working.queue!r}: start one with {command}"
 
 
 class OneLineErrors(logging.Filter):

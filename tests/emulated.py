@@ -1,0 +1,87 @@
+"""The kernels' tests on an emulated machine, Linux on arm64: `make emulated`, as root.
+
+    python emulated.py [pytest's options]
+
+The root is of Debian's packages, unpacked and not configured, with packages of PyPI for that machine; it is kept under
+the user's cache. qemu's user emulation runs its Python, and the kernels are those of the wheel for arm64.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import platformdirs
+
+ROOT = Path(__file__).parents[1]
+EMULATOR = Path("/usr/bin/qemu-aarch64-static")
+PACKAGES = "python3,libpython3.11-stdlib,libgomp1,libstdc++6"
+REQUIREMENTS = (
+    "torch",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "gguf",
+    "filelock",
+    "pydantic",
+    "platformdirs",
+    "psutil",
+)
+TESTING = ("hypothesis", "pytest", "pytest-timeout")
+PYPI = ("--only-binary=:all:", "--platform", "manylinux_2_28_aarch64", "--platform", "manylinux2014_aarch64")
+DEFAULT = ("tests/unit/test_kernels.py", "-x", "-q", "--timeout=3000", "-p", "no:cacheprovider")
+
+
+def machine() -> Path:
+    """Return the root of the machine, made at first."""
+    root = Path(platformdirs.user_cache_dir("swiftopt")) / "arm64"
+    if (root / "done").exists():
+        return root
+    shutil.rmtree(root, ignore_errors=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    options = ["--variant=extract", "--architectures=arm64", f"--include={PACKAGES}"]
+    subprocess.run(["mmdebstrap", *options, "bookworm", root], check=True)
+    site = root / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", site, "--python-version", "3.11", *PYPI]
+    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *REQUIREMENTS, *TESTING], check=True)
+    shutil.copy2(EMULATOR, root / EMULATOR.name)
+    (root / "done").touch()
+    return root
+
+
+def copy_sources(root: Path) -> None:
+    """Copy the tracked files, with kernels for the machine."""
+    folder = root / "work" / "swiftopt"
+    shutil.rmtree(folder, ignore_errors=True)
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(lambda name: re.search(r"\.(py|toml|h|cpp)$|py\.typed$", name), names.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    env = {**os.environ, "SWIFTOPT_PLATFORM": "linux-aarch64"}
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(root / "built")]
+    subprocess.run(build, cwd=folder, env=env, check=True)
+    made = root / "built" / "swiftopt" / "models" / "kernels" / "built"
+    shutil.copytree(made, folder / "models" / "kernels" / "built", dirs_exist_ok=True)
+
+
+def main() -> None:
+    root = machine()
+    copy_sources(root)
+    for name in ("proc", "dev"):
+        subprocess.run(["mount", "--bind", f"/{name}", root / name], check=True)
+    try:
+        variables = {"PYTHONPATH": "/site:/work", "HOME": "/tmp", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        program = "import os, sys, pytest; os.chdir('/work/swiftopt'); sys.exit(pytest.main(sys.argv[1:]))"
+        words = [f"/{EMULATOR.name}", "/usr/bin/python3.11", "-c", program, *(sys.argv[1:] or DEFAULT)]
+        sys.exit(subprocess.run(["chroot", root, *words], env=variables).returncode)
+    finally:
+        for name in ("dev", "proc"):
+            subprocess.run(["umount", root / name], check=False)
+
+
+if __name__ == "__main__":
+    main()
