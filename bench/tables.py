@@ -1,4 +1,4 @@
-"""The tables of results in bench/RESULTS.md and README.md, and README's charts, made of the files in bench/results.
+"""The tables of results in bench/RESULTS.md and README.md, and the manual's charts, made of the files in bench/results.
 
     python -m swiftopt.bench.tables            prints the tables of RESULTS.md
     python -m swiftopt.bench.tables --write    puts the tables between the marks of their pages, and draws the charts
@@ -85,8 +85,8 @@ def short_table(folder: Path = RESULTS) -> str:
 
 
 @dataclass(frozen=True)
-class ReadmeChart:
-    """A picture of README: its file, what draws it, and of which report."""
+class ManualChart:
+    """A picture of README or the manual: its file, what draws it, and of which report."""
 
     path: Path
     draw: Callable[[Report, Pictures], None]
@@ -112,20 +112,20 @@ class ReadmeChart:
         pictures.raise_failed()
 
 
-def charts(folder: Path = RESULTS) -> list[ReadmeChart]:
-    """README's charts: the newest result of `bench serve`, and the headline's rows of rivals.
+def charts(folder: Path = RESULTS) -> list[ManualChart]:
+    """The charts: the newest result of `bench serve`, and the headline's rows of rivals.
 
     Raises: InvalidInput: a file is no result.
     """
     found = []
     results = sorted(_results(folder), key=lambda item: (item[1]["date"], item[0].name))
     if served := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
-        found.append(ReadmeChart(SERVING_CHART, draw_serving, served[-1]))
+        found.append(ManualChart(SERVING_CHART, draw_serving, served[-1]))
     for _, result in results:
         if named := result.get("headline"):
             report = result["report"]
             rows = [row for row in report["results"] if row["row"] in named]
-            found.append(ReadmeChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
+            found.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
     return found
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import click
 import httpx2
 import pytest
+import walkthrough
 from pages import CLI, EXIT_CODES, RENEW, cli_page
 from serving import serving
 from tiny_files import save
@@ -51,6 +54,20 @@ from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSett
 from swiftopt.worker.queue import JobService
 
 ROOT = Path(swiftopt.__file__).parent
+SOURCES = (
+    "core",
+    "models",
+    "decoding",
+    "optimizer",
+    "training",
+    "store",
+    "tasks",
+    "engines",
+    "worker",
+    "server",
+    "client",
+    "cli",
+)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -61,6 +78,46 @@ def text_of(name: str) -> str:
 
 def fences(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+# --- what a newcomer reads
+
+
+def test_readme_is_read_at_a_glance() -> None:
+    text = text_of("README.md")
+    prose = re.sub(r"^(\|.*|```.*?^```)$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(text.splitlines()) <= 80 and len(prose.split()) <= 350
+    assert fences(README, "")[0].split("\n") == ["make demo", "make test", ""]
+    assert not re.search(r"\b(until \d{4}-|since then|no longer|earlier versions?)", prose)
+
+
+def test_walk_of_a_newcomer_takes_every_block_that_can_be_run() -> None:
+    taken = list(walkthrough.steps())
+    assert [step.text for step in taken[:2]] == ["make demo", "make test"] and set(walkthrough.SKIPPED) == {"make test"}
+    pages = [ROOT / page for page in walkthrough.PAGES]
+    assert [step.text for step in taken if step.language] == [
+        block for page in pages for block in fences(page, "python")
+    ]
+    begun = {" ".join(step.text.split()[:2]) for step in taken}
+    assert begun >= {"swiftopt serve", "swiftopt tune", "swiftopt generate", "swiftopt layers", "swiftopt compare"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("exit 3", "exit code 3"),
+        ("make demo", "61 lines"),
+        ("sleep 9", "not done 1 s"),
+        ("swiftopt serve --oops", "come up"),
+    ],
+)
+def test_walk_ends_with_the_command_that_fails(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Makefile").write_text("demo:\n\t@seq 61\n")
+    monkeypatch.setattr(walkthrough, "LIMIT_S", 1.0)
+    with ExitStack() as running, pytest.raises(SystemExit, match=reason):
+        walkthrough.Walk(tmp_path, os.environ["PATH"], "8000", running).take(walkthrough.Step("a.md", "", text))
 
 
 # --- the command line's page
@@ -104,6 +161,63 @@ def test_command_in_the_docs_parses(where: str, words: list[str]) -> None:
         command, words = found, words[1:]
         context = click.Context(command, parent=context)
     command.parse_args(context, words)
+
+
+NAMED = re.compile(r"(?:`|<code>)swiftopt (?!serves )([a-z][^`<]*)(?:`|</code>)")
+# What stands for the parts of a command that are known at run time only.
+FILLED = {"kind": "heads", "command": "layers search", "verb": "cancel", "option": ""}
+
+
+def literals(path: Path) -> Iterator[str]:
+    """Every text in a file's code, whole, with its inserted values filled in."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            filled = (FILLED.get(ast.unparse(part.value), "VALUE") for part in node.values if not is_text(part))
+            yield "".join(str(part.value) if is_text(part) else next(filled) for part in node.values)
+        elif is_text(node):
+            yield str(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("backend.command"):
+            words = (str(part.value) if is_text(part) else FILLED.get(ast.unparse(part), "VALUE") for part in node.args)
+            yield f"`swiftopt {' '.join(words)}`"
+
+
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def named_commands() -> set[tuple[str, str]]:
+    """(file, command line without `swiftopt`) of every command that a message, a hint, a page or the manual names."""
+    texts = [(path, text_of(str(path.relative_to(ROOT)))) for path in [*PAGES, *ROOT.glob("server/**/*.html")]]
+    rooms = (path for room in sorted(SOURCES) for path in ROOT.glob(f"{room}/**/*.py"))
+    texts += [(path, text) for path in rooms for text in literals(path)]
+    return {
+        (path.name, words.replace("\n", " "))
+        for path, text in texts
+        for words in NAMED.findall(text)
+        if "|" not in words
+    }
+
+
+@pytest.mark.parametrize(("where", "line"), sorted(named_commands()), ids=lambda value: str(value)[:60])
+def test_command_that_is_named_to_somebody_exists_with_its_options(where: str, line: str) -> None:
+    words = [word for word in shlex.split(line.replace("…", "")) if word not in ("…", "...")]
+    command: click.Command = program
+    context = click.Context(command)
+    while isinstance(command, click.Group) and words:
+        found = command.get_command(context, words[0])
+        assert found is not None, f"{where}: no command {words[0]}"
+        command, words = found, words[1:]
+        context = click.Context(command, parent=context)
+    parser = command.make_parser(context)
+    try:
+        parser.parse_args([*words])
+    except click.BadOptionUsage:  # an option is named without its value
+        parser.parse_args([*words, "VALUE"])
+
+
+def test_commands_are_named_by_messages_templates_and_docs() -> None:
+    places = {where for where, _ in named_commands()}
+    assert {"operations.md", "jobs_part.html", "requests.py", "jobs.py"} <= places
 
 
 def test_docs_have_commands_of_every_kind() -> None:
@@ -329,12 +443,11 @@ def check_words(words: list[str]) -> None:
     command.make_context(command.name, words)  # a usage error would be raised
 
 
-def test_charts_of_the_readme_are_those_of_the_result_files() -> None:
+def test_charts_of_readme_and_manual_are_those_of_the_result_files() -> None:
     found = charts()
     assert [chart.path.name for chart in found] == ["served.svg", "rivals.svg"]
     assert [chart.path for chart in found if not chart.is_current] == [], "run: python -m swiftopt.bench.tables --write"
-    text = README.read_text(encoding="utf-8")
-    assert all(f"](docs/{chart.path.name})" in text for chart in found)
+    assert "](docs/served.svg)" in text_of("README.md") and "](rivals.svg)" in text_of("docs/performance.md")
     served, rivals = (chart.path.read_text(encoding="utf-8") for chart in found)
     assert f">{found[0].report['prompts']} requests" in served.replace("· ", ">") and ">plain decoding<" in served
     assert all(f">{row['row']}<" in rivals for row in found[1].report["results"])
