@@ -58,18 +58,29 @@ def wanted() -> Platform | None:
     return PLATFORMS[given] if given else next((each for each in PLATFORMS.values() if each[:2] == here), None)
 
 
-def compile_library(place: Platform, folder: Path, level: str, extras: tuple[str, ...]) -> Path:
-    """Compile one library, unless it is there, and return it."""
+def compile_library(place: Platform, folder: Path, cache: str, level: str, extras: tuple[str, ...]) -> Path:
+    """Compile one library, unless it is there, and return it.
+
+    Args:   cache: a folder for the compiler, which would take the user's, and this may not be writable.
+    Raises: SystemExit: it cannot be compiled. setuptools passes over other exceptions in an editable install.
+    """
     path = folder / levels.library_name(level, extras, place.system, place.machine)
     if path.is_file():
         return path
     zig, target = [sys.executable, "-m", "ziglang"], ["-target", place.target]
+    env = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
     with TemporaryDirectory() as work:
         made, library = Path(work) / "pass.o", Path(work) / path.name
         source, cpu = levels.FOLDER / levels.SOURCES[-1], f"-mcpu={levels.zig_cpu(level, extras)}"
-        subprocess.run([*zig, "c++", *target, cpu, *levels.FLAGS, *levels.MATHS, "-c", source, "-o", made], check=True)
+        compiling = [*zig, "c++", *target, cpu, *levels.FLAGS, *levels.MATHS, "-c", source, "-o", made]
         # As C: C++'s library is not needed, and zig would compile it first, for minutes.
-        subprocess.run([*zig, "cc", *target, "-shared", "-s", "-pthread", made, "-lm", "-o", library], check=True)
+        linking = [*zig, "cc", *target, "-shared", "-s", "-pthread", made, "-lm", "-o", library]
+        for command in (compiling, linking):
+            if code := subprocess.run(command, env=env, check=False).returncode:
+                raise SystemExit(
+                    f"the kernels ({path.name}) cannot be compiled: {' '.join(zig[1:])} ended with {code};"
+                    " SWIFTOPT_PLATFORM=none installs without them, and a compiler of this machine then makes them"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_bytes(library.read_bytes())
@@ -87,14 +98,14 @@ class BuildWithKernels(build_py):
             return
         base = ROOT if self.editable_mode else Path(self.build_lib) / "swiftopt"
         folder = base / "models" / "kernels" / "built"
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = set(pool.map(partial(_compile, place, folder), levels.variants(place.machine)))
+        with TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = set(pool.map(partial(_compile, place, folder, cache), levels.variants(place.machine)))
         for other in set(folder.glob("*.so")) - made:  # of older sources, or of another platform
             other.unlink()
 
 
-def _compile(place: Platform, folder: Path, variant: tuple[str, tuple[str, ...]]) -> Path:
-    return compile_library(place, folder, *variant)
+def _compile(place: Platform, folder: Path, cache: str, variant: tuple[str, tuple[str, ...]]) -> Path:
+    return compile_library(place, folder, cache, *variant)
 
 
 class WithLibraries(Distribution):

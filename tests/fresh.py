@@ -95,6 +95,7 @@ def visit(name: str, machine: Machine, limit: int, report: Report) -> None:
         links = " ".join(word for mount in pip[1::2] if (word := mount.split(":")[1]) and "wheels" in word)
         env = {"HOME": home, "HF_HUB_OFFLINE": "1", "UV_FIND_LINKS": links, "PATH": f"{HOME}/.local/bin:/usr/bin:/bin"}
         if machine.way == "uv":
+            env["UV_SYSTEM_CERTS"] = env["UV_NATIVE_TLS"] = "true"  # as pip's, where a network has its own
             done(
                 *container.words(
                     ["python3", "-m", "pip", "install", "--break-system-packages", "uv"], "root", {}, mounts
@@ -115,7 +116,8 @@ def visit(name: str, machine: Machine, limit: int, report: Report) -> None:
         if not machine.has_home:
             said = subprocess.run(there(f"swiftopt {' '.join(BENCH)} --limit 1"), capture_output=True, text=True)
             if said.returncode:
-                report.add(f"{name}: without a cache folder", said.stderr.strip().splitlines()[-1])
+                lines = [line for line in said.stderr.splitlines() if line.startswith("error: ")]
+                report.add(f"{name}: without a cache folder", " ".join(lines) or said.stderr[-300:])
                 env["SWIFTOPT_CACHE_DIR"] = "/tmp/swiftopt"
         words = [*BENCH, "--limit", str(limit), "--methods", "plain,adaptive", "--json"]
         program = str(Path(sys.executable).with_name("swiftopt"))
