@@ -13,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 import platformdirs
@@ -47,7 +49,10 @@ def machine() -> Path:
     subprocess.run(["mmdebstrap", *options, "bookworm", root], check=True)
     site = root / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", site, "--python-version", "3.11", *PYPI]
-    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *REQUIREMENTS, *TESTING], check=True)
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    constraints = root / "constraints.txt"
+    constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
+    subprocess.run([*pip, "--constraint", constraints, *REQUIREMENTS, *TESTING], check=True)
     shutil.copy2(EMULATOR, root / EMULATOR.name)
     (root / "done").touch()
     return root
@@ -62,16 +67,20 @@ def copy_sources(root: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     env = {**os.environ, "SWIFTOPT_PLATFORM": "linux-aarch64"}
-    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(root / "built")]
-    subprocess.run(build, cwd=folder, env=env, check=True)
-    made = root / "built" / "swiftopt" / "models" / "kernels" / "built"
-    shutil.copytree(made, folder / "models" / "kernels" / "built", dirs_exist_ok=True)
+    with tempfile.TemporaryDirectory() as wheels:
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, str(ROOT)]
+        subprocess.run(pip, env=env, check=True)
+        [wheel] = Path(wheels).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            libraries = [name for name in archive.namelist() if name.endswith(".so")]
+            archive.extractall(folder.parent, libraries)
 
 
 def main() -> None:
     root = machine()
     copy_sources(root)
     for name in ("proc", "dev"):
+        (root / name).mkdir(exist_ok=True)
         subprocess.run(["mount", "--bind", f"/{name}", root / name], check=True)
     try:
         variables = {"PYTHONPATH": "/site:/work", "HOME": "/tmp", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
