@@ -83,7 +83,8 @@ def main() -> None:
         (root / name).mkdir(exist_ok=True)
         subprocess.run(["mount", "--bind", f"/{name}", root / name], check=True)
     try:
-        variables = {"PYTHONPATH": "/site:/work", "HOME": "/tmp", "PATH": "/usr/sbin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": "/site:/work", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
+        variables["PATH"] = "/usr/sbin:/usr/bin:/bin"
         program = "import os, sys, pytest, torch; os.chdir('/work/swiftopt'); sys.exit(pytest.main(sys.argv[1:]))"
         words = [f"/{EMULATOR.name}", "/usr/bin/python3.11", "-c", program, *(sys.argv[1:] or DEFAULT)]
         sys.exit(subprocess.run(["chroot", root, *words], env=variables).returncode)
