@@ -57,6 +57,7 @@ wheels: setup
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents --ignore W004,W005,W009 dist/*.whl
 	for wheel in dist/*manylinux*.whl; do $(BIN)/auditwheel show $$wheel || exit 1; done
+	rm -rf build
 	ls -l dist
 
 # The laws of rows with the library of each compiler that is here, beside the wheel's; then the speeds of all levels.

@@ -70,8 +70,9 @@ def copy_sources(folder: Path) -> None:
 
 def decoded(words: list[str], here: bool = False) -> dict[str, float]:
     """Return the tokens per second of each method, and how many outputs drafts have left equal."""
-    env = {**os.environ, "SWIFTOPT_DATABASE_URL": ":memory:"} if here else None
-    said = json.loads(done(*words, cwd=ROOT if here else None, env=env))
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "SWIFTOPT_DATABASE_URL": f"{folder}/a.db"} if here else None
+        said = json.loads(done(*words, cwd=ROOT if here else None, env=env))
     rows = {row["method"]: row for row in said["results"]}
     equal = rows["adaptive"]["identical"] == rows["adaptive"]["of"]
     return {**{name: row["tok_s"] for name, row in rows.items()}, "equal": float(equal)}
@@ -121,7 +122,7 @@ def visit(name: str, machine: Machine, limit: int, report: Report) -> None:
                 env["SWIFTOPT_CACHE_DIR"] = "/tmp/swiftopt"
         words = [*BENCH, "--limit", str(limit), "--methods", "plain,adaptive", "--json"]
         program = str(Path(sys.executable).with_name("swiftopt"))
-        asked = there(f"SWIFTOPT_DATABASE_URL=:memory: swiftopt {' '.join(words)}")
+        asked = there(f"SWIFTOPT_DATABASE_URL=/tmp/a.db swiftopt {' '.join(words)}")
         turns = [
             decoded([program, *words], here=True) if here else decoded(asked) for here in (True, False, False, True)
         ]

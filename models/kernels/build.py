@@ -80,7 +80,12 @@ def kernels(level: str | None = None) -> Kernels | str:
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """Instruction sets of this processor that this process may use, by Linux's names; empty if they cannot be read."""
+    """Instruction sets of this processor that this process may use, by Linux's names; empty if they cannot be read.
+
+    They are x86-64's; an emulator of another machine shows the host's.
+    """
+    if platform.machine() != "x86_64":
+        return frozenset()
     flags = frozenset(cpu_words("flags").split())
     return flags if flags.isdisjoint(TILES) or _granted_tiles() else flags.difference(TILES)
 

@@ -243,6 +243,7 @@ def test_job_is_submitted_and_cancelled_without_scripts(browser: Browser, server
         expect(page.get_by_role("alert")).to_contain_text("'none'")
         assert page.input_value("#model") == NASTY[0]
         tab.wrong.clear()  # the browser notes the status 422
+        page.fill("#model", "smollm2-135m")  # a job of a model that does not exist is refused
         page.fill("#limit", "1")
         page.set_input_files("#file", tmp_path / "a.jsonl")
         page.click("button:has-text('Submit')")
