@@ -1,6 +1,6 @@
 """Build the images of docker/ without a container engine or a registry, and run what they are for: `make images`.
 
-    python images.py [--only cpu api cuda] [--quick] [--built]
+    python images.py [--only cpu api cuda] [--quick] [--built] [--bases]
 
 buildah builds and runs, each command in a chroot of the image's root; where an image that a Dockerfile or compose.yaml
 begins with is not on this machine, one of Debian's packages takes its name. What compose.yaml says is run as it stands
@@ -511,6 +511,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["cpu", "api", "cuda"], choices=["cpu", "api", "cuda"])
     parser.add_argument("--quick", action="store_true", help="without the figures of speed")
     parser.add_argument("--built", action="store_true", help="run the images that are here")
+    parser.add_argument(
+        "--bases", action="store_true", help="make what the images begin with, and run a command in each"
+    )
     args = parser.parse_args()
     for port in (5432, 6379, 8000):
         with socket.socket() as probe:
@@ -526,6 +529,12 @@ def main() -> None:
         )
         with ThreadPoolExecutor() as pool:
             list(pool.map(partial(have_base, report=report), sorted(bases)))
+        if args.bases:
+            with ExitStack() as running:
+                for base in sorted(bases):
+                    container = Container(base, running, Path(name) / "log")
+                    done(*container.words(["true"], "10001:10001", {}, ()))
+            return
         for kind in args.only:
             folder = Path(name) / kind
             folder.mkdir()
