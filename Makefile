@@ -73,12 +73,12 @@ readme: setup
 
 # The kernels' tests with the library for Linux on arm64, which qemu emulates, as root; slow.
 emulated: setup
-	command -v qemu-aarch64-static mmdebstrap > /dev/null || apt-get install --yes qemu-user-static mmdebstrap
+	(command -v qemu-aarch64-static && command -v mmdebstrap) > /dev/null || apt-get install --yes qemu-user-static mmdebstrap
 	$(BIN)/python tests/emulated.py
 
 # What builds and runs images without a container engine; tried, for a container may not be made everywhere.
 containers:
-	command -v buildah mmdebstrap > /dev/null || \
+	(command -v buildah && command -v mmdebstrap) > /dev/null || \
 	    (apt-get update && apt-get install --yes --no-install-recommends buildah mmdebstrap)
 	buildah rm "$$(buildah from scratch)" > /dev/null
 

@@ -58,12 +58,13 @@ def wanted() -> Platform | None:
     return PLATFORMS[given] if given else next((each for each in PLATFORMS.values() if each[:2] == here), None)
 
 
-def compile_library(place: Platform, folder: Path, cache: str, level: str, extras: tuple[str, ...]) -> Path:
-    """Compile one library, unless it is there, and return it.
+def compile_library(place: Platform, folder: Path, cache: str, variant: tuple[str, tuple[str, ...]]) -> Path:
+    """Compile the library of a level and its extras, unless it is there, and return it.
 
     Args:   cache: a folder for the compiler, which would take the user's, and this may not be writable.
     Raises: SystemExit: it cannot be compiled. setuptools passes over other exceptions in an editable install.
     """
+    level, extras = variant
     path = folder / levels.library_name(level, extras, place.system, place.machine)
     if path.is_file():
         return path
@@ -99,13 +100,9 @@ class BuildWithKernels(build_py):
         base = ROOT if self.editable_mode else Path(self.build_lib) / "swiftopt"
         folder = base / "models" / "kernels" / "built"
         with TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = set(pool.map(partial(_compile, place, folder, cache), levels.variants(place.machine)))
+            made = set(pool.map(partial(compile_library, place, folder, cache), levels.variants(place.machine)))
         for other in set(folder.glob("*.so")) - made:  # of older sources, or of another platform
             other.unlink()
-
-
-def _compile(place: Platform, folder: Path, cache: str, variant: tuple[str, tuple[str, ...]]) -> Path:
-    return compile_library(place, folder, cache, *variant)
 
 
 class WithLibraries(Distribution):

@@ -167,6 +167,7 @@ _SEARCH = {
 }
 # Heads at a quarter, half and three quarters of the depth: behind layers 8, 16 and 24 of 32.
 _HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
+_WARPING = {"top_k": 10, "top_p": 0.9}
 
 PRESETS: Mapping[str, Preset] = {
     "swift": Preset("swift", "SWIFT 4, B.2, C.2", {"sampled": True}, _SEARCH),
@@ -201,8 +202,8 @@ PRESETS: Mapping[str, Preset] = {
     "mtad": Preset(
         "mtad",
         "MTAD 3.2, F",
-        {"beam_width": 4, "draft_length": 4, "top_k": 10, "top_p": 0.9, "acceptance_threshold": 0.5},
-        sampling={"temperature": 1.0, "top_k": 10, "top_p": 0.9},
+        {"beam_width": 4, "draft_length": 4, **_WARPING, "acceptance_threshold": 0.5},
+        sampling={"temperature": 1.0, **_WARPING},
     ),
     "adaspeed": Preset("adaspeed", "AdaSPEED II, III, A"),
 }

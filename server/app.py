@@ -25,8 +25,7 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import install as pages_for_browsers
-from .dashboard import jobs, plans, searches, served
+from .dashboard import jobs, pages_for_browsers, plans, searches, served
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
 from .lookups import LookupCache, find_plan

@@ -9,7 +9,6 @@ the user's cache. qemu's user emulation runs its Python, and the kernels are tho
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,33 +17,18 @@ import zipfile
 from pathlib import Path
 
 import platformdirs
+from walkthrough import ROOT, copy_tracked
 
-ROOT = Path(__file__).parents[1]
 EMULATOR = Path("/usr/bin/qemu-aarch64-static")
 PACKAGES = "python3,libpython3.11-stdlib,libgomp1,libstdc++6"
-REQUIREMENTS = (
-    "torch",
-    "numpy",
-    "transformers",
-    "accelerate",
-    "gguf",
-    "filelock",
-    "pydantic",
-    "platformdirs",
-    "psutil",
-)
+REQUIREMENTS = ("numpy", "transformers", "gguf", "filelock", "pydantic", "platformdirs", "psutil")
+# Builds of torch from 2.11 on are for CUDA on that machine, and want its libraries. Without dependencies, for pip would
+# take those of the machine that it runs on.
+ALONE = ("torch==2.9.1", "accelerate")
+OF_TORCH = ("fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 TESTING = ("hypothesis", "pytest", "pytest-timeout")
 PYPI = ("--only-binary=:all:", "--platform", "manylinux_2_28_aarch64", "--platform", "manylinux2014_aarch64")
-# Tests that start programs, or load a model by transformers, which does not know this torch there.
-LEFT_OUT = (
-    "computed_by_torch",
-    "chosen_by_the_environment",
-    "can_be_forced",
-    "know_the_best_level",
-    "tiles_that_linux",
-)
-CHOSEN = ("-k", " and ".join(f"not {name}" for name in LEFT_OUT))
-DEFAULT = ("tests/unit/test_kernels.py", "-q", "--timeout=3000", "-p", "no:cacheprovider", *CHOSEN)
+DEFAULT = ("tests/unit/test_kernels.py", "-q", "--timeout=3000", "-p", "no:cacheprovider")
 
 
 def machine() -> Path:
@@ -61,7 +45,9 @@ def machine() -> Path:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     constraints = root / "constraints.txt"
     constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
-    subprocess.run([*pip, "--constraint", constraints, *REQUIREMENTS, *TESTING], check=True)
+    pip += ["--constraint", constraints]
+    subprocess.run([*pip, *REQUIREMENTS, *OF_TORCH, *TESTING], check=True)
+    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
     shutil.copy2(EMULATOR, root / EMULATOR.name)
     (root / "done").touch()
     return root
@@ -71,10 +57,7 @@ def copy_sources(root: Path) -> None:
     """Copy the tracked files, with kernels for the machine."""
     folder = root / "work" / "swiftopt"
     shutil.rmtree(folder, ignore_errors=True)
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(lambda name: re.search(r"\.(py|toml|h|cpp)$|py\.typed$", name), names.splitlines()):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
+    copy_tracked(folder)
     env = {**os.environ, "SWIFTOPT_PLATFORM": "linux-aarch64"}
     with tempfile.TemporaryDirectory() as wheels:
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, str(ROOT)]

@@ -11,22 +11,20 @@ decoding, or sets up with an error.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
 import subprocess
-import sys
-import tarfile
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from images import ROOT, STAND_INS, Container, Failed, Report, done, have_base, pip_settings
+from images import PROGRAM, ROOT, STAND_INS, Container, Report, by_turns, done, have_base, pip_mounts, pip_settings
+from walkthrough import copy_tracked
 
-USER, HOME, SOURCES = "1000:1000", "/home/user", "/home/user/swiftopt"
+UID, HOME, SOURCES = 1000, "/home/user", "/home/user/swiftopt"
 PYTHON = "python3 python3-venv ca-certificates"
 BENCH = ["bench", "decode", "--model", "smollm2-135m", "--stream", "examples/stream.jsonl", "--max-new-tokens", "64"]
 
@@ -59,54 +57,31 @@ def set_up(way: str) -> str:
     return found
 
 
-def copy_sources(folder: Path) -> None:
-    """Copy what is committed, for a user of the machine."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, 1000, 1000, follow_symlinks=False)
-
-
-def decoded(words: list[str], here: bool = False) -> dict[str, float]:
-    """Return the tokens per second of each method, and how many outputs drafts have left equal."""
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "SWIFTOPT_DATABASE_URL": f"{folder}/a.db"} if here else None
-        said = json.loads(done(*words, cwd=ROOT if here else None, env=env))
-    rows = {row["method"]: row for row in said["results"]}
-    equal = rows["adaptive"]["identical"] == rows["adaptive"]["of"]
-    return {**{name: row["tok_s"] for name, row in rows.items()}, "equal": float(equal)}
-
-
 def visit(name: str, machine: Machine, limit: int, report: Report) -> None:
     """Set up a machine, and measure it."""
     base = f"localhost/fresh-{name}"
-    STAND_INS[base] = (machine.release, machine.packages, "useradd --create-home --uid 1000 user", "/")
+    STAND_INS[base] = (machine.release, machine.packages, f"useradd --create-home --uid {UID} user", "/")
     have_base(base, report)
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
         folder.chmod(0o755)
         sources = folder / "swiftopt"
-        sources.mkdir()
-        copy_sources(sources)
+        copy_tracked(sources)
+        for path in [sources, *sources.rglob("*")]:
+            os.chown(path, UID, UID, follow_symlinks=False)
         container = Container(base, running, folder / "log")
-        pip = pip_settings(folder / "pip")
-        mounts = [f"{sources}:{SOURCES}", *pip[1::2]]
-        home = HOME if machine.has_home else "/nonexistent"
-        links = " ".join(word for mount in pip[1::2] if (word := mount.split(":")[1]) and "wheels" in word)
-        env = {"HOME": home, "HF_HUB_OFFLINE": "1", "UV_FIND_LINKS": links, "PATH": f"{HOME}/.local/bin:/usr/bin:/bin"}
+        mounts = [f"{sources}:{SOURCES}", *pip_mounts(folder)]
+        env = {"HOME": HOME if machine.has_home else "/nonexistent", "HF_HUB_OFFLINE": "1"}
+        env |= {"UV_FIND_LINKS": pip_settings().get("find-links", ""), "PATH": f"{HOME}/.local/bin:/usr/bin:/bin"}
         if machine.way == "uv":
             env["UV_SYSTEM_CERTS"] = env["UV_NATIVE_TLS"] = "true"  # as pip's, where a network has its own
-            done(
-                *container.words(
-                    ["python3", "-m", "pip", "install", "--break-system-packages", "uv"], "root", {}, mounts
-                )
-            )
+            install = ["python3", "-m", "pip", "install", "--break-system-packages", "uv"]
+            done(*container.words(install, "root", {}, mounts))
             env["PATH"] = f"/usr/local/bin:{env['PATH']}"
 
         def there(command: str) -> list[str]:
             activate = f"cd {SOURCES}; [ ! -f .venv/bin/activate ] || . .venv/bin/activate; {command}"
-            return container.words(["bash", "-euc", activate], USER, env, mounts)
+            return container.words(["bash", "-euc", activate], f"{UID}:{UID}", env, mounts)
 
         began = time.monotonic()
         done(*there(set_up(machine.way)), limit_s=1800.0)
@@ -121,17 +96,10 @@ def visit(name: str, machine: Machine, limit: int, report: Report) -> None:
                 report.add(f"{name}: without a cache folder", " ".join(lines) or said.stderr[-300:])
                 env["SWIFTOPT_CACHE_DIR"] = "/tmp/swiftopt"
         words = [*BENCH, "--limit", str(limit), "--methods", "plain,adaptive", "--json"]
-        program = str(Path(sys.executable).with_name("swiftopt"))
-        asked = there(f"SWIFTOPT_DATABASE_URL=/tmp/a.db swiftopt {' '.join(words)}")
-        turns = [
-            decoded([program, *words], here=True) if here else decoded(asked) for here in (True, False, False, True)
-        ]
-        for method in ("plain", "adaptive"):
-            inside, outside = (turns[1][method] + turns[2][method]) / 2, (turns[0][method] + turns[3][method]) / 2
-            report.add(f"{name}: {method}, tok/s ÷ here", f"{inside / outside:.2f} ({inside:.1f} ÷ {outside:.1f})")
-        report.add(f"{name}: drafted = plain", "yes" if turns[1]["equal"] and turns[2]["equal"] else "NO")
-        if not turns[1]["equal"]:
-            raise Failed(f"{name}: drafts change outputs")
+        inside = there(f"SWIFTOPT_DATABASE_URL=/tmp/a.db swiftopt {' '.join(words)}")
+        here = {**os.environ, "SWIFTOPT_DATABASE_URL": str(folder / "a.db")}
+        by_turns(name, inside, [*PROGRAM, *words], here, report)
+        report.add(f"{name}: drafted = plain", "yes")
 
 
 def main() -> None:
@@ -139,18 +107,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--limit", type=int, default=8, help="prompts of examples/stream.jsonl")
     args = parser.parse_args()
-    report, failed = Report(), False
+    report = Report()
     for name in args.only:
-        try:
+        with report.attempt(name):
             visit(name, MACHINES[name], args.limit, report)
-        except (Failed, subprocess.TimeoutExpired) as error:
-            failed = True
-            print(f"error: {name}: {error}", file=sys.stderr)
-            report.add(name, "FAILED")
-    print()
-    for what, value in report.rows:
-        print(f"{what:48} {value}")
-    sys.exit(failed)
+    report.end()
 
 
 if __name__ == "__main__":

@@ -26,16 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NoReturn
 
 import httpx2
 import psutil
+import workers
 import yaml
 
 import swiftopt
@@ -55,6 +58,7 @@ STAND_INS = {
     "postgres:18-bookworm": ("trixie", "postgresql", "ln -s /usr/lib/postgresql/*/bin/* /usr/local/bin/", "/"),
 }
 VERSION = swiftopt.__version__
+PROGRAM = [sys.executable, "-m", "swiftopt"]
 URL = "http://127.0.0.1:8000"
 HOSTS = "127.0.0.1 localhost valkey postgres swiftopt-redis\n"
 # What a launcher of Triton is compiled from, by the compiler and the headers that Triton itself takes.
@@ -72,6 +76,9 @@ assert obstacle() is None, obstacle()
 """
 
 
+FAILED = "FAILED"
+
+
 class Failed(Exception):
     """Something that an image should do, and does not."""
 
@@ -85,6 +92,20 @@ class Report:
     def add(self, what: str, value: str) -> None:
         print(f"{what:48} {value}", flush=True)
         self.rows.append((what, value))
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Note what fails in the block, and go on behind it."""
+        try:
+            yield
+        except (Failed, subprocess.TimeoutExpired) as error:
+            print(f"error: {what}: {error}", file=sys.stderr)
+            self.add(what, FAILED)
+
+    def end(self) -> NoReturn:
+        """Print the table, and end the program: with 1 where something failed."""
+        print("", *(f"{what:48} {value}" for what, value in self.rows), sep="\n")
+        sys.exit(any(value == FAILED for _, value in self.rows))
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -107,30 +128,60 @@ def done(*words: str | Path, limit_s: float = 900.0, **more: Any) -> str:
 
 def until(holds: Callable[[], Any], what: str, limit_s: float) -> Any:
     """Wait until something holds, and return it."""
-    deadline = time.monotonic() + limit_s
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            raise Failed(f"{what}: not within {limit_s:.0f} s")
-        time.sleep(0.25)
-    return found
+    try:
+        return workers.until(holds, limit_s, 0.25)
+    except TimeoutError as error:
+        raise Failed(f"{what}: {error}") from error
+
+
+def by_turns(what: str, inside: Sequence[str], outside: Sequence[str], env: Mapping[str, str], report: Report) -> None:
+    """Run `bench decode` of plain and adaptive in a root and here by turns; report the quotients of their speeds.
+
+    Raises: Failed: drafts change outputs in the root.
+    """
+    speeds = dict[str, list[dict[str, float]]](inside=[], outside=[])
+    for place in ("outside", "inside", "inside", "outside"):
+        said = done(*inside) if place == "inside" else done(*outside, cwd=ROOT, env=env)
+        speeds[place].append(speeds_of(said, is_here=place == "outside"))
+    for name in ("plain", "adaptive"):
+        means = {place: mean(turn[name] for turn in turns) for place, turns in speeds.items()}
+        words = f"{means['inside']:.1f} ÷ {means['outside']:.1f}"
+        report.add(f"{what}: {name}, tok/s ÷ here", f"{means['inside'] / means['outside']:.3f} ({words})")
+
+
+def speeds_of(said: str, is_here: bool = False) -> dict[str, float]:
+    """Return the tokens per second of each method in what `bench decode --json` has printed.
+
+    Raises: Failed: drafts change outputs, but for a run here, which is only compared with.
+    """
+    rows = {row["method"]: row for row in json.loads(said)["results"]}
+    equal, of = rows["adaptive"]["identical"], rows["adaptive"]["of"]
+    if equal != of and not is_here:
+        raise Failed(f"drafts changed {of - equal} of {of} outputs")
+    return {name: row["tok_s"] for name, row in rows.items()}
 
 
 # --- building
 
 
-def pip_settings(folder: Path) -> list[str]:
-    """Return the mounts that let pip in a build read its packages where pip reads them here."""
+def pip_settings() -> dict[str, str]:
+    """Return pip's settings here, without constraints."""
     settings = dict[str, str]()
     for line in done(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
+    settings.pop("constraint", None)
+    return settings
+
+
+def pip_mounts(folder: Path) -> list[str]:
+    """Return what is to be mounted so that pip in a root reads its packages where pip reads them here."""
+    settings = pip_settings()
     paths = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    folder.mkdir()
-    lines = [f"{name} = {value}" for name, value in settings.items() if name != "constraint"]
-    (folder / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
-    shared = [path.split("/simple")[0] for path in paths if path.startswith("/") and Path(path).exists()]
-    mounts = {f"{folder / 'pip.conf'}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in shared)}
-    return [word for mount in sorted(mounts) for word in ("--volume", mount)]
+    file = folder / "pip.conf"
+    file.write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items()), ""]))
+    shared = {path.split("/simple")[0] for path in paths if path.startswith("/") and Path(path).exists()}
+    return [f"{file}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in sorted(shared))]
 
 
 def have_base(name: str, report: Report) -> None:
@@ -158,8 +209,8 @@ def bases_of(dockerfile: str) -> list[str]:
     return sorted(set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)))
 
 
-def build(kind: str, mounts: Sequence[str], report: Report) -> str:
-    """Build an image and return its name."""
+def build(kind: str, mounts: Sequence[str], report: Report) -> None:
+    """Build an image; `mounts` are there while its commands run."""
     dockerfile, image = f"Dockerfile.{kind}", f"swiftopt:{VERSION}-{kind}"
     with report.timed(f"{image}: build"):
         index = ["--build-arg", "TORCH_INDEX=https://pypi.org/simple"]
@@ -173,14 +224,13 @@ def build(kind: str, mounts: Sequence[str], report: Report) -> str:
             "docker",
             "--layers",
             "--pull-never",
-            *mounts,
+            *(word for mount in mounts for word in ("--volume", mount)),
             *index,
             *where,
             limit_s=1800.0,
         )
     [entry] = json.loads(done("buildah", "images", "--json", image))
     report.add(f"{image}: size", str(entry["size"]))
-    return image
 
 
 # --- running
@@ -386,30 +436,18 @@ def serve_a_model(deployment: Deployment, api: Service, key: str, report: Report
 def equal_and_fast(deployment: Deployment, api: Service, quick: bool, report: Report) -> None:
     """Decode the examples plainly and with drafts, in the image and outside by turns."""
     limit = 4 if quick else 32
-    common = ["--stream", "/streams/stream.jsonl", "--limit", str(limit), "--max-new-tokens", "64"]
-    command = ["bench", "decode", "--methods", "plain,adaptive", "--json", *common]
+    command = ["bench", "decode", "--methods", "plain,adaptive", "--json", "--max-new-tokens", "64"]
+    command += ["--limit", str(limit), "--stream"]
     env = {"SWIFTOPT_DATABASE_URL": "sqlite:////tmp/figures.db"}
-    inside = api.container.words(["swiftopt", *command, "--model", f"/models/{MODEL}"], api.user, env, api.mounts)
-    program = [str(Path(sys.executable).with_name("swiftopt")), *command, "--model", str(deployment.folder / "model")]
-    outside = [str(STREAM) if word == "/streams/stream.jsonl" else word for word in program]
-    here = {**os.environ, "SWIFTOPT_DATABASE_URL": str(deployment.folder / "figures.db")}
-    speeds = dict[str, list[dict[str, float]]](inside=[], outside=[])
-    for place in ("inside",) if quick else ("outside", "inside", "inside", "outside"):
-        said = json.loads(done(*inside) if place == "inside" else done(*outside, env=here))
-        rows = {row["method"]: row for row in said["results"]}
-        speeds[place].append({name: row["tok_s"] for name, row in rows.items()})
-        drafted = rows["adaptive"]
-        if place == "inside" and drafted["identical"] != drafted["of"]:
-            raise Failed(f"drafts changed {drafted['of'] - drafted['identical']} of {drafted['of']} outputs")
-    report.add("drafted = plain in the CPU image", f"{drafted['identical']} of {drafted['of']}")
-    if not quick:
-        for name in ("plain", "adaptive"):
-            means = {place: sum(turn[name] for turn in turns) / len(turns) for place, turns in speeds.items()}
-            ratio = means["inside"] / means["outside"]
-            report.add(
-                f"tok/s in the CPU image ÷ outside, {name}",
-                f"{ratio:.2f} ({means['inside']:.1f} ÷ {means['outside']:.1f})",
-            )
+    words = ["swiftopt", *command, "/streams/stream.jsonl", "--model", f"/models/{MODEL}"]
+    inside = api.container.words(words, api.user, env, api.mounts)
+    if quick:
+        speeds_of(done(*inside))
+    else:
+        outside = [*PROGRAM, *command, str(STREAM), "--model", str(deployment.folder / "model")]
+        here = {**os.environ, "SWIFTOPT_DATABASE_URL": str(deployment.folder / "figures.db")}
+        by_turns("CPU image", inside, outside, here, report)
+    report.add("drafted = plain in the CPU image", f"{limit} of {limit}")
 
 
 def healthy_as_built(image: str, service: Service, report: Report) -> None:
@@ -481,28 +519,21 @@ def run_api(image: str, folder: Path, report: Report) -> None:
         report.add(f"{image}: migration, look-up, a job", "work")
 
 
-def run_cuda(image: str, folder: Path, mounts: Sequence[str], report: Report) -> None:
+def run_cuda(image: str, folder: Path, report: Report) -> None:
     """Build a launcher as Triton does, in the image, without a GPU; the CPU build of torch here brings no Triton."""
     with ExitStack() as running:
         container = Container(image, running, folder / "log")
-        install = "import sys; sys.exit(__import__('importlib.util').util.find_spec('triton') is None)"
-        venv = "/opt/venv/bin/python"
-        if subprocess.run(container.words([venv, "-c", install], "root", {}, ()), capture_output=True).returncode:
-            wheel = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"triton==' in line)
-            folder_of_pip = [mounts[at + 1] for at in range(0, len(mounts), 2)]
-            target = "/opt/venv/lib/python3.11/site-packages"
-            have = shlex.split(wheel.split(";")[0].strip().strip('",'))[0]
-            done("pip", "download", "--no-deps", "--dest", folder, have)
-            [file] = folder.glob("triton-*.whl")
-            done(
-                *container.words(
-                    [venv, "-m", "zipfile", "-e", f"/wheel/{file.name}", target],
-                    "root",
-                    {},
-                    (f"{folder}:/wheel:ro", *folder_of_pip),
-                )
-            )
-        done(*container.words([venv, "-c", LAUNCHER], "10001:10001", {"HOME": "/tmp"}, ()))
+        python = "/opt/venv/bin/python"
+        if subprocess.run(
+            container.words([python, "-c", "import triton"], "root", {}, ()), capture_output=True
+        ).returncode:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            [line] = [line for line in project["optional-dependencies"]["dev"] if line.startswith("triton==")]
+            done(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, line.partition(";")[0])
+            [wheel] = folder.glob("triton-*.whl")
+            unpack = [python, "-m", "zipfile", "-e", f"/wheel/{wheel.name}", "/opt/venv/lib/python3.11/site-packages"]
+            done(*container.words(unpack, "root", {}, (f"{folder}:/wheel:ro",)))
+        done(*container.words([python, "-c", LAUNCHER], "10001:10001", {"HOME": "/tmp"}, ()))
         report.add(f"{image}: a launcher of Triton", "compiles")
 
 
@@ -519,41 +550,34 @@ def main() -> None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 sys.exit(f"error: port {port} is taken, and the images need it: end what listens there")
-    report, failed = Report(), False
+    report = Report()
     with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        mounts = pip_settings(Path(name) / "pip")
+        work = Path(name)
+        work.chmod(0o755)
+        mounts = pip_mounts(work)
         bases = {base for kind in args.only for base in bases_of(f"Dockerfile.{kind}")}
-        bases |= (
-            {entry["image"] for entry in compose().values() if "build" not in entry} if "cpu" in args.only else set()
-        )
+        if "cpu" in args.only:
+            bases |= {entry["image"] for entry in compose().values() if "build" not in entry}
         with ThreadPoolExecutor() as pool:
             list(pool.map(partial(have_base, report=report), sorted(bases)))
         if args.bases:
             with ExitStack() as running:
                 for base in sorted(bases):
-                    container = Container(base, running, Path(name) / "log")
-                    done(*container.words(["true"], "10001:10001", {}, ()))
+                    done(*Container(base, running, work / "log").words(["true"], "10001:10001", {}, ()))
             return
         for kind in args.only:
-            folder = Path(name) / kind
+            image, folder = f"swiftopt:{VERSION}-{kind}", work / kind
             folder.mkdir()
-            try:
-                image = f"swiftopt:{VERSION}-{kind}" if args.built else build(kind, mounts, report)
+            with report.attempt(image):
+                if not args.built:
+                    build(kind, mounts, report)
                 if kind == "cpu":
                     run_cpu(image, folder, args.quick, report)
                 elif kind == "api":
                     run_api(image, folder, report)
                 else:
-                    run_cuda(image, folder, mounts, report)
-            except (Failed, subprocess.TimeoutExpired) as error:
-                failed = True
-                print(f"error: {error}", file=sys.stderr)
-                report.add(f"swiftopt:{VERSION}-{kind}", "FAILED")
-    print()
-    for what, value in report.rows:
-        print(f"{what:48} {value}")
-    sys.exit(failed)
+                    run_cuda(image, folder, report)
+    report.end()
 
 
 if __name__ == "__main__":

@@ -136,20 +136,19 @@ class Walk:
             process.wait()
 
 
-def copied(folder: Path) -> None:
-    """Copy the tracked files, and lead to the environment that runs this as .venv: its set-up is done."""
+def copy_tracked(folder: Path) -> None:
+    """Copy the tracked files into a folder, which is made."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(sys.prefix)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as running:
         folder = Path(name) / "swiftopt"
-        folder.mkdir()
-        copied(folder)
+        copy_tracked(folder)
+        (folder / ".venv").symlink_to(sys.prefix)  # the environment that runs this, whose set-up is done
         path = os.pathsep.join([str(folder / ".venv" / "bin"), os.environ["PATH"]])
         walk = Walk(folder, path, os.environ.get("SWIFTOPT_PORT", PORT), running)
         for step in steps():

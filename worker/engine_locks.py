@@ -14,8 +14,6 @@ from ..core.errors import InvalidInput
 from ..core.requests import DEFAULT_QUEUE, Job, ServedModel, TuneRequest
 from ..store import Jobs
 
-ENGINE = "engine"  # what the names of the locks of engines begin with
-
 
 def model_of(request: TuneRequest) -> tuple[Any, ...]:
     """Return what identifies a request's model; where it is a path, also the time of its newest file."""
@@ -35,13 +33,7 @@ def as_request(served: ServedModel) -> TuneRequest:
 def engine_lock(request: TuneRequest) -> str:
     """Return the name of the lock that an engine of this machine holds on jobs of its model."""
     model = hashlib.sha256(repr(model_of(replace(request, device=""))).encode()).hexdigest()
-    return f"{ENGINE} {socket.gethostname()} {model} {request.device}"
-
-
-def is_taken_by(lock: str, request: TuneRequest) -> bool:
-    """Return whether the engine that holds the lock takes the job of a request."""
-    model, _, device = lock.rpartition(" ")
-    return model == engine_lock(request).rpartition(" ")[0] and request.device in ("auto", device)
+    return f"engine {socket.gethostname()} {model} {request.device}"
 
 
 def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
@@ -52,5 +44,12 @@ def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
         request = TuneRequest.from_json(job.request)
     except InvalidInput:  # its attempt reports it
         return False
-    locks = [engine_lock(as_request(model)) for model in served if model.tune]
-    return any(is_taken_by(lock, request) for lock in (*locks, *jobs.locks(f"{ENGINE} ")))
+    wanted = _model_part(engine_lock(request))
+    locks = [engine_lock(as_request(model)) for model in served if model.tune] + jobs.locks(wanted)
+    devices = {lock.removeprefix(wanted) for lock in locks if _model_part(lock) == wanted}
+    return request.device in devices or (request.device == "auto" and bool(devices))
+
+
+def _model_part(lock: str) -> str:
+    """Return a lock's name up to its device."""
+    return lock[: lock.rindex(" ") + 1]

@@ -90,11 +90,9 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     from ..draft_models import SkippedTarget
 
     stop = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
-    branching, drawn = None, None
-    if settings.dynamic_verification:
-        branching, drawn = settings.branching, settings.drawn_branching
+    branching = settings.branching if settings.dynamic_verification else None
     model = draft if isinstance(draft, SkippedTarget) else SkippedTarget(draft)
-    drafter = ChainDrafter(model, stop, branching, settings.sampled, drawn)
+    drafter = ChainDrafter(model, stop, branching, settings.sampled, branching and settings.drawn_branching)
     return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
@@ -193,16 +191,16 @@ class ChainDrafter(Drafter):
         sampled: bool = False,
         drawn_branching: Branching | None = None,
     ) -> None:
-        self.model, self.stop, self.branching, self.sampled = model, stop, branching, sampled
-        self._drawn_branching = drawn_branching or branching
-        widths = [k for _, k in (*(branching or ()), *(self._drawn_branching or ()))]
+        self.model, self.stop, self.sampled = model, stop, sampled
+        self.branching, self.drawn_branching = branching, drawn_branching or branching
+        widths = [k for pairs in (self.branching, self.drawn_branching) for _, k in pairs or ()]
         self.max_depth, self.max_width = stop.max_draft_length, max(widths, default=1)
 
     def start(self) -> None:
         self.stop = copy(self.stop)
         self.draws = self.sampled and not self.context.rule.greedy
         if self.draws:
-            self.branching = self._drawn_branching
+            self.branching = self.drawn_branching
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         model, stop = self.model, self.stop

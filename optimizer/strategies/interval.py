@@ -29,6 +29,7 @@ from ...core.types import Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, draw
 
 DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
+UNHURRIED = frozenset({"cube"})  # engines without a deadline: SWIFT's code waits for as long as it takes
 MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is asked any more
 MAX_PENDING = 64  # proposed sets without a score that a request names; a caller may drop candidates
 MODULE = "swiftopt.optimizer.suggestions"
@@ -44,25 +45,18 @@ class IntervalStrategy(Strategy):
     `deterministic` requests it at the due step itself and waits, as SWIFT does. A suggestion for another number of
     skipped sub-layers is dropped.
 
-    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's. has_deadline: a
-            suggestion that takes long is dropped.
+    Args:   engine: a function of `optimizer/suggestions.py`. interval: in place of the problem's.
     Raises: SettingsError: the interval or the number of skipped sub-layers is out of its range.
     """
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        engine: str | None = None,
-        interval: int | None = None,
-        has_deadline: bool = True,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, engine: str | None = None, interval: int | None = None) -> None:
         super().__init__(problem)
         self._interval = problem.interval if interval is None else interval
         if self._interval < 1:
             raise SettingsError(
                 f"interval {self._interval} between two suggestions is out of range: use 1 or more steps"
             )
-        self._process = SuggestionProcess(engine, problem.seed, has_deadline) if engine else None
+        self._process = SuggestionProcess(engine, problem.seed) if engine else None
         self._pending: dict[Bits, None] = {}  # in the order proposed
 
     def propose(self) -> Proposal:
@@ -130,8 +124,8 @@ class SuggestionProcess:
     more.
     """
 
-    def __init__(self, engine: str, seed: int, has_deadline: bool = True) -> None:
-        self.engine, self._has_deadline = engine, has_deadline
+    def __init__(self, engine: str, seed: int) -> None:
+        self.engine = engine
         self.request: SuggestionRequest | None = None  # the one in flight, known also after `close`
         self._seed = seed
         self._scores: list[tuple[str, float]] = []
@@ -186,7 +180,7 @@ class SuggestionProcess:
             "pending": request.pending,
         }
         self.request, self._answer = request, Future()
-        self._due_at = time.monotonic() + DEADLINE_S if self._has_deadline else math.inf
+        self._due_at = math.inf if self.engine in UNHURRIED else time.monotonic() + DEADLINE_S
         # In a thread: the write, too, blocks as soon as a long history fills the pipe of a process still importing. A
         # daemon, because an interpreter that ends waits for an executor's threads.
         exchange = (self._child, json.dumps(message).encode() + b"\n", self._answer)
@@ -274,15 +268,14 @@ def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
             pass
 
 
-def _asking(help: str, engine: str, interval: int | None = None, has_deadline: bool = True) -> StrategyInfo:
-    strategy = partial(IntervalStrategy, engine=engine, interval=interval, has_deadline=has_deadline)
-    return StrategyInfo(help, strategy, suggests=True)
+def _asking(help: str, engine: str, interval: int | None = None) -> StrategyInfo:
+    return StrategyInfo(help, partial(IntervalStrategy, engine=engine, interval=interval), suggests=True)
 
 
 STRATEGIES = {
     "random": StrategyInfo("uniform draws", IntervalStrategy),
     "bayes": _asking("a Gaussian process at every step", "gp", 1),
     "swift": _asking("draws, and a Gaussian process at every β-th step", "gp"),
-    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube", has_deadline=False),
+    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube"),
     "tpe": _asking("a tree-structured Parzen estimator at every step", "tpe", 1),
 }

@@ -143,7 +143,7 @@ FormSession = Annotated[DashboardSession, Depends(check_form)]
 # --- pages
 
 
-def install(app: FastAPI) -> None:
+def pages_for_browsers(app: FastAPI) -> None:
     """Let addresses that no route has be pages where a browser asks for them."""
     app.add_exception_handler(HTTPException, _unknown_address)
 

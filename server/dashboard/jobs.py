@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from datetime import datetime
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import (
+    InvalidInput,
     ModelNotFound,
     ServiceUnreachable,
     StoreError,
@@ -31,8 +33,10 @@ from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling
 from ...models.sources import DTYPES
 from ...optimizer.strategies import STRATEGIES
+from ...store import Store
 from ...store.jobs import JobStanding
 from ...worker import queue
+from ...worker.engine_locks import model_of
 from .. import jobs as api
 from ..jobs import JobId, JobSubmission, StreamSource
 from ..middleware import Shared, State
@@ -111,10 +115,24 @@ def place_shown(job: Job, standing: JobStanding | None) -> str:
 
 def retry_problem(app: State, job: Job) -> str:
     """Return why a job that has ended cannot be retried from here, in a sentence; empty: it can."""
-    problem = queue.retry_problem(app.store, job)
+    problem = _attempt_problem(app.store, job.id, job.attempt, job.state, _model_of(job))
     if problem or job.queue is not None or app.queue is not None or job.state not in ("failed", "cancelled"):
         return problem
     return app.board.obstacle(replace(job, state="queued", queue=DEFAULT_QUEUE)) or ""
+
+
+@lru_cache(maxsize=PER_PAGE)
+def _attempt_problem(store: Store, job: str, attempt: int, state: JobState, model: tuple[Any, ...]) -> str:
+    """Return `queue.retry_problem` of a job; a live page asks every other second, and reads the stream once."""
+    return queue.retry_problem(store, store.jobs.get(job))
+
+
+def _model_of(job: Job) -> tuple[Any, ...]:
+    """Return what changes when the files of a job's model do."""
+    try:
+        return model_of(TuneRequest.from_json(job.request))
+    except InvalidInput:
+        return ()
 
 
 def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[Verb]:

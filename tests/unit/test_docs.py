@@ -54,20 +54,6 @@ from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSett
 from swiftopt.worker.queue import JobService
 
 ROOT = Path(swiftopt.__file__).parent
-SOURCES = (
-    "core",
-    "models",
-    "decoding",
-    "optimizer",
-    "training",
-    "store",
-    "tasks",
-    "engines",
-    "worker",
-    "server",
-    "client",
-    "cli",
-)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -188,7 +174,8 @@ def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
 def named_commands() -> set[tuple[str, str]]:
     """(file, command line without `swiftopt`) of every command that a message, a hint, a page or the manual names."""
     texts = [(path, text_of(str(path.relative_to(ROOT)))) for path in [*PAGES, *ROOT.glob("server/**/*.html")]]
-    rooms = (path for room in sorted(SOURCES) for path in ROOT.glob(f"{room}/**/*.py"))
+    packages = [path.parent for path in sorted(ROOT.glob("*/__init__.py")) if path.parent.name != "bench"]
+    rooms = (path for package in packages for path in package.glob("**/*.py"))
     texts += [(path, text) for path in rooms for text in literals(path)]
     return {
         (path.name, words.replace("\n", " "))

@@ -696,6 +696,7 @@ def test_compiler_that_does_not_know_the_best_level_makes_the_next(fresh: pytest
     assert "no tiles" in str(build.kernels("amx"))
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are x86-64's")
 def test_tiles_that_linux_does_not_grant_are_not_used(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(build, "cpu_words", lambda _: " ".join(build.LEVELS["amx"].needs))
     for granted in (True, False):
