@@ -23,7 +23,7 @@ from ..core.types import Prompt
 from ..decoding.methods import METHODS, Method
 from ..optimizer.strategies import strategy_info
 from . import options, tuning_options
-from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw_throughput
+from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw_throughput, draw_tunings
 from .engines import peers
 from .layers import search_strategies
 from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
@@ -341,8 +341,71 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
     return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
 
 
-for command in (peers, search_strategies):  # in the order of help, before the last one
+for command in (peers, search_strategies):  # in the order of help, before the last ones
     bench.add_command(command)
+
+
+# --- ways of tuning
+
+
+@bench.command(
+    "tune",
+    short_help="Ways of tuning side by side, by what they find.",
+    common="model stream limit unseen ways runs max_new_tokens png as_json",
+)
+@options.model_and_stream
+@measurement("--limit", type=positive, default=40, help="Prompts to tune on, the first of the stream.")
+@measurement("--unseen", type=positive, default=12, help="Prompts after those, on which what was found is timed.")
+@measurement("--ways", default="default,preset swift,swift,random", help="What to compare, by commas.")
+@measurement("--runs", type=positive, default=3, help="Runs of each way, with seeds from 0.")
+@options.pictures("Draw the speed of what is found against seconds of searching.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
+@options.json
+@options.example("bench tune --model smollm2-135m --stream prompts.jsonl --max-new-tokens 96 --png tunings.png")
+def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictures: Pictures, **values: Any) -> Result:
+    """Tune a stream in several ways by turns, and time what each found on prompts that none of them has seen.
+
+    A way is `default`, `preset` and its name, or a strategy in place of the default's; :N behind it asks for N runs.
+    Costs are measured and formats chosen anew for each run, and count as searching. Plans are timed by turns, beside
+    plain decoding. Ctrl-C times what was found so far.
+    """
+    from ..bench.tunings import TuningBench, settings_of
+
+    seeds = {}
+    for word in ways.split(","):
+        name, _, n = word.strip().partition(":")
+        strategy_info(settings_of(name, 0).strategy)
+        if n and not n.isdecimal():
+            raise SettingsError(f"{n!r} is no number of runs: write {name}:5, for example")
+        seeds[name] = int(n or runs)
+    request = decoding_request(values)
+    lines = read_stream(stream, None, limit + unseen)
+    if len(lines) <= limit:
+        raise InvalidInput(f"the stream has {len(lines)} prompts: lower --limit, so that some are left to time on")
+
+    from ..decoding.session import Session
+
+    session = Session(load(request), request.sampling, request.max_new_tokens)
+    bench = TuningBench(session, lines[:limit], lines[limit:], request.model, note)
+    report = {"model": request.model, **bench.run(seeds)}
+    pictures.draw(draw_tunings, report)
+    return Result(report, [_tunings_table(report)], interrupted=report["interrupted"])
+
+
+def _tunings_table(report: Mapping[str, Any]) -> Table:
+    title = f"{report['model']}, {report['dtype']}, {report['device']}"
+    caption = (
+        f"tuned on {report['prompts']} prompts, timed on {report['unseen']} others,"
+        f" plain decoding {report['plain_tok_s']:.1f} tok/s; of the best: a run's plan to the fastest of all"
+    )
+    columns = [fixed("way"), *numbers("runs", "to plain", "lowest", "highest", "of the best", "worst", "search s")]
+    rows = []
+    for way, own in report["ways"].items():
+        seconds = [result["search_s"] for result in report["results"] if result["way"] == way]
+        speeds = [number(value, unit="x") for value in (own["ratio"], *own["ratios"])]
+        shares = [number(own["to_best"][name], 3) for name in ("mean", "worst")]
+        rows.append((way, str(len(seconds)), *speeds, *shares, number(sum(seconds) / len(seconds), 1)))
+    return table(columns, rows, lined=True, title=title, caption=caption)
 
 
 # --- a stream that changes its task

@@ -361,6 +361,25 @@ def draw_search(report: Report, pictures: Pictures) -> None:
         _legend(right)
 
 
+def draw_tunings(report: Report, pictures: Pictures) -> None:
+    """Draw the speed of each run's plan on unseen prompts against the seconds of searching until it was used."""
+    title = f"{_name(report['model'])} · tuned on {report['prompts']} prompts, timed on {report['unseen']} others"
+    with picture(pictures, 4.8, title) as axes:
+        end = max(result["search_s"] for result in report["results"])
+        for colour, way in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
+            for at, result in enumerate(each for each in report["results"] if each["way"] == way):
+                x, y = zip(*result["curve"], strict=True)
+                label = None if at else way
+                axes.step([*x, end], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
+                axes.plot(x, y, color=colour, lw=0, marker="o", ms=4)
+        axes.axhline(1.0, color=INK, lw=1, ls=DASHED)
+        axes.set_title(_conditions(report, f"{report['max_new_tokens']} tokens a prompt", "a line per run"))
+        axes.set(
+            xlabel="seconds of searching, costs and formats included", ylabel="speed to plain decoding", xlim=(0, None)
+        )
+        _legend(axes)
+
+
 def draw_stream_shift(report: Report, pictures: Pictures) -> None:
     """Draw acceptance along a stream that changes its task, in the manner of SWIFT Figure 7."""
     title = f"{_name(report['model'])} · {_conditions(report)} · {report['method']}"

@@ -267,6 +267,8 @@ COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
     ("α", lambda row: number(row["acceptance_rate"]), 0),
     ("M", lambda row: number(row["mean_generated_length"]), 0),
     ("passes", lambda row: number(row["passes_per_token"]), ROOMY),
+    ("expected", lambda row: number(row["expected_ratio"], unit="x"), ROOMY + 20),
+    ("Eq. 6", lambda row: number(row["published_ratio"], unit="x"), ROOMY + 20),
     ("same", lambda row: "–" if row["identical"] is None else f"{row['identical']}/{row['prompts']}", 0),
     ("PPL", lambda row: number(row["perplexity"], 2 if (row["perplexity"] or 0) < 1000 else 0), 0),
     ("quality", lambda row: percent(row["quality"]), 100),

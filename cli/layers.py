@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..store import Store
 
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
-SEARCHES = ("swift", "random", *SIZE_CHOOSING)  # that are compared by default
+SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # that are compared by default
 # with which no search stops before its passes are used up, for what each finds in them is compared
 ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it

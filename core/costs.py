@@ -150,6 +150,12 @@ class CostProfile(Record):
         return draft_steps * self.draft_cost(layer_set) + self._verified(widths)
 
 
+def published_speedup(layer_set: LayerSet, mean_generated_length: float, acceptance_rate: float) -> float:
+    """E(Spd.) as SWIFT Eq. 6 has it: a draft pass takes 1 - r of a plain one, and every verification one plain pass."""
+    c, longer = 1 - layer_set.skip_ratio, mean_generated_length - 1
+    return mean_generated_length * acceptance_rate / (longer * c + acceptance_rate)
+
+
 def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) -> float | None:
     """E(Spd.) of real runs without prefill: as their drafters estimated, else by Eq. 6 with the sets they ended with.
 

@@ -44,7 +44,8 @@ class FormatTried(Reported):
     """What drafts with all weights in a format promise, where the format is the run's own choice.
 
     `expected` is a ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and model
-    agree; both are None where such drafts do not run, and `problem` says why.
+    agree; both are None where such drafts do not run, and `problem` says why. `tok_s` is of decoding with them, where
+    they were timed beside drafts in another format.
     """
 
     format: str
@@ -52,6 +53,7 @@ class FormatTried(Reported):
     agreement: float | None
     problem: str = ""
     task: str = ""
+    tok_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,8 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
             return state_words(event)
         case PhaseChanged():
             return f"{task}{PHASES[event.phase]}" + (f": {event.detail}" if event.detail else "")
+        case FormatTried(problem="", tok_s=float() as tok_s):
+            return f"drafts in {event.format}: {tok_s:.1f} tokens per second, by turns with other formats"
         case FormatTried(problem=""):
             return (
                 f"drafts in {event.format}: {_figure(event.expected)}x expected,"

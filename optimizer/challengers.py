@@ -163,11 +163,16 @@ class Contest(Record):
         score = self.incumbent.score + won.lead  # its own windows were fewer, and maybe easier
         return self._adopt(decided, [replace(decided, score=score)])
 
+    def take(self, layer_set: LayerSet, trials: Sequence[Trial]) -> None:
+        """Use a set, which has the scores of its own among the trials."""
+        self.incumbent = Incumbent(layer_set)
+        for trial in trials:
+            if trial.layer_set == layer_set:
+                self.incumbent.add(trial)
+
     def _adopt(self, decided: Trial, scored: Sequence[Trial]) -> Trial:
         """Use the set of `decided`, whose trials so far are `scored`."""
-        self.incumbent = Incumbent(decided.layer_set)
-        for trial in scored:
-            self.incumbent.add(trial)
+        self.take(decided.layer_set, scored)
         self.n_at_gain = decided.step + 1
         return replace(decided, adopted=True)
 

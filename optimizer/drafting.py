@@ -19,8 +19,9 @@ from ..decoding.engine import alone, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import Method, swift
 from ..decoding.methods.adaptive import AdaptiveSettings, adaptive
-from ..decoding.session import Session
+from ..decoding.session import Session, Turn
 from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
+from .verdict import Timed, speed, speed_interval
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -35,11 +36,17 @@ WIDTHS = (1, 2, 3, 5, 10)  # candidates that the least certain position offers
 
 CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
 GPU_CANDIDATES = ("int4", "fp8", "int8")
-ENOUGH = 2.0  # expected speedup that 8 bits, which are half of the weights, can hardly reach
+ENOUGH = 2.5  # expected speedup that 8 bits, which are half of the weights, can hardly reach
 WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
 N_PROMPTS, N_WINDOWS = 2, 2  # texts that a format is tried on, and windows of each
 
-Trying = FormatTried | PhaseChanged  # a window that a format was tried on
+# Two formats whose estimates are nearer than this factor are timed: SmolLM2's estimates were 1.15 times what it made
+# with 4 bits, and 1.26 times with 8.
+DOUBT = 1.25
+RACE_TOKENS = 64  # of a prompt that drafts are timed on
+FEWEST_TIMED, MOST_TIMED, TIMED_SHARE = 3, 8, 0.25  # such prompts, and of a stream's at most
+
+Trying = FormatTried | PhaseChanged  # a window or a prompt that a format was tried on
 MeasureFormats = Callable[..., CostProfile]  # (*formats): the costs here with theirs; their copies are then made
 
 
@@ -103,7 +110,7 @@ def choose_format(
     costs: CostProfile,
     measured: MeasureFormats,
 ) -> Generator[Trying, None, tuple[str, CostProfile]]:
-    """Choose the format in which drafts of all sub-layers have the highest expected speedup.
+    """Choose the format in which drafts of all sub-layers are fastest: by expected speedup, and near ones by time.
 
     Copies that are not chosen are dropped.
 
@@ -111,7 +118,8 @@ def choose_format(
     Returns: the format, "stored" where none is worth its memory; and the costs with it.
     """
     runtime = session.runtime
-    best, most = STORED, WORTH_IT
+    tried: dict[str, tuple[FormatTried, CostProfile]] = {}  # the formats that may be the fastest
+    most = WORTH_IT
     for name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
         draft = LayerSet(runtime.n_layers).filled(name)
         try:
@@ -122,14 +130,67 @@ def choose_format(
             runtime.drop_copies(name)
             continue
         worth = adaptive_speedup(score, draft, known)
-        yield FormatTried(name, worth, score.matchness)
-        worse = name
-        if worth > most:
-            best, most, costs, worse = name, worth, known, best
-        runtime.drop_copies(worse)
+        event = FormatTried(name, worth, score.matchness)
+        yield event
+        if worth <= WORTH_IT:
+            runtime.drop_copies(name)
+            continue
+        tried[name], most = (event, known), max(most, worth)
+        for other in [other for other, (event, _) in tried.items() if (event.expected or 0.0) * DOUBT < most]:
+            runtime.drop_copies(other)
+            del tried[other]
         if most >= ENOUGH:
             break
-    return best, costs
+    if not tried:
+        return STORED, costs
+    drafts = {name: LayerSet(runtime.n_layers).filled(name) for name in tried}
+    methods = [adaptive(SkippedTarget(drafts[name]), known, ADAPTIVE) for name, (_, known) in tried.items()]
+    phase = PhaseChanged("", "profile", f"timing drafts in {' and '.join(tried)}")
+    speeds = yield from timed_by_turns(session, prompts, methods, phase)
+    best = max(tried, key=lambda name: tried[name][0].expected or 0.0)
+    if speeds:
+        for (event, _), tok_s in zip(tried.values(), speeds, strict=True):
+            yield replace(event, tok_s=tok_s)
+        best = max(zip(speeds, tried, strict=True))[1]
+    for name in tried:
+        if name != best:
+            runtime.drop_copies(name)
+    return best, tried[best][1]
+
+
+def timed_by_turns(
+    session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: PhaseChanged
+) -> Generator[PhaseChanged, None, list[float]]:
+    """Decode the same prompts with each of the methods by turns, until one is surely ahead, or a share of them is done.
+
+    Only first turns are decoded, and `RACE_TOKENS` of each.
+
+    Args:    phase: what this is reported as.
+    Returns: tokens per second of decoding of each method; [] where there is nothing to choose, or too little to time.
+    """
+    n = max(FEWEST_TIMED, min(MOST_TIMED, int(TIMED_SHARE * len(prompts))))
+    if len(methods) < 2 or len(prompts) < n:
+        return []
+    runs: list[list[Timed]] = [[] for _ in methods]
+    for number, prompt in enumerate(prompts[:n]):
+        room = min(session.room(prompt), RACE_TOKENS)
+        short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=room)
+        order = range(len(methods))
+        yield replace(phase, detail=f"{phase.detail}, prompt {number + 1}")
+        for at in reversed(order) if number % 2 else order:
+            with closing(side_by_side([session.request(short, methods[at])])) as run:
+                done = [event.completion for event in run if isinstance(event, Turn)]
+            runs[at].append(Timed(done[0].n_decoded, done[0].timings.decode_s))
+        if number + 1 >= FEWEST_TIMED and _is_decided(runs):
+            break
+    return [speed(own) for own in runs]
+
+
+def _is_decided(runs: Sequence[Sequence[Timed]]) -> bool:
+    """Return whether the fastest of the methods, whose runs of the same prompts these are, is surely ahead."""
+    first, *others = sorted(runs, key=speed, reverse=True)
+    intervals = [speed_interval(first, other) for other in others]
+    return all(interval is not None and interval[0] > 1 for interval in intervals)
 
 
 def prepared(

@@ -239,6 +239,19 @@ class Search:
             self.stopped_because = reason
             self.close()
 
+    @property
+    def contenders(self) -> list[LayerSet]:
+        """The sets that only estimates have told apart, the one in use first; none where scores alone decide."""
+        by_estimate = self._proposer.chooses_size and self.settings.adoption == "finals"
+        sets = list(dict.fromkeys([self.layer_set, self._start]))
+        return sets if by_estimate and not self.settings.deterministic and len(sets) > 1 else []
+
+    def take(self, layer_set: LayerSet) -> None:
+        """Use a set that has proved faster than the one in use."""
+        if layer_set != self.layer_set:
+            self._contest.take(layer_set, self.trials[self._contest.opened_at :])
+            self._draft_with_incumbent()
+
     def choose_drafting(self) -> Iterator[Event]:
         """Once the search has ended, choose stop threshold, draft length and branching for the set in use.
 

@@ -28,7 +28,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
-from .drafting import N_PROMPTS, drafting_with
+from .drafting import N_PROMPTS, drafting_with, timed_by_turns
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
 
@@ -185,6 +185,7 @@ class Tuner:
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()
+            yield from self._take_fastest(task)
 
     def _serve(self, index: int) -> Work[None]:
         """Decode the prompt at that place of the stream with the set in use, and search meanwhile."""
@@ -256,6 +257,17 @@ class Tuner:
         tuned = [pair.tuned for pairs in task.timed[:n_prompts] for pair in pairs]
         verdict = replace(judged.verdict, expected=expected_of(self.costs, tuned))
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, judged.turns)
+
+    def _take_fastest(self, task: TaskState) -> Iterator[Event]:
+        """Time the set in use beside the one that the search began with, on prompts served, and use the faster one."""
+        search, held = task.search, {index for index, _ in task.judged}
+        sets = [] if task.timed else search.contenders
+        methods = [drafting_with(SkippedTarget(own), search.settings, self.costs) for own in sets]
+        served = [own for at, own in enumerate(self._prompts) if own.task == task.name and at not in held]
+        phase = PhaseChanged(task.name, "profile", "timing the set in use and the first one")
+        speeds = yield from timed_by_turns(self.session, served[::-1], methods, phase)
+        if speeds:
+            search.take(sets[speeds.index(max(speeds))])
 
     def _measure(self, task: TaskState, look: Look) -> Generator[Event, None, list[tuple[int, list[TimedTurn]]]]:
         """Run the prompts of a look, each plain and tuned; what a checkpoint has of them is not run again."""

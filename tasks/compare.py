@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..core.costs import CostProfile
 from ..core.errors import SwiftoptError
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.settings import preset_of
@@ -26,7 +27,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .measures import EnergyMeter, check_judges, extra_bytes, measure_of, nll, quality
-from .recipes import MakingRecipes, Recipe, opened
+from .recipes import MakingRecipes, Recipe, opened, stored_costs
 from .report import SCHEMA, Figures, Interleaved, OnRun, Runs, by_ratio, decoder, figures, peer, qualities, with_plan
 
 
@@ -134,12 +135,24 @@ class Comparison:
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and "heads" in method_info(entry.name).needs,
             samples=self.request.samples,
+            costs=self._costs_of(own) if finished else None,
         )
         if finished and self.measure is not None:
             row = replace(row, **qualities(self._scores(own), self.request.samples))
         if finished and row.reason is None and row.prompts < row.of:
             return replace(row, reason="for it is less than half as fast as plain decoding")
         return row
+
+    def _costs_of(self, runs: Runs) -> CostProfile | None:
+        """Return what passes with the layer sets of the runs cost, measured where it is not stored; None: without any.
+
+        Runs whose drafter estimates its own costs need none.
+        """
+        done = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
+        sets = {own.layer_set for own in done if own.layer_set is not None and own.estimated_cost is None}
+        formats = {name for layer_set in sets for _, name in layer_set.formats}
+        runtime, store = self.session.runtime, self.store
+        return stored_costs(runtime, store, self.n_positions, self.on_step, formats) if sets else None
 
     def _scores(self, runs: Runs) -> dict[int, float]:
         """Return the quality of each answer, by the prompt's number; equal answers are judged once."""

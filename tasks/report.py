@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..core.costs import CostProfile, expected_of, published_speedup
 from ..core.errors import LayerSetNotFound, SwiftoptError
 from ..core.records import FoundPlan, Plan
 from ..core.requests import BASE
@@ -166,8 +167,9 @@ class Figures(Record):
     under the target itself; its ratio and the ratio's interval over prompts are to plain decoding's. `early_share`:
     share of tokens accepted from an intermediate layer; `rejected_share`: share of the verified early predictions that
     the last layer contradicted. `quality` is the mean of the data set's measure over the prompts, `pass_at_10` that of
-    pass@10 where there are as many samples. `extra_bytes`: tensors beside the target's weights and buffer. `reason`:
-    why there are no figures, or not of all prompts.
+    pass@10 where there are as many samples. `extra_bytes`: tensors beside the target's weights and buffer.
+    `expected_ratio` is E(Spd.) of the rounds by measured costs, `published_ratio` with a layer set's c = 1 - r (SWIFT
+    Eq. 6). `reason`: why there are no figures, or not of all prompts.
     """
 
     method: str
@@ -183,6 +185,8 @@ class Figures(Record):
     acceptance_rate: float | None = None
     mean_generated_length: float | None = None
     passes_per_token: float | None = None
+    expected_ratio: float | None = None
+    published_ratio: float | None = None
     identical: int | None = None
     perplexity: float | None = None
     perplexity_ratio: float | None = None
@@ -211,13 +215,15 @@ def figures(
     keeps_tokens: bool = True,
     predicts_early: bool = False,
     samples: int = 1,
+    costs: CostProfile | None = None,
 ) -> Figures:
     """Fill in a method's row from its runs and those of plain decoding.
 
     Args: known: the row with what is known without running the method. nll: None leaves the perplexity out.
           keeps_tokens: the method emits plain decoding's tokens, also when sampling from the same seed.
           predicts_early: its drafts are predictions at an intermediate layer. samples: neighbours that are completions
-          of one prompt: they are alike, and intervals over them would be too narrow.
+          of one prompt: they are alike, and intervals over them would be too narrow. costs: of the passes of its
+          layer set, where it has one.
     """
     shared = [number for number in own.by_prompt if number in base.by_prompt]
     if not shared:
@@ -236,7 +242,7 @@ def figures(
         tok_s=speed(timed),
         ratio=speed_ratio(timed, slow),
         ratio_interval=speed_interval(_by_prompt(shared, timed, samples), _by_prompt(shared, slow, samples)),
-        **_counts([run.completion for run in runs if run.completion is not None], predicts_early),
+        **_counts([run.completion for run in runs if run.completion is not None], predicts_early, costs),
         identical=sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True)) if keeps_tokens else None,
         **_perplexities(shared, own, base, nll, samples) if nll else {},
         joules_per_token=spent / n_tokens if spent and n_tokens else None,
@@ -292,15 +298,22 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, sample
     }
 
 
-def _counts(completions: Sequence[Completion], predicts_early: bool) -> dict[str, Any]:
+def _counts(completions: Sequence[Completion], predicts_early: bool, costs: CostProfile | None) -> dict[str, Any]:
     """Return the figures made of the decoding loop's counts; none where another loop decoded."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
     passes, decoded = sum(d.target_passes for d in completions), sum(d.n_decoded for d in completions)
     refused = sum(d.refused for d in completions)
     early = predicts_early and decoded > 0
+    sets = {done.layer_set for done in completions if not done.lossy}
+    layer_set = sets.pop() if len(sets) == 1 else None
+    published = None
+    if layer_set is not None and not layer_set.formats and accepted and passes:
+        published = published_speedup(layer_set, decoded / passes, accepted / drafted)
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_generated_length": decoded / passes if passes else None,
+        "expected_ratio": expected_of(costs, completions),
+        "published_ratio": published,
         "passes_per_token": passes / decoded if decoded else None,
         "early_share": accepted / decoded if early else None,
         "rejected_share": refused / (accepted + refused) if early and drafted else None,

@@ -3,12 +3,14 @@
     python tests/pages.py
 
 writes docs/cli.md from what `--help` prints, docs/openapi.json from the server's routes, and docs/api.md from both that
-document and its own beginning, which is written by hand.
+document and its own beginning, which is written by hand. The table of departures in docs/how-it-works.md is made of the
+`DEVIATION:` comments of the code.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,12 @@ from swiftopt.cli.options import ALL_OPTIONS
 from swiftopt.cli.output import INTERRUPTED
 from swiftopt.server.openapi import bare_app
 
-DOCS = Path(__file__).parent.parent / "docs"
-CLI, API, SNAPSHOT = DOCS / "cli.md", DOCS / "api.md", DOCS / "openapi.json"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CLI, API, SNAPSHOT, MANUAL = DOCS / "cli.md", DOCS / "api.md", DOCS / "openapi.json", DOCS / "how-it-works.md"
+DEVIATIONS = re.compile(r"(<!-- deviations -->\n).*?(\n<!-- /deviations -->)", re.DOTALL)  # of the manual
+# What a docstring goes on with behind the words on a departure.
+ENDINGS = ("Args:", "Returns:", "Raises:", "Source:", "Yields:", '"""')
 RENEW = "if the change is meant, run: python tests/pages.py"
 WIDTH = 80  # columns, whatever the terminal has
 
@@ -133,8 +139,34 @@ def _type(values: dict[str, Any]) -> str:
     return str(values.get("type") or _name(values))
 
 
+def deviations() -> Iterator[tuple[str, str]]:
+    """Yield (file, sentences) of each `DEVIATION:` comment of the package."""
+    folders = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+    for file in [file for folder in folders for file in sorted(folder.rglob("*.py"))]:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for at, line in enumerate(lines):
+            if "DEVIATION:" not in line:
+                continue
+            words, is_comment = [line.partition("DEVIATION:")[2]], line.lstrip().startswith("#")
+            for later in lines[at + 1 :]:
+                text = later.strip()
+                if not text or text.startswith(ENDINGS) or text.startswith("#") != is_comment:
+                    break
+                words.append(text.lstrip("# "))
+            said = " ".join(" ".join(words).split()).partition('"""')[0].strip()
+            yield str(file.relative_to(ROOT)), said
+
+
+def manual_page(text: str) -> str:
+    """Return docs/how-it-works.md with its table of departures renewed."""
+    rows = [f"| `{file}` | {said[0].upper()}{said[1:]} |".replace("<", "&lt;") for file, said in deviations()]
+    table = "\n".join(["| where | what differs, and why |", "|---|---|", *rows])
+    return DEVIATIONS.sub(lambda found: found[1] + table + found[2], text)
+
+
 if __name__ == "__main__":
     document = bare_app().openapi()
     SNAPSHOT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     API.write_text(api_page(document), encoding="utf-8")
     CLI.write_text(cli_page(), encoding="utf-8")
+    MANUAL.write_text(manual_page(MANUAL.read_text(encoding="utf-8")), encoding="utf-8")

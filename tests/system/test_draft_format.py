@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ from fakes import cheap_draft_costs, worded_runtime
 from tiny_files import save
 
 from swiftopt.core.costs import CostProfile
-from swiftopt.core.events import Event, FormatTried, TaskFinished
+from swiftopt.core.events import Event, FormatTried, PhaseChanged, TaskFinished
 from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import STORED
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
 from swiftopt.decoding.draft import Draft, Drafter, DraftTree
-from swiftopt.decoding.engine import PassGenerator
+from swiftopt.decoding.engine import PassGenerator, exhaust
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.session import Session
@@ -25,6 +26,7 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import drafting
 from swiftopt.optimizer.drafting import choose_format
 from swiftopt.optimizer.evaluation import WindowScore
+from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
 
@@ -88,6 +90,76 @@ def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) ->
     (tried,) = told  # int8 was not looked at, for int4 is enough
     assert tried.expected is not None and tried.expected > 1.06 and tried.agreement is not None
     assert runtime.copies.n_bytes > 0
+
+
+def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[float]]]:
+    """Stands for `timed_by_turns`."""
+
+    def timed(*_: object) -> Generator[Event, None, list[float]]:
+        yield from ()
+        return list(speeds)
+
+    return timed
+
+
+def has_copies(runtime: Runtime) -> list[str]:
+    """The formats in which there are copies of weights."""
+    whole = LayerSet(runtime.n_layers)
+    return [name for name in ("int4", "int8") if runtime.copies.bytes_of(whole.filled(name))]
+
+
+@pytest.mark.parametrize(("speeds", "best"), [((30.0, 20.0), "int4"), ((20.0, 30.0), "int8")])
+def test_near_estimates_are_decided_by_time(
+    speeds: tuple[float, ...], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "ENOUGH", 99.0)
+    monkeypatch.setattr(drafting, "DOUBT", 99.0)
+    monkeypatch.setattr(drafting, "timed_by_turns", timing(*speeds))
+    name, costs, told, runtime = chosen(with_shares(int4=0.1, int8=0.1))
+    assert name == best and set(costs.formats) == {best} and has_copies(runtime) == [best]
+    assert [(tried.format, tried.tok_s) for tried in told[2:]] == [("int4", speeds[0]), ("int8", speeds[1])]
+    monkeypatch.setattr(drafting, "timed_by_turns", timing())  # too little to time: the estimates decide
+    assert chosen(with_shares(int4=0.3, int8=0.2))[0] == "int8"
+
+
+def test_far_estimates_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "ENOUGH", 99.0)
+    name, _, told, runtime = chosen(with_shares(int4=0.01, int8=0.9))
+    assert name == "int4" and [tried.format for tried in told] == ["int4", "int8"]
+    assert has_copies(runtime) == ["int4"]
+
+
+def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[str]]:
+    """What timing two methods says, and the methods in the order of their runs."""
+    runtime, order = worded_runtime(), list[str]()
+
+    class Noting(Knowing):
+        def begin(self, context: Context) -> Knowing:
+            order.append(str(self.n))
+            return super().begin(context)
+
+    methods = [Method(str(n), Noting(n)) for n in (1, 2)]
+    prompts = [replace(PROMPTS[0], id=f"p{i}") for i in range(n_prompts)]
+    phase = PhaseChanged("t", "profile", "timing")
+    work = drafting.timed_by_turns(Session(runtime, Sampling(), 20), prompts, methods, phase)
+    return exhaust(work, lambda event: None), order
+
+
+def test_methods_are_timed_by_turns_until_one_is_surely_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_turns(2, monkeypatch) == ([], [])  # too few prompts
+    monkeypatch.setattr(drafting, "_is_decided", lambda runs: False)
+    speeds, order = by_turns(16, monkeypatch)
+    assert len(speeds) == 2 and order == ["1", "2", "2", "1"] * 2  # a quarter of the prompts
+    monkeypatch.setattr(drafting, "_is_decided", lambda runs: True)
+    assert len(by_turns(40, monkeypatch)[1]) == 2 * drafting.FEWEST_TIMED
+
+
+def test_method_is_ahead_when_its_whole_interval_is() -> None:
+    base = [Timed(10, 1.0), Timed(10, 1.1), Timed(10, 0.9)]
+    double = [Timed(10, run.seconds / 2) for run in base]
+    mixed = [Timed(10, 0.5), Timed(10, 1.6), Timed(10, 0.8)]
+    assert drafting._is_decided([base, double]) and drafting._is_decided([double, base, base])
+    assert not drafting._is_decided([base, mixed]) and not drafting._is_decided([base, base])
 
 
 def test_format_that_costs_as_much_as_the_model_is_not_chosen_and_its_copies_go() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,13 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
-from swiftopt.decoding.methods import PLAIN
+from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.session import Session
 from swiftopt.models.costs import device_name
 from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer import tuning
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup
+from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.store import Store
 from swiftopt.tasks.compare import enter
@@ -30,7 +32,7 @@ from swiftopt.tasks.generate import Planner
 from swiftopt.tasks.recipes import MakingRecipes, Recipes
 
 INT4 = (("attn", "int4"), ("head", "int4"), ("mlp", "int4"))
-TUNED = LayerSet(4, frozenset({1}), formats=INT4)
+TUNED, WHOLE = LayerSet(4, frozenset({1}), formats=INT4), LayerSet(4, formats=INT4)
 
 
 def stream(n: int) -> list[Prompt]:
@@ -38,9 +40,9 @@ def stream(n: int) -> list[Prompt]:
     return [Prompt(f"t{i}", "t", text=" ".join(f"w{rng.randrange(2, 97)}" for _ in range(6))) for i in range(n)]
 
 
-def tune(**settings: Any) -> tuple[list[Any], list[Event]]:
+def tune(n: int = 6, **settings: Any) -> tuple[list[Any], list[Event]]:
     given = SwiftSettings(method="adaptive", draft_format="int4", context_window=8, max_steps=30, **settings)
-    events = list(Tuner(Session(worded_runtime(), Sampling(), 24), given, cheap_draft_costs(), "tiny").run(stream(6)))
+    events = list(Tuner(Session(worded_runtime(), Sampling(), 24), given, cheap_draft_costs(), "tiny").run(stream(n)))
     return [event for event in events if isinstance(event, TaskFinished)], events
 
 
@@ -65,6 +67,41 @@ def test_search_that_chooses_the_size_begins_with_everything_kept() -> None:
     assert fixed.trials[0].layer_set.n_skipped == 2
     (matching,), _ = tune(strategy="knapsack", objective="matchness")
     assert {trial.layer_set.n_skipped for trial in matching.trials} == {2}
+
+
+@pytest.mark.parametrize(("speeds", "used"), [([1.0, 2.0], TUNED), ([2.0, 1.0], WHOLE), ([], WHOLE)])
+def test_set_of_the_search_is_used_unless_another_proves_faster(
+    speeds: list[float], used: LayerSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[tuple[int, list[str]]] = []
+
+    def by_turns(session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: Event) -> Any:
+        timed.append((len(methods), [prompt.id for prompt in prompts]))
+        yield phase
+        return speeds
+
+    monkeypatch.setattr(tuning, "timed_by_turns", by_turns)
+    monkeypatch.setattr(Search, "contenders", [WHOLE, TUNED])
+    (result,), _ = tune(strategy="knapsack")
+    assert timed == [(2, ["t2", "t1", "t0"])]  # those that were served, the latest first
+    assert result.record.layer_set == used
+    if used == TUNED:
+        of_it = [trial.matchness for trial in result.trials if trial.layer_set == used]
+        assert result.record.matchness == (pytest.approx(sum(of_it) / len(of_it), abs=1e-4) if of_it else None)
+
+
+def test_only_sets_that_estimates_told_apart_are_timed() -> None:
+    def contenders(**settings: Any) -> list[LayerSet]:
+        given = SwiftSettings(method="adaptive", draft_format="int4", **settings)
+        search = Search("t", 4, given, 0.5, cheap_draft_costs())
+        before = search.contenders
+        search.take(TUNED)
+        assert before == [] and search.layer_set == search.method.layer_set == TUNED
+        return search.contenders
+
+    assert contenders(strategy="knapsack") == [TUNED, WHOLE]
+    assert contenders(strategy="knapsack", deterministic=True) == []  # the clock may decide nothing
+    assert contenders(strategy="knapsack", adoption="highest") == contenders(strategy="random") == []
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4])

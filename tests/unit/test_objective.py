@@ -9,7 +9,7 @@ from fakes import cheap_draft_costs, flat_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftopt.core.costs import CostProfile, FormatCosts, expected_of
+from swiftopt.core.costs import CostProfile, FormatCosts, expected_of, published_speedup
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup, objective, replay
@@ -84,7 +84,8 @@ def test_expected_speedup_is_equation_6_when_rows_are_free() -> None:
     c = costs.draft_cost(layer_set)
     expected = mean_length * acceptance / ((mean_length - 1) * c + acceptance)
     assert costs.expected_speedup(layer_set, mean_length, steps, {1: 1}) == pytest.approx(expected)
-    assert mean_length * acceptance / ((mean_length - 1) * 0.55 + acceptance) == pytest.approx(1.52, abs=0.005)
+    nearest = LayerSet.uniform(42, 36)  # r = 36/80
+    assert published_speedup(nearest, mean_length, acceptance) == pytest.approx(1.52, abs=0.005)
 
 
 def test_objective_prefers_the_set_that_saves_more_time_at_equal_matches() -> None:

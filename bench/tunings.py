@@ -1,0 +1,254 @@
+"""What several ways of tuning find on one stream, timed by turns on prompts that none of them has seen.
+
+Every way is run anew for each seed: costs are measured, and the drafts' format is chosen, as a new process would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+from ..core.costs import CostProfile
+from ..core.events import Event, FormatTried, Progress, PromptFinished, TrialsDone
+from ..core.settings import FORMATS, SwiftSettings, TuningSettings, preset_of
+from ..core.types import LayerSet, Prompt
+from ..decoding.draft_models import SkippedTarget
+from ..decoding.engine import exhaust
+from ..decoding.methods import PLAIN, Method
+from ..decoding.session import Session
+from ..models.costs import machine_name, with_formats
+from ..optimizer.drafting import drafting_with, prepared
+from ..optimizer.tuning import Tuner
+from ..optimizer.verdict import Timed, faster, speed, speed_interval, speed_ratio
+from ..tasks.recipes import stored_costs
+
+SCHEMA = "swiftopt.bench-tune/1"
+DEFAULT, PRESET = "default", "preset "  # of the names of ways: other words are strategies
+WAYS = (DEFAULT, "preset swift", "swift", "random")
+MOST_POINTS = 4  # plans of a run that are timed: the first, the last, and between them as many as fit
+N_LAPS = 2  # runs of each prompt with each plan, the fastest of which counts
+STREAM = "stream"  # the task under which all prompts are tuned
+
+OnStep = Callable[[str], None]
+
+
+def settings_of(way: str, seed: int) -> TuningSettings:
+    """Return what a way tunes with: the defaults, a preset's values, or the defaults with another strategy."""
+    if way == DEFAULT:
+        return TuningSettings(seed=seed)
+    if way.startswith(PRESET):
+        return TuningSettings(**{**preset_of(way.removeprefix(PRESET)).tuning, "seed": seed})
+    return TuningSettings(strategy=way, seed=seed)
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How a run drafted from some moment on."""
+
+    layer_set: LayerSet
+    settings: SwiftSettings
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes two plans alike, whichever run found them."""
+        chosen = self.settings
+        drafting = chosen.method, chosen.stop_threshold, chosen.max_draft_length, chosen.branching, chosen.sampled
+        return self.layer_set, (chosen.method,) if chosen.method == "adaptive" else drafting
+
+
+@dataclass
+class TuningRun:
+    """One run of a way: the plans that it used, each with the seconds of searching that came before.
+
+    `setup_s` went into costs and formats, and counts as searching, as does `seconds`, all of it; `decode_s` does not.
+    """
+
+    way: str
+    seed: int
+    costs: CostProfile
+    setup_s: float = 0.0
+    seconds: float = 0.0
+    decode_s: float = 0.0
+    n_candidates: int = 0
+    plans: list[tuple[float, DraftPlan]] = field(default_factory=list)
+
+    def use(self, seconds: float, plan: DraftPlan) -> None:
+        """Note a plan that is used from there on."""
+        if not self.plans or plan.key != self.plans[-1][1].key:
+            self.plans.append((seconds, plan))
+
+    @property
+    def final(self) -> DraftPlan:
+        """The plan that the run ended with."""
+        return self.plans[-1][1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run and its last plan as plain values."""
+        chosen, layer_set = self.final.settings, self.final.layer_set
+        return {
+            "way": self.way,
+            "seed": self.seed,
+            "candidates": self.n_candidates,
+            "setup_s": round(self.setup_s, 2),
+            "search_s": round(self.seconds, 2),
+            "decode_s": round(self.decode_s, 2),
+            "method": chosen.method,
+            "draft_format": chosen.draft_format,
+            "skip_attn": sorted(layer_set.skip_attn),
+            "skip_mlp": sorted(layer_set.skip_mlp),
+        }
+
+    def thinned(self) -> None:
+        """Keep `MOST_POINTS` of the plans, the first and the last among them."""
+        n = len(self.plans)
+        if n > MOST_POINTS:
+            self.plans = [self.plans[round(i * (n - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+
+
+class TuningBench:
+    """Tunes on the first prompts of a stream, in each way and with each seed by turns, and times the plans on others.
+
+    Args: session: how prompts are decoded, greedily. unseen: the prompts that plans are timed on.
+    """
+
+    def __init__(
+        self, session: Session, prompts: Sequence[Prompt], unseen: Sequence[Prompt], model: str, on_step: OnStep
+    ) -> None:
+        self.session, self.runtime, self.model, self.on_step = session, session.runtime, model, on_step
+        self.prompts = [replace(prompt, task=STREAM, turns=prompt.turns[:1]) for prompt in prompts]
+        self.unseen = [replace(prompt, turns=prompt.turns[:1]) for prompt in unseen]
+        self.n_positions = max(session.check(prompt) for prompt in [*self.prompts, *self.unseen])
+
+    def run(self, seeds: Mapping[str, int]) -> dict[str, Any]:
+        """Return the object that `swiftopt bench tune --json` prints.
+
+        Ctrl-C during the runs ends them, and times what those that have ended found.
+
+        Args: seeds: how many runs of each way.
+        """
+        runs, interrupted = list[TuningRun](), False
+        try:
+            for seed in range(max(seeds.values())):
+                ways = [way for way, n in seeds.items() if seed < n]
+                shift = seed % len(ways)
+                for way in [*ways[shift:], *ways[:shift]]:
+                    runs.append(self.tuned(way, seed))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            interrupted = True
+        return {
+            "schema": SCHEMA,
+            "interrupted": interrupted,
+            "device": machine_name(self.runtime),
+            "dtype": self.runtime.dtype_name,
+            "prompts": len(self.prompts),
+            "unseen": len(self.unseen),
+            "max_new_tokens": self.session.max_new_tokens,
+            **self._judged(runs),
+        }
+
+    def tuned(self, way: str, seed: int) -> TuningRun:
+        """Tune the stream once."""
+        for name in FORMATS:
+            self.runtime.drop_copies(name)
+        began = perf_counter()
+        words = f"{way}, seed {seed}"
+        self.on_step(f"{words}: costs and formats")
+        plain = stored_costs(self.runtime, None, self.n_positions)
+
+        def measured(*formats: str) -> CostProfile:
+            return with_formats(self.runtime, plain, formats)
+
+        def show(event: Event) -> None:
+            if isinstance(event, FormatTried):
+                figure = event.expected if event.tok_s is None else event.tok_s
+                self.on_step(f"{words}: {event.format} {'x' if event.tok_s is None else 'tok/s'} {figure or 0:.2f}")
+
+        settings, costs = exhaust(prepared(self.session, self.prompts, settings_of(way, seed), measured), show)
+        run = TuningRun(way, seed, costs, setup_s=perf_counter() - began)
+        decoding = prefill = scoring = 0.0  # seconds
+
+        def follow(event: Event) -> None:
+            nonlocal decoding, prefill, scoring
+            if isinstance(event, Progress):  # its speed is of decoding and scoring together
+                decoding = event.tokens / event.tok_s - scoring if event.tok_s else 0.0
+            elif isinstance(event, PromptFinished):
+                prefill += event.completion.prefill_s or 0.0
+            elif isinstance(event, TrialsDone):
+                run.n_candidates += len(event.trials)
+                scoring += sum(trial.seconds for trial in event.trials)
+                used = [trial for trial in event.trials if trial.adopted or trial.origin in ("uniform", "trimmed")]
+                for trial in used[-1:] if run.plans else used[:1]:
+                    run.use(perf_counter() - began - decoding - prefill, DraftPlan(trial.layer_set, settings))
+
+        tuner = Tuner(self.session, settings, costs, self.model)
+        [final] = exhaust(tuner.serve(self.prompts), follow).values()
+        run.decode_s = decoding + prefill
+        run.seconds = perf_counter() - began - run.decode_s
+        run.use(run.seconds, DraftPlan(*final))
+        run.thinned()
+        self.on_step(f"{words}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
+        return run
+
+    def _judged(self, runs: Sequence[TuningRun]) -> dict[str, Any]:
+        """Time all plans of the runs on the unseen prompts; return the results, by way and by run."""
+        found = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
+        for name in {name for plan, _ in found.values() for _, name in plan.layer_set.formats}:
+            self.runtime.copies.prepare(LayerSet(self.runtime.n_layers).filled(name))
+        methods = [drafting_with(SkippedTarget(own.layer_set), own.settings, costs) for own, costs in found.values()]
+        (plain, *timed), n_equal = self._timed([PLAIN, *methods])
+        by_key = dict(zip(found, timed, strict=True))
+        most = max((by_key[run.final.key] for run in runs), key=speed)
+        results: list[dict[str, Any]] = []
+        for run in runs:
+            own = by_key[run.final.key]
+            interval = speed_interval(own, plain)
+            curve = [[round(at, 2), round(speed_ratio(by_key[plan.key], plain), 4)] for at, plan in run.plans]
+            speeds = {
+                "tok_s": round(speed(own), 2),
+                "ratio": round(speed_ratio(own, plain), 4),
+                "ratio_interval": interval and [round(end, 4) for end in interval],
+                "to_best": round(speed_ratio(own, most), 4),
+            }
+            results.append({**run.to_json(), **speeds, "curve": curve})
+        ways = {way: _together([own for own in results if own["way"] == way]) for way in {run.way: 0 for run in runs}}
+        about = {"plans": len(methods), "equal": n_equal, "of": N_LAPS * len(methods) * len(self.unseen)}
+        return {**about, "plain_tok_s": round(speed(plain), 2), "ways": ways, "results": results}
+
+    def _timed(self, methods: Sequence[Method]) -> tuple[list[list[Timed]], int]:
+        """Decode every unseen prompt with each of the methods by turns; return the fastest runs of each method.
+
+        Also returns in how many of all runs the output was that of the first method.
+        """
+        runs: list[list[Timed]] = [[] for _ in methods]
+        n_equal = 0
+        for lap in range(N_LAPS):
+            for number, prompt in enumerate(self.unseen):
+                shift = (number * 7) % len(methods)
+                order = [*range(shift, len(methods)), *range(shift)]
+                said = {}
+                for at in order[::-1] if lap % 2 else order:
+                    ((_, done),) = self.session.run(prompt, methods[at])
+                    said[at] = done.token_ids
+                    one = Timed(done.n_decoded, done.timings.decode_s)
+                    if lap:
+                        runs[at][number] = faster(runs[at][number], one)
+                    else:
+                        runs[at].append(one)
+                n_equal += sum(own == said[0] for own in said.values()) - 1
+                self.on_step(f"timing: prompt {number + 1} of {len(self.unseen)}, lap {lap + 1} of {N_LAPS}")
+        return runs, n_equal
+
+
+def _together(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all runs of a way: their mean ratio, its ends, and their shares of the fastest plan."""
+    ratios, shares = ([result[name] for result in results] for name in ("ratio", "to_best"))
+    return {
+        "ratio": round(mean(ratios), 4),
+        "ratios": [min(ratios), max(ratios)],
+        "to_best": {"worst": min(shares), "mean": round(mean(shares), 4)},
+    }
