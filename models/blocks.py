@@ -99,8 +99,8 @@ class LayerModules:
     def modules(self) -> Iterator[Any]:
         """Yield every module, None for those that the layer does not have."""
         for part in fields(self):
-            found = getattr(self, part.name)
-            yield from found if isinstance(found, tuple) else (found,)
+            module_or_modules = getattr(self, part.name)
+            yield from module_or_modules if isinstance(module_or_modules, tuple) else (module_or_modules,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,12 @@ class Block:
         self.heads = HeadLayout(n_heads, n_kv_heads, width, family.projection == "heads")
         self.scaling = float(cast(Any, attn).scaling)
         self.functions = EAGER
+        q_norm, k_norm = family.head_norms or (None, None)
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=tuple(attn.get_submodule(name) for name in family.qkv),
-            q_norm=getattr(attn, "q_norm", None),
-            k_norm=getattr(attn, "k_norm", None),
+            q_norm=submodule(attn, q_norm),
+            k_norm=submodule(attn, k_norm),
             out=attn.get_submodule(family.out),
             attn_post=submodule(layer, family.attn_post_norm),
             mlp_norm=submodule(layer, family.mlp_norm),
@@ -205,13 +206,13 @@ class BufferRows:
         if len(self.groups) == 1:
             return _attended(block, query, key, value, *self.groups[0])
         n_rows = [group.n_rows for group, _ in self.groups]
-        own = zip(*(torch.split(part, n_rows) for part in (query, key, value)), self.groups, strict=True)
-        return torch.cat([_attended(block, *parts, *group) for *parts, group in own])
+        group_parts = zip(*(torch.split(part, n_rows) for part in (query, key, value)), self.groups, strict=True)
+        return torch.cat([_attended(block, *parts, *group) for *parts, group in group_parts])
 
 
 def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return (found[0] if len(found) == 1 else torch.cat(found)) if found else None
+    tensors = [part for part in parts if part is not None]
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)) if tensors else None
 
 
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:

@@ -22,10 +22,10 @@ from ..core.types import LayerSet, SubLayer
 ROWS = 16  # outputs of a block; missing ones are zeros
 GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
 CHUNK = 1 << 15  # weights that are quantised at a time on a CPU
-DEVICE_CHUNK = 1 << 27  # on a GPU
+DEVICE_CHUNK = 1 << 27  # The chunk on a GPU.
 SCRATCH = 30  # bytes that quantising takes for each weight of a piece
 DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that reaches the largest weight: tails may cost less
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # Shares of the full scale to try: cutting tails may cost less.
 
 Form = ParamSpec("Form")
 Parts = TypeVar("Parts", bound=tuple[Tensor, ...])
@@ -100,8 +100,8 @@ class CodedLinear(nn.Module):
         laid_out, pairs = pack(codes, scales[:, :n_groups], zeros[:, :n_groups], self.bits)
         self.codes, self.scales = nn.Parameter(laid_out, requires_grad=False), nn.Parameter(pairs, requires_grad=False)
         self.register_buffer("order", None if coded.order is None else coded.order.int(), persistent=False)
-        own = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
-        self.register_parameter("bias", own)
+        bias_parameter = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.register_parameter("bias", bias_parameter)
 
     @property
     def weight(self) -> Tensor:
@@ -234,10 +234,10 @@ def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tenso
         # As it is stored: an error of the scale counts as often as the code is large.
         scale = (shrink * reach).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)  # of zeros, or too small for the dtype
-        found = (grouped / scale).round_().clamp_(-half, half - 1)
-        error = (found * scale - grouped).square_().sum(dim=-1, keepdim=True)
+        rounded_codes = (grouped / scale).round_().clamp_(-half, half - 1)
+        error = (rounded_codes * scale - grouped).square_().sum(dim=-1, keepdim=True)
         better = error < least
-        best, codes = torch.where(better, scale, best), torch.where(better, found, codes)
+        best, codes = torch.where(better, scale, best), torch.where(better, rounded_codes, codes)
         least = torch.minimum(error, least)
     return (codes + half).to(torch.uint8).flatten(1), best[..., 0].to(weight.dtype)
 

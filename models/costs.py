@@ -24,21 +24,21 @@ from .runtime import Runtime
 from .saved import OnStep, no_step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
-MOST_ROWS = 4096  # of the widest pass that is measured, where rows are that cheap: 128 candidates of 32 tokens
+MOST_ROWS = 4096  # The widest pass that is measured: 128 candidates of 32 tokens.
 CHEAPER = 0.9  # what a row must cost in a pass of twice the rows, or wider ones are not measured
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)  # rows of a quantised draft's pass
 BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
 REPEATS = (3, 15)  # least and most repetitions of each pass
 EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice
 AGAIN_S = 10.0  # a disturbed measurement is repeated until so many seconds have gone by
-MOST_SHARE = 0.1  # of the processors' time, that others may have while a measurement counts as quiet
+MOST_SHARE = 0.1  # Others may use this share of the processors' time in a quiet measurement.
 MOST_SPREAD = 1.3  # upper ÷ lower quartile of the base passes
 MOST_REVERSED = 0.93  # a wider pass ÷ a narrower one: below, one of them was disturbed
-MOST_ERROR = 0.1  # of the prediction for a pass that the fit has not seen, and of parts that exceed their whole
-UNSEEN_ROWS = 4  # of that pass, which leaves out half of the sub-layers
+MOST_ERROR = 0.1  # The largest error of a prediction for an unseen pass, and of parts that exceed their whole.
+UNSEEN_ROWS = 4  # Rows of the unseen pass, which leaves out half of the sub-layers.
 RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
-RECORDED_ROWS = 128  # of the widest pass that is captured
-MEMORY_SHARE = 0.5  # of what is free, that keys and values may take
+RECORDED_ROWS = 128  # Rows of the widest pass that is captured.
+MEMORY_SHARE = 0.5  # Keys and values may take this share of the free memory.
 
 
 def device_name(device: torch.device) -> str:
@@ -59,8 +59,8 @@ def machine_name(runtime: Runtime) -> str:
 
 def software_of(runtime: Runtime) -> str:
     """Return what computes a runtime's passes, by versions: other software takes other times."""
-    own = f"swiftopt {__version__}" if runtime.native is None else runtime.native.library
-    return f"torch {torch.__version__}, {own}"
+    kernels_version = f"swiftopt {__version__}" if runtime.native is None else runtime.native.library
+    return f"torch {torch.__version__}, {kernels_version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +120,23 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     A search scores as many candidates together as that pays for: on a GPU hundreds of rows cost little more than one.
     What does not fit beside the model in memory is not measured, and so not scored together either.
     """
-    found: dict[int, float] = {}
+    by_rows: dict[int, float] = {}
     while 2 * n_rows <= min(MOST_ROWS, runtime.max_positions - bucket):
         before, n_rows = seconds, 2 * n_rows
         try:
-            own = _wide_s(runtime, bucket, n_rows)
+            wide_s = _wide_s(runtime, bucket, n_rows)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             break
-        seconds = found[n_rows] = max(before, own)
+        seconds = by_rows[n_rows] = max(before, wide_s)
         # The first pass that is not replayed waits for its launches; rows may be cheaper again in wider ones.
         is_first_launched = runtime.graphs is not None and n_rows == 2 * RECORDED_ROWS
         if seconds > 2 * CHEAPER * before and not is_first_launched:
             break
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for wide passes counts as taken where memory is planned
-    return found
+    return by_rows
 
 
 def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
@@ -155,7 +155,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def memory_for_texts(runtime: Runtime) -> int:
     """Return the bytes that keys and values may take: a share of what is free where each layer keeps its own."""
     devices = [block.device for block in runtime.blocks]
-    return int(MEMORY_SHARE * min(free_bytes(each) * len(devices) / devices.count(each) for each in set(devices)))
+    return int(MEMORY_SHARE * min(free_bytes(device) * len(devices) / devices.count(device) for device in set(devices)))
 
 
 def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: OnStep = no_step) -> CostProfile:
@@ -227,8 +227,8 @@ def _doubts_of_machine(meter: DisturbanceMeter, bases: Sequence[float]) -> Itera
     """Yield what the machine did beside a measurement, if it was too much."""
     disturbance = meter.read()
     if disturbance.share > MOST_SHARE:
-        own = f"{disturbance.own:.0%} were swiftopt's"
-        yield f"other programs had {disturbance.share:.0%} of the processors' time, {own}"
+        ours = f"{disturbance.own:.0%} were swiftopt's"
+        yield f"other programs had {disturbance.share:.0%} of the processors' time, {ours}"
     if len(bases) > 3:
         low, _, high = quantiles(bases, n=4)
         if high > MOST_SPREAD * low:

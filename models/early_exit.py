@@ -37,7 +37,7 @@ from .runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
 HEADER_BYTES = 8  # length of the header of a safetensors file, little-endian
-Pick = slice | Tensor  # of the layers: a strided slice, or an index
+Pick = slice | Tensor  # Which layers: a strided slice, or an index.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,8 +135,8 @@ class StagedPass:
             # Rows that have run as many layers as the newest one: a run of rows at the end, which continue together.
             first = self.depths.index(self.depths[-1])
             until = min(depth, self.depths[first - 1]) if first else depth
-            wanted = (self.n_rows - first - 1,) if with_logits and until == depth else ()
-            logits = yield from self._run(first, until, wanted, drafts)
+            read_rows = (self.n_rows - first - 1,) if with_logits and until == depth else ()
+            logits = yield from self._run(first, until, read_rows, drafts)
         return logits
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
@@ -202,16 +202,16 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
         direction = _tensor(tensors, "direction", (width,)).float().to(runtime.device)
         return Probe(depths[0], direction, float(_tensor(tensors, "bias", (1,))))
     shape = (runtime.vocab_size if full else width, width)
-    found = {depth: _tensor(tensors, f"head.{depth}", shape) for depth in depths}
-    return Heads({depth: tensor.to(runtime.device, runtime.dtype) for depth, tensor in found.items()}, full)
+    heads = {depth: _tensor(tensors, f"head.{depth}", shape) for depth in depths}
+    return Heads({depth: tensor.to(runtime.device, runtime.dtype) for depth, tensor in heads.items()}, full)
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    found = tensors.get(name)
-    if found is None or tuple(found.shape) != shape:
-        has = "is missing" if found is None else f"has the shape {tuple(found.shape)}"
+    tensor = tensors.get(name)
+    if tensor is None or tuple(tensor.shape) != shape:
+        has = "is missing" if tensor is None else f"has the shape {tuple(tensor.shape)}"
         raise InvalidInput(f"the tensor {name!r} {has}, but {shape} was expected: train or export it again")
-    return found
+    return tensor
 
 
 @dataclass(slots=True)
@@ -310,7 +310,7 @@ def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tens
     if modules[0] is None:
         return None
     shapes = [[(name, p.shape, p.dtype) for name, p in module.named_parameters()] for module in modules]
-    if any(own != shapes[0] for own in shapes):
+    if any(shape != shapes[0] for shape in shapes):
         raise UnsupportedModel("the layers of this model are not alike, and paradecode stacks them: use adadecode")
     if has_linears(modules[0]):
         # The module's own code, its linear maps replaced; everything between them works row by row.
@@ -321,11 +321,11 @@ def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tens
 def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     params: dict[str, Tensor] = {}
     for name, _ in modules[0].named_parameters():
-        own = [module.get_parameter(name) for module in modules]
-        stack = _existing(own)
+        parameters = [module.get_parameter(name) for module in modules]
+        stack = _existing(parameters)
         if stack is None:
-            stack = torch.stack([parameter.data for parameter in own])
-            for parameter, view in zip(own, stack, strict=True):
+            stack = torch.stack([parameter.data for parameter in parameters])
+            for parameter, view in zip(parameters, stack, strict=True):
                 parameter.data = view
         params[name] = stack
     buffers = {

@@ -1,15 +1,29 @@
-"""Where each supported architecture of transformers keeps its sub-layers: one row per family.
+"""What each supported architecture of transformers is made of: one row per family, which all that reads models goes by.
 
-A skipped sub-layer contributes zero to the residual stream, so all that is needed of a family is the names of its
-modules, the shape of its query/key/value projection and whether attention and MLP read the same residual.
+A skipped sub-layer contributes zero to the residual stream. So a row has the names of modules, the shape of the
+query/key/value projection, and whether attention and MLP read the same residual; then what an MLP computes, for our
+kernels; and what other formats of a model call it, for files and exports.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class GgufForm:
+    """How llama.cpp keeps a family: its architecture, its words for how texts become words, and the order of rotation.
+
+    `pairs_halves`: the two halves of a rotary pair lie side by side.
+    """
+
+    architecture: str
+    pre_tokenizer: str
+    pairs_halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +31,25 @@ class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
     `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "heads" one
-    projection that interleaves query, key and value per head (GPT-NeoX).
+    projection that interleaves query, key and value per head (GPT-NeoX). The names of `mlp_in` and `mlp_out` are of
+    linear maps in the MLP: with `gated`, its input is the product of two halves, one of them behind the activation.
+
+    A learned embedding of `positions` is added to the token's. With `rotary_by_type` the rotary module takes the
+    layer's type (Gemma 3). `head_norms` are of queries and of keys, by head. `sliding` tells for which layers a
+    configured window holds; `parallel_flag` is the config's flag for attention and MLP that both read the layer's
+    input. Linear maps that are `transposed` are stored as (inputs, outputs). `fields` has the config's own names of
+    usual fields.
+
+    GGUF files are written where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
+    `decilm_bias`: the biases of attention are as the config says, or there are none, or those of q, k and v.
     """
 
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
-    positions: str | None = None  # learned position embedding, added to the token's
+    positions: str | None = None
     norm: str = "model.norm"
     rotary: str | None = "model.rotary_emb"
-    rotary_by_type: bool = False  # the rotary module takes the layer type (Gemma 3)
+    rotary_by_type: bool = False
     head: str = "lm_head"
     attn: str = "self_attn"
     attn_norm: str = "input_layernorm"
@@ -35,24 +59,40 @@ class Family:
     mlp_post_norm: str | None = None
     projection: Literal["split", "fused", "heads"] = "split"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    head_norms: tuple[str, str] | None = None
     out: str = "o_proj"
-    sliding: Literal["none", "all", "by_layer"] = "none"  # which layers a configured sliding window holds for
-    parallel_flag: str | None = None  # config flag: attention and MLP both read the layer's input
+    mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_out: str = "down_proj"
+    gated: bool = True
+    transposed: bool = False
+    sliding: Literal["none", "all", "by_layer"] = "none"
+    parallel_flag: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    gguf: GgufForm | None = None
+    decilm_bias: Literal["configured", "none", "qkv"] | None = None
 
+    def setting(self, config: Any, name: str) -> Any:
+        """Return a field of a config by its usual name; None: the config has none."""
+        return getattr(config, self.fields.get(name, name), None)
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(sliding="all"),
-    "qwen2": Family(sliding="by_layer"),
-    "qwen3": Family(sliding="by_layer"),
+    "llama": Family(gguf=GgufForm("llama", "smollm", pairs_halves=True), decilm_bias="configured"),
+    "mistral": Family(sliding="all", gguf=GgufForm("llama", "smollm", pairs_halves=True), decilm_bias="none"),
+    "qwen2": Family(sliding="by_layer", gguf=GgufForm("qwen2", "qwen2"), decilm_bias="qkv"),
+    "qwen3": Family(sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2")),
     "gemma3_text": Family(
         rotary_by_type=True,
+        head_norms=_HEAD_NORMS,
+        fields={"hidden_act": "hidden_activation"},
         attn_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
         sliding="by_layer",
     ),
-    "phi3": Family(projection="fused", qkv=("qkv_proj",), sliding="all"),
+    "phi3": Family(projection="fused", qkv=("qkv_proj",), mlp_in=("gate_up_proj",), sliding="all"),
     "gpt2": Family(
         layers="transformer.h",
         embed="transformer.wte",
@@ -65,6 +105,11 @@ FAMILIES: dict[str, Family] = {
         projection="fused",
         qkv=("c_attn",),
         out="c_proj",
+        mlp_in=("c_fc",),
+        mlp_out="c_proj",
+        gated=False,
+        transposed=True,
+        fields={"hidden_act": "activation_function", "intermediate_size": "n_inner"},
     ),
     "gpt_neox": Family(
         layers="gpt_neox.layers",
@@ -75,6 +120,9 @@ FAMILIES: dict[str, Family] = {
         projection="heads",
         qkv=("query_key_value",),
         out="dense",
+        mlp_in=("dense_h_to_4h",),
+        mlp_out="dense_4h_to_h",
+        gated=False,
         parallel_flag="use_parallel_residual",
     ),
 }

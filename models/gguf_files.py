@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from .buffer import free_bytes
 from .coded import PackedForm, packed
-from .families import FAMILIES, family_of
+from .families import FAMILIES, GgufForm, family_of
 from .fingerprint import fingerprint
 from .gguf_settings import FIELDS, take_ends, take_settings, take_split
 from .saved import (
@@ -49,14 +49,12 @@ from .saved import (
 
 BLOCK = 32  # inputs that share a scale
 FORMS = {"Q8_0": PackedForm(8, BLOCK), "Q4_0": PackedForm(4, BLOCK)}
-SCALE_BYTES = 2  # of a block, in float16, before its codes
+SCALE_BYTES = 2  # Bytes of a block's scale, in float16, ahead of its codes.
 HEAD, EMBEDDING = "lm_head", "token_embd.weight"
 FACTORS = "rope_f"  # what the names of tensors of rotary factors begin with
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 WRITER = "1"  # part of every file's folder; raise it when the writing changes
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model type -> llama.cpp's
-PAIRED = ("llama",)  # architectures of llama.cpp that keep the two halves of a rotary pair side by side
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 
@@ -144,24 +142,26 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
     try:
         config = AutoConfig.from_pretrained(**where)
         family_of(config)
-        own = f"{reader.fields['general.architecture'].contents()}."
-        settings = {key: field.contents() for key, field in reader.fields.items() if key.startswith(own)}
-        take_settings({key.removeprefix(own): value for key, value in settings.items()}, config, gguf)
+        prefix = f"{reader.fields['general.architecture'].contents()}."
+        settings = {key: field.contents() for key, field in reader.fields.items() if key.startswith(prefix)}
+        take_settings({key.removeprefix(prefix): value for key, value in settings.items()}, config, gguf)
         family_of(config)  # it may ask for what no test proves
         tokenizer = AutoTokenizer.from_pretrained(**where)
         take_split(reader, tokenizer, gguf)
-        model, found = auto.from_pretrained(
+        model, loading_info = auto.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except UnsupportedModel:
         raise
     except Exception as error:  # as in _check
         if "is not supported" in str(error):
-            known = ", ".join(sorted(FAMILIES))
-            raise UnsupportedModel(f"{gguf} is of an architecture that is not supported: use one of {known}") from error
+            supported = ", ".join(sorted(FAMILIES))
+            raise UnsupportedModel(
+                f"{gguf} is of an architecture that is not supported: use one of {supported}"
+            ) from error
         raise ModelNotFound(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
-    refuse_mismatched(found["mismatched_keys"], gguf, "its settings")
-    refuse_missing(found["missing_keys"], gguf)
+    refuse_mismatched(loading_info["mismatched_keys"], gguf, "its settings")
+    refuse_missing(loading_info["missing_keys"], gguf)
     _refuse_unread(reader, model, gguf)
     take_ends(reader, tokenizer, model.generation_config)
     coded = coded_checkpoint(reader, model)
@@ -171,7 +171,7 @@ def _read(gguf: Path) -> tuple[Any, Any, tuple[dict[str, Any], dict[str, Any]] |
 def _refuse_unread(reader: Any, model: Any, gguf: Path) -> None:
     """Raises: UnsupportedModel: the file has weights, of biases or experts say, that transformers leaves out."""
     places = _places(reader.fields["general.architecture"].contents(), model.config)
-    read = {places.get_name(own, try_suffixes=(".weight", ".bias")) for own in model.state_dict()}
+    read = {places.get_name(stored_name, try_suffixes=(".weight", ".bias")) for stored_name in model.state_dict()}
     for tensor in reader.tensors:
         if tensor.name not in read and not tensor.name.startswith(FACTORS):
             raise UnsupportedModel(
@@ -272,14 +272,14 @@ def _tensors_of_maps(reader: Any, model: Any) -> dict[str, Any]:
     """The file's tensors of the model's linear maps; of a head that is tied, the embedding's."""
     stored: Mapping[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
     places = _places(reader.fields["general.architecture"].contents(), model.config)
-    found = {}
-    for own, module in model.named_modules():
+    tensors = {}
+    for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            place = places.get_name(f"{own}.weight", try_suffixes=(".weight",))
-            tensor = stored.get(place or "") or (stored.get(EMBEDDING) if own == HEAD else None)
+            place = places.get_name(f"{module_name}.weight", try_suffixes=(".weight",))
+            tensor = stored.get(place or "") or (stored.get(EMBEDDING) if module_name == HEAD else None)
             if tensor is not None:
-                found[own] = tensor
-    return found
+                tensors[module_name] = tensor
+    return tensors
 
 
 def _places(architecture: str, config: Any) -> Any:
@@ -295,10 +295,10 @@ def _coded(tensor: Any, weight: Tensor, config: Any) -> dict[str, Tensor] | None
     n_out, n_in = weight.shape
     blocks = np.asarray(tensor.data).reshape(n_out, n_in // BLOCK, -1)
     scales = torch.from_numpy(blocks[..., :SCALE_BYTES].copy().view(np.float16)[..., 0])
-    found = torch.from_numpy(blocks[..., SCALE_BYTES:].copy())
+    packed_codes = torch.from_numpy(blocks[..., SCALE_BYTES:].copy())
     bits = FORMS[tensor.tensor_type.name].bits
     # Bytes of Q8_0 have a sign; those of Q4_0 hold the first half of a block in their low halves.
-    codes = (found ^ 128 if bits == 8 else torch.cat((found & 15, found >> 4), dim=-1)).flatten(1)
+    codes = (packed_codes ^ 128 if bits == 8 else torch.cat((packed_codes & 15, packed_codes >> 4), dim=-1)).flatten(1)
     values = (codes.short() - (1 << (bits - 1))).float() * scales.float().repeat_interleave(BLOCK, dim=1)
     rows = _rows_in_order(values, weight, config)
     if rows is None:
@@ -363,12 +363,12 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     import gguf
 
     config = supported_config(folder)
-    name = _architecture(config, folder)
-    names = _places(name, config)
+    form = _form_of(config, folder)
+    names = _places(form.architecture, config)
     types = gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(str(path), name)
+    writer = gguf.GGUFWriter(str(path), form.architecture)
     _add_settings(writer, config, gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
-    _add_tokens(writer, folder, config)
+    _add_tokens(writer, folder, config, form.pre_tokenizer)
     with closing(writer), stored_tensors(folder) as tensors:
         placed = []
         for stored, shape in tensors.shapes().items():
@@ -376,7 +376,9 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
                 continue
             place = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             if place is None:
-                raise UnsupportedModel(f"{folder} has a weight {stored!r}, for which llama.cpp's {name} has no place")
+                raise UnsupportedModel(
+                    f"{folder} has a weight {stored!r}, for which llama.cpp's {form.architecture} has no place"
+                )
             if place == "output.weight" and config.tie_word_embeddings:
                 continue
             of_type = types[kind] if len(shape) > 1 else types.F32
@@ -391,22 +393,25 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
         for part in ("header", "kv_data", "ti_data"):
             getattr(writer, f"write_{part}_to_file")()
         for stored, of_type in placed:
-            values = _paired(stored, tensors.read(stored).float().numpy(), config)
+            values = tensors.read(stored).float().numpy()
+            if form.pairs_halves:
+                values = _paired(stored, values, config)
             writer.write_tensor_data(gguf.quants.quantize(values, of_type))
 
 
-def _architecture(config: Any, folder: Path) -> str:
-    if config.model_type not in ARCHITECTURES:
+def _form_of(config: Any, folder: Path) -> GgufForm:
+    form = FAMILIES[config.model_type].gguf
+    if form is None:
+        written = sorted(name for name, family in FAMILIES.items() if family.gguf is not None)
         raise UnsupportedModel(
-            f"{folder} is of type {config.model_type}, and GGUF files are written for"
-            f" {', '.join(sorted(ARCHITECTURES))} only"
+            f"{folder} is of type {config.model_type}, and GGUF files are written for {', '.join(written)} only"
         )
     rotary = getattr(config, "rope_parameters", None) or {}
     if rotary.get("rope_type", "default") != "default":
         raise UnsupportedModel(f"{folder} scales its rotary positions, which the GGUF writer here does not know")
     if getattr(config, "use_sliding_window", False):
         raise UnsupportedModel(f"{folder} attends through a sliding window, which the GGUF writer here does not know")
-    return ARCHITECTURES[config.model_type]
+    return form
 
 
 def _add_settings(writer: Any, config: Any, file_type: int) -> None:
@@ -420,7 +425,7 @@ def _add_settings(writer: Any, config: Any, file_type: int) -> None:
     writer.add_rope_freq_base((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
 
-def _add_tokens(writer: Any, folder: Path, config: Any) -> None:
+def _add_tokens(writer: Any, folder: Path, config: Any, pre_tokenizer: str) -> None:
     """Every token's text and merges; ids that the tokenizer does not use get a name of their own."""
     path = folder / "tokenizer.json"
     try:
@@ -433,9 +438,9 @@ def _add_tokens(writer: Any, folder: Path, config: Any) -> None:
     for added in stored.get("added_tokens", ()):
         texts[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
     rows = [texts.get(number, (f"[PAD{number}]", UNUSED)) for number in range(config.vocab_size)]
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model.get("merges", ())]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2" if config.model_type.startswith("qwen") else "smollm")
+    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list([text for text, _ in rows])
     writer.add_token_types([kind for _, kind in rows])
     writer.add_token_merges(merges or ["a b"])  # llama.cpp refuses a file without any
@@ -455,7 +460,7 @@ def _paired(stored: str, values: np.ndarray[Any, Any], config: Any) -> np.ndarra
     """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     n_heads = heads.get(stored.split(".")[-2])
-    if n_heads is None or ARCHITECTURES[config.model_type] not in PAIRED:
+    if n_heads is None:
         return values
     halves = values.reshape(n_heads, 2, -1, *values.shape[1:])  # (heads, 2, head size / 2, hidden)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

@@ -38,11 +38,15 @@ MORE_FIELDS = {
     "rope.freq_base_swa": "rope_theta of sliding attention",
     "rope.dimension_count": "rotary width",
 }
-FIELD_NAMES = {"gpt2": {"intermediate_size": "n_inner"}}  # what a model type calls a field, where it has its own name
 CHECKED = "rope.scal"  # what the names of settings begin with that are checked before
 NOTES = ("tensor_data_layout",)  # settings that say nothing about what is computed
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # of chat templates, where no key names them
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+)  # Ends of turns in chat templates, for files that name none.
 # Values of `tokenizer.ggml.pre`, as llama.cpp reads them: those of GPT-2's regular expression, and those that cut each
 # digit off before it.
 LIKE_GPT2 = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0")
@@ -96,11 +100,11 @@ def _known(config: Any, field: str) -> Any:
         return head_dim
     if field == "num_key_value_heads":
         return getattr(config, field, None) or n_heads
-    if field == "intermediate_size" and config.model_type in FIELD_NAMES:
-        return getattr(config, FIELD_NAMES[config.model_type][field], None) or 4 * config.hidden_size
+    if field == "intermediate_size":
+        return FAMILIES[config.model_type].setting(config, field) or 4 * config.hidden_size
     rotary = dict(_rotary(config))
     if field == "rotary width":
-        factors = [own.get("partial_rotary_factor") or 1.0 for own in rotary.values()]
+        factors = [part.get("partial_rotary_factor") or 1.0 for part in rotary.values()]
         return int(head_dim * factors[0]) if factors else None
     if field == "rope_theta":
         return rotary.get("full_attention", {}).get("rope_theta")
@@ -111,25 +115,25 @@ def _known(config: Any, field: str) -> Any:
 
 def _rotary(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rotary parameters of each type of layer; "full_attention" where all layers share them."""
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = {name: own for name, own in found.items() if isinstance(own, dict)}
-    yield from (nested or ({"full_attention": found} if found else {})).items()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = {name: part for name, part in parameters.items() if isinstance(part, dict)}
+    yield from (nested or ({"full_attention": parameters} if parameters else {})).items()
 
 
 def _set(config: Any, field: str, value: Any) -> bool:
     """Set a field; False where the config has none."""
     if field in ("rope_theta", "rope_theta of sliding attention"):
         kind = "full_attention" if field == "rope_theta" else "sliding_attention"
-        own = dict(_rotary(config)).get(kind)
-        if own is None:
+        part = dict(_rotary(config)).get(kind)
+        if part is None:
             return False
-        own["rope_theta"] = value
+        part["rope_theta"] = value
         return True
-    name = FIELD_NAMES.get(config.model_type, {}).get(field, field)
+    family = FAMILIES[config.model_type]
+    name = family.fields.get(field, field)
     if not hasattr(config, name) or isinstance(value, list):
         return False
-    by_layer = FAMILIES[config.model_type].sliding == "by_layer"
-    if field == "sliding_window" and by_layer and "sliding_attention" not in config.layer_types:
+    if field == "sliding_window" and family.sliding == "by_layer" and "sliding_attention" not in config.layer_types:
         return False
     setattr(config, name, value or None if field == "sliding_window" else value)
     return True
@@ -168,9 +172,9 @@ def _splits_of_transformers(split: str) -> Collection[str]:
 def take_ends(reader: Any, tokenizer: Any, generation_config: Any) -> None:
     """End completions at the end of a turn, too: transformers reads the end of a text alone."""
     named = [reader.fields[key].contents() for key in TURN_KEYS if key in reader.fields]
-    known, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
-    named += [known[text] for text in TURN_ENDS if text in template and text in known]
-    own = generation_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or ())
+    vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
+    named += [vocab[text] for text in TURN_ENDS if text in template and text in vocab]
+    eos = generation_config.eos_token_id
+    ends = [eos] if isinstance(eos, int) else list(eos or ())
     if not set(named) <= set(ends):
         generation_config.eos_token_id = list(dict.fromkeys(ends + named))

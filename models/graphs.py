@@ -35,7 +35,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, RECORDED_ROWS)  # rows
 LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes of its tree
 MOST_GRAPHS = 64
 PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
-PROBED_CALLS = 16  # of a task that is shorter than its launch, in one graph
+PROBED_CALLS = 16  # A task shorter than its launch is repeated so often in one graph.
 
 T = TypeVar("T")
 
@@ -84,12 +84,12 @@ class StaticPass:
         plans, device = plans_of(self.runtime, passes), self.runtime.device
         made = self.table.made([(plan, plan.every) for plan in plans], device)
         self.data.copy_(uploaded(made, device))
-        for each, plan in zip(passes, plans, strict=True):
-            own = slice(plan.first, plan.first + plan.n)
-            if isinstance(each.rows.token_ids, Tensor):
-                self.data[kernels.TOKEN, own] = each.rows.token_ids
-            if self.begun is not None and each.hidden is not None:
-                self.begun[own] = each.hidden
+        for pass_, plan in zip(passes, plans, strict=True):
+            rows_of_pass = slice(plan.first, plan.first + plan.n)
+            if isinstance(pass_.rows.token_ids, Tensor):
+                self.data[kernels.TOKEN, rows_of_pass] = pass_.rows.token_ids
+            if self.begun is not None and pass_.hidden is not None:
+                self.begun[rows_of_pass] = pass_.hidden
 
     @torch.inference_mode()
     def run(self) -> Answer:
@@ -142,8 +142,8 @@ class GraphPasses:
         None: some rows have no captured pass, being too many, of several layer sets at once, or of a new shape.
         """
         sets: dict[tuple[LayerSet, ...], list[Pass]] = {}
-        for each in passes:
-            sets.setdefault(each.rows.variants, []).append(each)
+        for pass_ in passes:
+            sets.setdefault(pass_.rows.variants, []).append(pass_)
         shapes = [self._shape(some) for some in sets.values()]
         if None in shapes or not all([self._is_due(shape) for shape in shapes if shape is not None]):
             return None
@@ -152,19 +152,19 @@ class GraphPasses:
             return None
         logits: dict[int, Tensor] = {}
         for captured_pass, some in zip(filled, sets.values(), strict=True):
-            own = _answers(*cast(Captured, captured_pass), some)
-            logits |= {id(each): one for each, one in zip(some, own, strict=True)}
-        return [logits[id(each)] for each in passes]
+            answers = _answers(*cast(Captured, captured_pass), some)
+            logits |= {id(pass_): one for pass_, one in zip(some, answers, strict=True)}
+        return [logits[id(pass_)] for pass_ in passes]
 
     def _shape(self, passes: Sequence[Pass]) -> Shape | None:
-        one, n = passes[0], sum(len(each.rows.token_ids) for each in passes)
+        one, n = passes[0], sum(len(pass_.rows.token_ids) for pass_ in passes)
         first, last = one.layers or (0, self.runtime.n_layers)
-        begun = {each.hidden is not None for each in passes}
-        captured = {depth for each in passes for depth in each.capture or ()}
+        begun = {pass_.hidden is not None for pass_ in passes}
+        captured = {depth for pass_ in passes for depth in pass_.capture or ()}
         if n > WIDTHS[-1] or len(one.rows.variants) > 1 or len(begun) > 1 or not captured <= {last}:
             return None
-        n_slots = context_bucket(max(each.rows.first_slot + len(each.rows.token_ids) for each in passes))
-        is_read = any(each.wanted is None or len(each.wanted) for each in passes)
+        n_slots = context_bucket(max(pass_.rows.first_slot + len(pass_.rows.token_ids) for pass_ in passes))
+        is_read = any(pass_.wanted is None or len(pass_.wanted) for pass_ in passes)
         width = next(width for width in WIDTHS if width >= n)
         return Shape(width, n_slots, one.rows.variants, first, last, begun.pop(), is_read)
 
@@ -198,10 +198,10 @@ class GraphPasses:
             logger.warning("a pass of %d rows is not replayed: %s", shape.width, self.refused[shape])
             return None
         self._passes.move_to_end(shape)
-        found = self._passes[shape]
+        captured_pass = self._passes[shape]
         if len(self._passes) > MOST_GRAPHS:
             self._passes.popitem(last=False)
-        return found
+        return captured_pass
 
     def forget(self) -> None:
         """Drop every captured pass: some of the weights lie elsewhere now."""
@@ -212,19 +212,19 @@ class GraphPasses:
 
 def _answers(static: StaticPass, replay: Replay, passes: Sequence[Pass]) -> list[Tensor]:
     """Replay a captured pass, filled with the rows of `passes`; return the wanted logits (rows, vocab) of each."""
-    n = sum(len(each.rows.token_ids) for each in passes)
+    n = sum(len(pass_.rows.token_ids) for pass_ in passes)
     hidden, logits = (None if part is None else part[:n] for part in replay())
     assert hidden is not None
     # The next replay writes where this one's answers lie.
     logits = hidden[:0] if logits is None else logits.clone()
-    hidden = hidden.clone() if any(each.capture for each in passes) else hidden
-    found, at = list[Tensor](), 0
-    for each in passes:
-        own = slice(at, at := at + len(each.rows.token_ids))
-        if each.capture:
-            each.capture[static.shape.last].append(hidden[own])
-        found.append(_wanted(logits[own], each.wanted))
-    return found
+    hidden = hidden.clone() if any(pass_.capture for pass_ in passes) else hidden
+    answers, at = list[Tensor](), 0
+    for pass_ in passes:
+        rows_of_pass = slice(at, at := at + len(pass_.rows.token_ids))
+        if pass_.capture:
+            pass_.capture[static.shape.last].append(hidden[rows_of_pass])
+        answers.append(_wanted(logits[rows_of_pass], pass_.wanted))
+    return answers
 
 
 def _wanted(logits: Tensor, wanted: Sequence[int] | None) -> Tensor:

@@ -53,10 +53,10 @@ from .sources import check_names, local_folder
 
 logger = logging.getLogger(__name__)
 
-PLANNED_TOKENS = 2048  # whose keys and values must fit beside the weights
-WORKSPACE = 1 << 30  # of a CUDA device: its context, and scratch of its libraries
+PLANNED_TOKENS = 2048  # Keys and values of so many tokens must fit beside the weights.
+WORKSPACE = 1 << 30  # Memory of a CUDA device for its context and its libraries' scratch.
 COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
-COMPILED_FORMS = 32  # at most, of a function: for one row and several, by weight format; torch's own limit is 8
+COMPILED_FORMS = 32  # The most compiled forms of a function, by rows and weight format; torch's own limit is 8.
 # Fields of a generation_config.json that change what is written, and that no request of ours can ask for.
 STEERING = (
     *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
@@ -140,9 +140,9 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> s
         plan.check(str(place), free_bytes(place))  # of no other: asking takes memory there
         return str(place)
     free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
-    for wanted in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
+    for bytes_asked in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
         for i, n_bytes in enumerate(free):
-            if n_bytes >= wanted:
+            if n_bytes >= bytes_asked:
                 return f"cuda:{i}"
     plan.check(f"{len(free)} GPUs", sum(free))
     return "auto-map"
@@ -189,14 +189,14 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     stored = getattr(config, "dtype", None) or torch.float32
-    wanted = stored if dtype == "auto" else getattr(torch, dtype)
-    context = 2 * config.num_hidden_layers * kv_heads * width * wanted.itemsize * PLANNED_TOKENS
+    dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
+    context = 2 * config.num_hidden_layers * kv_heads * width * dtype_asked.itemsize * PLANNED_TOKENS
     weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
-    natively = on_cpu and speed in ("auto", "native") and wanted != torch.float16
+    natively = on_cpu and speed in ("auto", "native") and dtype_asked != torch.float16
     if scheme is None:
-        weights *= wanted.itemsize / stored.itemsize
+        weights *= dtype_asked.itemsize / stored.itemsize
     elif scheme.is_float or (scheme.kind is None and not (natively or speed == "exact")):
-        weights *= 8 * wanted.itemsize / scheme.bits
+        weights *= 8 * dtype_asked.itemsize / scheme.bits
     return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
 
@@ -234,7 +234,7 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
     on_cpu = None if scheme is None else {"": "cpu"}  # where a library would take a GPU
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
     with _reading(str(folder), folder, placement):
-        model, found = auto.from_pretrained(
+        model, loading_info = auto.from_pretrained(
             folder,
             dtype=dtype,
             device_map=device_map,
@@ -242,9 +242,9 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # whose own error names none of them
         )
-    refuse_mismatched(found["mismatched_keys"], folder, "its config.json")
-    refuse_missing(found["missing_keys"], folder)
-    refuse_unread(found["unexpected_keys"], folder)
+    refuse_mismatched(loading_info["mismatched_keys"], folder, "its config.json")
+    refuse_missing(loading_info["missing_keys"], folder)
+    refuse_unread(loading_info["unexpected_keys"], folder)
     model = model.eval().requires_grad_(False)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
@@ -260,15 +260,15 @@ def _generation_config(folder: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-        if not all(each is None or isinstance(each, int) for each in ends):
-            raise ValueError(f"its eos_token_id is {found.eos_token_id!r}")
-        float(found.repetition_penalty or 1.0)
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        if not all(token_id is None or isinstance(token_id, int) for token_id in ends):
+            raise ValueError(f"its eos_token_id is {generation.eos_token_id!r}")
+        float(generation.repetition_penalty or 1.0)
     except Exception as error:  # it checks its values, each with errors of its own
         raise ModelNotFound(f"{path} cannot be read ({first_line(error)}): copy the model's folder again") from error
-    refuse_steering(found, folder)
-    return found
+    refuse_steering(generation, folder)
+    return generation
 
 
 def refuse_steering(config: Any, folder: Path) -> None:
@@ -351,12 +351,12 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     from .kernels.build import kernels
     from .kernels.native import NativePasses, Unsupported
 
-    found = kernels()
-    if isinstance(found, str):
-        return found
+    chosen = kernels()
+    if isinstance(chosen, str):
+        return chosen
     turned = outputs_first(runtime.hf_model) if lay_out else []
     try:
-        runtime.native = NativePasses(runtime, found)
+        runtime.native = NativePasses(runtime, chosen)
     except Unsupported as error:
         for module in turned:
             module.weight.data = module.weight.data.contiguous()
@@ -501,8 +501,14 @@ def compile_functions(runtime: Runtime) -> None:
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled copy of a function, with code of its own: torch limits how often one code is compiled."""
-    own = cast(FunctionType, function)
-    copy = FunctionType(own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    original = cast(FunctionType, function)
+    copy = FunctionType(
+        original.__code__.replace(),
+        original.__globals__,
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
     return torch.compile(copy)
 
 

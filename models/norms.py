@@ -12,8 +12,8 @@ from torch import Tensor
 from .kernels.layout import LAYER, RMS, RMS_PLUS_ONE
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attributes that hold it
-USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # where none does
-TOLERANCE = 1e-4  # of float32; with 1 + w for w, or epsilon outside of the root, values differ by a tenth at least
+USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # Values to try when no attribute holds it.
+TOLERANCE = 1e-4  # Fits float32; another kind of norm differs by a tenth at least.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 }
 
 
-_found: dict[Any, tuple[int, float] | None] = {}  # by a norm's class, settings, tensors and width
+_found: dict[Any, tuple[int, float] | None] = {}  # Results by a norm's class, settings, tensors and width.
 
 
 def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
@@ -56,23 +56,23 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> 
 
     `dtype` and `device` are those of the ones where it has no weight.
     """
-    own = {name: tensor for name, tensor in (*norm.named_parameters(), *norm.named_buffers()) if tensor is not None}
-    if not own.keys() <= {"weight", "bias"}:
+    tensors = {name: tensor for name, tensor in (*norm.named_parameters(), *norm.named_buffers()) if tensor is not None}
+    if not tensors.keys() <= {"weight", "bias"}:
         return None
     settings = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
     plain = all(isinstance(value, int | float | str | tuple) for value in settings.values())
-    key = (type(norm), tuple(settings.items()), frozenset(own), width) if plain else None
+    key = (type(norm), tuple(settings.items()), frozenset(tensors), width) if plain else None
     if key in _found:
-        found = _found[key]
+        kind_and_eps = _found[key]
     else:
-        found = _probed(norm, list(own), width, next(iter(own.values())).device if own else device)
+        kind_and_eps = _probed(norm, list(tensors), width, next(iter(tensors.values())).device if tensors else device)
         if plain:  # else an object, or a forward of its own, may make it another norm than those of its class
-            _found[key] = found
-    if found is None:
+            _found[key] = kind_and_eps
+    if kind_and_eps is None:
         return None
-    kind, eps = found
-    weight = own["weight"] if "weight" in own else torch.ones(width, dtype=dtype, device=device)
-    return NormForm(kind, eps, weight, own.get("bias"))
+    kind, eps = kind_and_eps
+    weight = tensors["weight"] if "weight" in tensors else torch.ones(width, dtype=dtype, device=device)
+    return NormForm(kind, eps, weight, tensors.get("bias"))
 
 
 def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple[int, float] | None:
@@ -84,20 +84,20 @@ def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple
     draw = torch.Generator().manual_seed(0)
     row, weight, bias = ((torch.rand(width, generator=draw) + 0.25).to(place) for _ in range(3))
     given = [getattr(norm, name, None) for name in EPSILONS]
-    known = [value for value in given if isinstance(value, float) and value > 0][:1]
+    stated = [value for value in given if isinstance(value, float) and value > 0][:1]
     made = {"weight": weight, "bias": bias}
     weight = weight if "weight" in own else torch.ones_like(row)
     bias = bias if "bias" in own else torch.zeros_like(row)
-    for eps in known or USUAL:
+    for eps in stated or USUAL:
         x = torch.stack((row - 0.5, row * eps**0.5))[:, None]
         with torch.inference_mode(False), torch.enable_grad():  # our own kernels leave a row with a gradient to it
             try:
-                found = torch.func.functional_call(
+                output = torch.func.functional_call(
                     norm, {name: made[name] for name in own}, (x.clone().requires_grad_(),)
                 ).detach()
             except Exception:  # whatever a module may say to such a row
                 return None
         for kind, compute in FORMS.items():
-            if found.shape == x.shape and torch.allclose(found, compute(x, weight, bias, eps), TOLERANCE, TOLERANCE):
+            if output.shape == x.shape and torch.allclose(output, compute(x, weight, bias, eps), TOLERANCE, TOLERANCE):
                 return kind, eps
     return None

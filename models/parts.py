@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.errors import UnsupportedModel
 
-IDLE = (nn.Identity, nn.Dropout)  # in evaluation mode
+IDLE = (nn.Identity, nn.Dropout)  # They do nothing in evaluation mode.
 ADVICE = "swiftopt would leave it out and give other text: use transformers' own generate, or a model without it"
 
 
@@ -49,7 +49,7 @@ def _is_original(module: nn.Module) -> bool:
     libraries = ("transformers", "torch")
     if type(module).forward.__module__.partition(".")[0] not in libraries:
         return False
-    own = vars(module).get("forward")
-    own = getattr(own, "_torchdynamo_orig_callable", own)
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     by_accelerate = type(getattr(module, "_hf_hook", None)).__module__.partition(".")[0] == "accelerate"
-    return own is None or by_accelerate or getattr(own, "__func__", None) is type(module).forward
+    return forward is None or by_accelerate or getattr(forward, "__func__", None) is type(module).forward

@@ -16,7 +16,7 @@ from ..core.types import Prompt
 from .families import context_limit
 from .saved import config_values
 
-MOST_BYTES = 4 << 20  # of prompts that are split into tokens, which takes about a second a megabyte
+MOST_BYTES = 4 << 20  # The longest prompt that is split into tokens, which takes about a second a megabyte.
 
 
 def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str = "") -> None:
@@ -72,7 +72,7 @@ def _check_lengths(tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: i
         if n_bytes + room > limit and n_bytes <= left and tokenizer.is_file():  # a token has a byte at least
             left -= n_bytes
             splitter = splitter or _splitter(tokenizer)
-            n_tokens = sum(len(each.ids) for each in splitter.encode_batch(texts, add_special_tokens=False))
+            n_tokens = sum(len(encoding.ids) for encoding in splitter.encode_batch(texts, add_special_tokens=False))
         refuse_overflow(n_tokens, room, limit, f"prompt {prompt.id!r}: ")
 
 
@@ -86,10 +86,10 @@ def _first_texts(prompt: Prompt) -> list[str]:
 def _splitter(path: Path) -> Any:
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(path))
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _has_template(folder: Path) -> bool:
@@ -109,8 +109,8 @@ def _stated_context(config: Mapping[str, Any]) -> int | None:
         return None
     parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
     more = {"original_max_position_embeddings": config.get("original_max_position_embeddings") or limit}
-    known = {i: {"rope_type": part.get("type"), **more, **part} for i, part in enumerate(parts)}
+    rope_parameters = {i: {"rope_type": part.get("type"), **more, **part} for i, part in enumerate(parts)}
     try:
-        return context_limit(SimpleNamespace(max_position_embeddings=limit, rope_parameters=known))
+        return context_limit(SimpleNamespace(max_position_embeddings=limit, rope_parameters=rope_parameters))
     except (TypeError, ValueError):
         return None

@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 15  # steps of a 4-bit code
 SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range that are tried: the tails may cost less than coarser steps
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # Shares of a group's range to try: cut tails may cost less than coarser steps.
 BITS = {name: 4 if name.startswith("int4") else 8 for name in FORMATS}
 FP8 = torch.float8_e4m3fn
 FP8_DEVICES = (8, 9)  # compute capability of the first GPUs that multiply it: Ada, then Hopper
-STORED_BITS = 16  # at least, of weights that are not quantised
+STORED_BITS = 16  # The fewest bits of weights that are not quantised.
 
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
 LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
-PROBED_ROWS = (1, 4)  # of the draft passes that choose between kernels
+PROBED_ROWS = (1, 4)  # Rows of the draft passes that choose between kernels.
 LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
 
 Key = tuple[Literal["attn", "mlp", "head"], int, str]  # part, layer (0 for the head), format
@@ -85,7 +85,7 @@ class QuantisedLinear(nn.Module):
         self.group = group_size("int4" if packed and name == "int8" else name, width)
         biases = [cast("Tensor | None", getattr(module, "bias", None)) for module in modules]
         bias = None
-        if any(own is not None for own in biases):
+        if any(bias_of_map is not None for bias_of_map in biases):
             same = zip(weights, biases, strict=True)
             bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
         # The kernels take no float64; a model in it runs its drafts in float32.
@@ -159,8 +159,8 @@ def fp8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """
     if x.shape[1] != codes.shape[1]:
         x = F.pad(x, (0, codes.shape[1] - x.shape[1]))
-    own, own_scales = quantise_fp8(x)
-    return torch._scaled_mm(own, codes.t(), own_scales, scales.t(), out_dtype=torch.bfloat16)
+    x_codes, own_scales = quantise_fp8(x)
+    return torch._scaled_mm(x_codes, codes.t(), own_scales, scales.t(), out_dtype=torch.bfloat16)
 
 
 @cache
@@ -319,7 +319,7 @@ class QuantisedCopies:
         for packed in (False, True):
             copy = QuantisedLinear([module], name, packed=packed)
             rows = [torch.zeros((n, copy.n_in), dtype=weight.dtype, device=weight.device) for n in PROBED_ROWS]
-            spent.append(sum(seconds(partial(copy, each)) for each in rows))
+            spent.append(sum(seconds(partial(copy, rows_probed)) for rows_probed in rows))
         return spent[1] < spent[0]
 
     def drop(self, name: str) -> None:
@@ -341,8 +341,8 @@ class QuantisedCopies:
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
         # Parts of a model over several devices are read on the CPU, and go on from there.
-        own = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
-        kept = None if path is None else read_copy(path, own, self.is_packed(name))
+        device_read = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        kept = None if path is None else read_copy(path, device_read, self.is_packed(name))
         for device in devices if kept is None else ():
             self._check_room([key for key in keys if self._device(key) == device], device)
         for number, key in enumerate(keys):
@@ -360,7 +360,7 @@ class QuantisedCopies:
         name = keys[0][2]
         bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # with a group's scale and zero
         rounded = [self._modules(key) for key in keys if not self._is_own(key)]
-        sizes = [_size(module) for own in rounded for module in _maps_of(keys[0][0], own)]
+        sizes = [_size(module) for modules_rounded in rounded for module in _maps_of(keys[0][0], modules_rounded)]
         scratch = SCRATCH * min(max(sizes, default=0), weights_at_once(device))
         needed = bits / 8 * sum(sizes) + scratch
         free = free_bytes(device)
@@ -433,15 +433,17 @@ def _bits_of(part: str, modules: Any) -> int:
 
 
 def _maps_of(part: str, modules: Any) -> list[nn.Module]:
-    own = [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
-    return [module for module in own if isinstance(module, LINEAR)]
+    modules_of_part = (
+        [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
+    )
+    return [module for module in modules_of_part if isinstance(module, LINEAR)]
 
 
 def _size(module: nn.Module) -> int:
     if isinstance(module, CodedLinear):
         return module.n_out * module.n_in
-    own = module.packed if isinstance(module, PackedLinear) else module.weight
-    return cast(Tensor, own).numel()
+    weight = module.packed if isinstance(module, PackedLinear) else module.weight
+    return cast(Tensor, weight).numel()
 
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:
@@ -481,10 +483,10 @@ def copy_file(
 def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
     """Read a copy; None where there is none that can be read."""
     try:
-        found = load_file(path, device=str(device))
+        tensors = load_file(path, device=str(device))
         # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel for CPUs crashes
         # on codes that are not aligned, and gets a copy in torch's own memory.
-        return found if packed or device.type != "cpu" else {key: found.pop(key).clone() for key in list(found)}
+        return tensors if packed or device.type != "cpu" else {key: tensors.pop(key).clone() for key in list(tensors)}
     except (OSError, SafetensorError):
         return None
 

@@ -49,7 +49,7 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "float-quantized": WHOLE[:2],
     "fp8": ("weight_scale_inv", "weight"),
 }
-BIAS = "bias"  # which GPTQ's files also have where the model has none: zeros then
+BIAS = "bias"  # GPTQ's files also have one, of zeros, when the model has none.
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of eight that a word's codes are for, lowest bits first
 
@@ -65,13 +65,13 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
-    model, wanted = _empty(folder, dtype)
+    model, dtype_asked = _empty(folder, dtype)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
     with stored_tensors(folder) as tensors:
-        own = {plain_name(name): name for name in tensors.shapes()}
-        rest = {places[name]: stored for name, stored in own.items() if name in places}
-        maps = _quantised_maps(model, scheme, own)
+        stored_names = {plain_name(name): name for name in tensors.shapes()}
+        rest = {places[name]: stored for name, stored in stored_names.items() if name in places}
+        maps = _quantised_maps(model, scheme, stored_names)
         if not maps:
             raise _none_stored(folder, scheme)
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
@@ -84,7 +84,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
             rest.pop(f"{name}.weight", None)
             read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
             try:
-                made = _made(scheme, model.get_submodule(name), read, wanted)
+                made = _made(scheme, model.get_submodule(name), read, dtype_asked)
             except _Mismatch as error:
                 raise ModelNotFound(
                     f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy"
@@ -93,10 +93,10 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
             if name == "lm_head":
                 model.config.tie_word_embeddings = False  # it has weights of its own
             model.set_submodule(name, made)
-        _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, wanted, folder)
+        _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, dtype_asked, folder)
     model.tie_weights()
     refuse_missing([name for name, parameter in model.named_parameters() if parameter.is_meta], folder)
-    refuse_unread(set(own.values()) - read_here, folder)
+    refuse_unread(set(stored_names.values()) - read_here, folder)
     return model.eval().requires_grad_(False), n_parameters
 
 
@@ -116,22 +116,22 @@ def _empty(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
         if hasattr(config, name):
             delattr(config, name)
     stored = getattr(config, "dtype", None) or torch.float32
-    wanted = stored if dtype == "auto" else getattr(torch, dtype)
+    dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
     auto: Any = AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        return auto.from_config(config, dtype=wanted), wanted
+        return auto.from_config(config, dtype=dtype_asked), dtype_asked
 
 
 def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """The linear maps that are stored quantised, and their tensors' names by the format's."""
-    found = {}
+    maps = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             stem = plain_name(f"{name}.weight").removesuffix("weight")
             parts = {part: own[stem + part] for part in (*NAMES[scheme.format], BIAS) if stem + part in own}
             if NAMES[scheme.format][0] in parts:
-                found[name] = parts
-    return found
+                maps[name] = parts
+    return maps
 
 
 def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
@@ -154,8 +154,8 @@ def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch
     shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
     bias = _bias(parts, shape[0], needed=module.bias is not None)
     if scheme.is_float:
-        own = None if bias is None else bias.to(dtype)
-        return plain_linear(_read_floats(scheme, shape, parts).to(dtype), own)
+        bias_made = None if bias is None else bias.to(dtype)
+        return plain_linear(_read_floats(scheme, shape, parts).to(dtype), bias_made)
     return CodedLinear(_read_codes(scheme, shape, parts), bias, dtype)
 
 
@@ -167,10 +167,10 @@ def _read_floats(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Ten
     n_out, n_in = shape
     weight = _shaped(parts, codes, n_out, n_in, torch.float8_e4m3fn).float()
     rows, columns = scheme.rows or n_out, scheme.group or n_in
-    found = parts[name]
-    if found.numel() == 1:
-        found = found.reshape(1, 1)
-    scales = _shaped({name: found}, name, -(-n_out // rows), -(-n_in // columns))
+    part_read = parts[name]
+    if part_read.numel() == 1:
+        part_read = part_read.reshape(1, 1)
+    scales = _shaped({name: part_read}, name, -(-n_out // rows), -(-n_in // columns))
     if not scales.is_floating_point() or scales.itemsize == 1:
         raise _Mismatch(f"its {name} is {scales.dtype}")
     spread = scales.float().repeat_interleave(rows, dim=0)[:n_out]
@@ -270,16 +270,16 @@ def _shaped(
     tensor = parts[name]
     if tuple(tensor.shape) != (rows, columns):
         raise _Mismatch(f"its {name} has shape {list(tensor.shape)} in place of {[rows, columns]}")
-    wanted = dtype or (tensor.dtype if "scale" in name else torch.int32)
-    if tensor.dtype != wanted:
-        raise _Mismatch(f"its {name} is {tensor.dtype} in place of {wanted}")
+    dtype_asked = dtype or (tensor.dtype if "scale" in name else torch.int32)
+    if tensor.dtype != dtype_asked:
+        raise _Mismatch(f"its {name} is {tensor.dtype} in place of {dtype_asked}")
     return tensor
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
     """Codes uint8 (rows, words * 32 / bits) of int32 words (rows, words), the lowest bits first."""
-    found = words.contiguous().view(torch.uint8)
-    return found if bits == 8 else torch.stack((found & 15, found >> 4), dim=-1).flatten(1)
+    as_bytes = words.contiguous().view(torch.uint8)
+    return as_bytes if bits == 8 else torch.stack((as_bytes & 15, as_bytes >> 4), dim=-1).flatten(1)
 
 
 def _order(index: Tensor, n_in: int, group: int) -> Tensor | None:
@@ -325,13 +325,13 @@ def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
     Raises:  ModelNotFound: a map is not what the config says. UnsupportedModel: the head is quantised, or the library
              would read a map wrongly on a CPU.
     """
-    wanted = (model.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    dtype_asked = (model.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     maps = {name: module for name, module in model.named_modules() if is_by_library(module)}
     sizes = {id(module.weight): module.in_features * module.out_features for module in maps.values()}
     for name, module in maps.items():
         _check(name, module, model, scheme, folder)
         if scheme.kind != "int8":
-            _set_compute_dtype(module, None if dtype == "auto" else wanted)
+            _set_compute_dtype(module, None if dtype == "auto" else dtype_asked)
         elif module.state.threshold > 0:
             module.forward = partial(_by_row, module, module.forward, module.state.threshold)
             module.state.threshold = 0.0
@@ -339,7 +339,7 @@ def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
     for parameter in model.parameters():
         n_parameters += sizes.get(id(parameter), parameter.numel())
         if id(parameter) not in sizes:
-            parameter.data = parameter.data.to(wanted)  # transformers leaves them as they are stored
+            parameter.data = parameter.data.to(dtype_asked)  # transformers leaves them as they are stored
     return n_parameters
 
 

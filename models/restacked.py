@@ -27,17 +27,20 @@ from .saved import StoredTensors, stored_tensors, supported_config, supported_ty
 
 Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
 MOST_NEAREST = 16  # sets at equal distance that are listed
-SHARD_BYTES = 4 << 30  # of a file of weights; as much is in memory at a time
-STATES = ("nothing", "mlp next", "attn next")  # of a row of sub-layers: not begun, within a new layer, after one
+SHARD_BYTES = 4 << 30  # The size of a file of weights, and of what is in memory at a time.
+STATES = (
+    "nothing",
+    "mlp next",
+    "attn next",
+)  # States of a row of sub-layers: not begun, within a new layer, after one.
 SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # settings and tokenizer
 NO_OPS_CODE = Path(__file__).with_name("configuration_no_ops.py")  # goes beside weights with layers of one half
 NO_OPS_MAP = {"AutoConfig": f"{NO_OPS_CODE.stem}.NoOpsConfig"}
-QKV_BIAS = {"llama": None, "mistral": False, "qwen2": True}  # model types that DeciLM computes; None: the config says
 NO_OPS_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "hidden_act", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
     *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "quantization_config"),
-)  # of a config, that mean the same in DeciLM
+)  # Fields of a config that mean the same in DeciLM.
 
 
 def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) -> tuple[Pair, ...]:
@@ -148,7 +151,7 @@ def takes_no_ops(folder: Path) -> bool:
     config = supported_config(folder)
     settings = [path for name in ("config.json", "tokenizer_config.json") if (path := folder / name).is_file()]
     return (
-        config.model_type in QKV_BIAS
+        FAMILIES[config.model_type].decilm_bias is not None
         and config.hidden_act == "silu"
         and getattr(config, "sliding_window", None) is None
         and not any('"auto_map"' in path.read_text(encoding="utf-8") for path in settings)
@@ -208,7 +211,7 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
 def takes_fewer_bits(folder: Path) -> bool:
     """Whether the model's linear maps can be written in fewer bits: they are maps of (out, in), and not coded yet."""
     model_type, scheme = supported_type(folder)
-    return scheme is None and model_type != "gpt2"
+    return scheme is None and not FAMILIES[model_type].transposed
 
 
 def _sub_layers(n_layers: int) -> list[SubLayer]:
@@ -229,11 +232,12 @@ def _with_no_ops(config: Any, pairs: Sequence[Pair]) -> dict[str, Any]:
 
     It names every value that DeciLM reads: defaults differ by model type.
     """
-    known, group = config.to_dict(), config.num_attention_heads // config.num_key_value_heads
-    bias = QKV_BIAS[config.model_type]
+    settings, group = config.to_dict(), config.num_attention_heads // config.num_key_value_heads
+    bias = FAMILIES[config.model_type].decilm_bias
+    biases = {"qkv_bias": bias == "qkv", "attention_bias": False, "mlp_bias": False}
     return {
-        **{key: known[key] for key in NO_OPS_FIELDS if key in known},
-        **({} if bias is None else {"qkv_bias": bias, "attention_bias": False, "mlp_bias": False}),
+        **{key: settings[key] for key in NO_OPS_FIELDS if key in settings},
+        **({} if bias == "configured" else biases),
         "model_type": "nemotron-nas",
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": NO_OPS_MAP,
@@ -264,11 +268,11 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
         "mlp": (family.mlp, family.mlp_norm, family.mlp_post_norm),
     }
     sources = {"attn": [pair[0] for pair in pairs], "mlp": [pair[1] for pair in pairs]}
-    found = []
+    placed_tensors = []
     for name in names:
         match = layered.fullmatch(name)
         if match is None:
-            found.append(_Placed(name, name, None))
+            placed_tensors.append(_Placed(name, name, None))
             continue
         stem, layer, rest = match[1], int(match[2]), match[3]
         kind = next((k for k in KINDS if any(m and rest.startswith(f"{m}.") for m in parts[k])), None)
@@ -278,8 +282,8 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
                 " layers cannot be put together again"
             )
         new = (f"{stem}{at}.{rest}" for at, source in enumerate(sources[kind]) if source == layer)
-        found += [_Placed(each, name, (kind, layer)) for each in new]
-    return sorted(found, key=lambda one: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", one.new)])
+        placed_tensors += [_Placed(new_name, name, (kind, layer)) for new_name in new]
+    return sorted(placed_tensors, key=lambda one: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", one.new)])
 
 
 def _values(

@@ -22,7 +22,7 @@ from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
 HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # of a layer
+NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # A layer's norms.
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
@@ -99,10 +99,12 @@ def _linear(module: Any, x: Tensor, turned: bool) -> Tensor:
 
 
 def _coded(module: CodedLinear, x: Tensor) -> Tensor:
-    own = x.flatten(0, -2) if module.order is None else x.flatten(0, -2)[:, module.order]
+    rows_in_order = x.flatten(0, -2) if module.order is None else x.flatten(0, -2)[:, module.order]
     codes, scales = module.codes, module.scales
-    found = device.coded_linear(own, codes, scales, module.bits, module.group, module.n_out, True, module.bias)
-    return found.view(*x.shape[:-1], -1)
+    mapped = device.coded_linear(
+        rows_in_order, codes, scales, module.bits, module.group, module.n_out, True, module.bias
+    )
+    return mapped.view(*x.shape[:-1], -1)
 
 
 def _norm(module: nn.Module, width: int, dtype: torch.dtype, place: torch.device) -> Callable[[Tensor], Tensor]:

@@ -151,7 +151,7 @@ def _groups(kind: Kind, layer: int, sets: Sequence[LayerSet]) -> Groups:
     for variant, layer_set in enumerate(sets):
         if not layer_set.skips(kind, layer):
             groups.setdefault(layer_set.format_of(kind, layer), set()).add(variant)
-    return tuple((name, frozenset(own)) for name, own in groups.items())
+    return tuple((name, frozenset(members_of_name)) for name, members_of_name in groups.items())
 
 
 class PassPlan:
@@ -218,9 +218,9 @@ class PassPlan:
         if visible is None:
             visible = torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
         if window is not None:  # slots whose *position* is less than `window` behind the row's
-            own = self.positions(device)
-            slots = torch.cat((torch.arange(self.rows.first_slot, device=device), own))
-            visible = visible & (slots[None] > own[:, None] - window)
+            row_positions = self.positions(device)
+            slots = torch.cat((torch.arange(self.rows.first_slot, device=device), row_positions))
+            visible = visible & (slots[None] > row_positions[:, None] - window)
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
 
@@ -228,9 +228,9 @@ class PassPlan:
 def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     """Return the plan of each pass; its rows lie behind those of the passes before it."""
     plans: list[PassPlan] = []
-    for each in passes:
+    for pass_ in passes:
         first = plans[-1].first + plans[-1].n if plans else 0
-        plans.append(PassPlan(runtime, each.rows, each.buffer, first))
+        plans.append(PassPlan(runtime, pass_.rows, pass_.buffer, first))
     return plans
 
 
@@ -248,7 +248,7 @@ class BufferPlan:
         some = tuple((plan.first, variants) for plan, variants in members)
         key = (some, block.window, block.layer_type, block.device)
         if key not in self._rows:
-            groups = [(plan.group(block, own), cast(KVBuffer, plan.buffer)) for plan, own in members]
+            groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)
         return self._rows[key]
 
@@ -318,8 +318,11 @@ class RowTable:
         Raises: TableFullError: there are more rows than `width`, or a list has no room.
         """
         rows = [_Rows(plan, _chosen(plan, variants)) for plan, variants in members]
-        seen = [[slots for own in rows for slots in own.seen(window)] for window in self.windows]
-        n, longest = sum(len(own.chosen) for own in rows), max(len(slots[2]) for own in seen for slots in own)
+        seen = [[slots for sequence in rows for slots in sequence.seen(window)] for window in self.windows]
+        n, longest = (
+            sum(len(sequence.chosen) for sequence in rows),
+            max(len(slots[2]) for sequence in seen for slots in sequence),
+        )
         if self.width is None:
             self.longest, width = longest, n
         else:
@@ -329,13 +332,13 @@ class RowTable:
         table = np.zeros((self.n_fields, width), np.int64)
         table[kernels.SLOT, n:] = -1
         at = 0
-        for own in rows:
-            part = table[:, at : (at := at + len(own.chosen))]
-            part[kernels.TOKEN], part[kernels.POSITION] = own.tokens, own.positions[own.chosen]
-            part[kernels.SLOT], part[kernels.BUFFER] = own.first + own.chosen, own.buffer.address(device)
-            part[kernels.CAPACITY] = own.buffer.capacity
+        for sequence in rows:
+            part = table[:, at : (at := at + len(sequence.chosen))]
+            part[kernels.TOKEN], part[kernels.POSITION] = sequence.tokens, sequence.positions[sequence.chosen]
+            part[kernels.SLOT], part[kernels.BUFFER] = sequence.first + sequence.chosen, sequence.buffer.address(device)
+            part[kernels.CAPACITY] = sequence.buffer.capacity
         table[kernels.BUFFER, n:], table[kernels.CAPACITY, n:] = table[kernels.BUFFER, 0], table[kernels.CAPACITY, 0]
-        ends = {at for at in np.cumsum([len(own.chosen) for own in rows]).tolist()}
+        ends = {at for at in np.cumsum([len(sequence.chosen) for sequence in rows]).tolist()}
         for view, own_seen in enumerate(seen):
             part = table[self.field(view) :]
             for row, (start, run, slots) in enumerate(own_seen):
@@ -383,7 +386,7 @@ class _Rows:
         runs = np.full(len(visible), n_read)
         if n_read == older:  # the newest slots that follow are part of the run
             runs += np.logical_and.accumulate(visible, axis=1).sum(axis=1)
-        found: list[Seen] = []
+        views: list[Seen] = []
         for row in self.chosen:
             slots = older + np.flatnonzero(visible[row])
             slots = slots[slots >= runs[row]]
@@ -391,8 +394,8 @@ class _Rows:
                 of_rows = self.positions[np.maximum(0, slots - self.first)]
                 slots = slots[np.where(slots < self.first, slots, of_rows) >= starts[row]]
             start = min(int(starts[row]), int(runs[row]))
-            found.append((start, int(runs[row]) - start, slots.tolist()))
-        return found
+            views.append((start, int(runs[row]) - start, slots.tolist()))
+        return views
 
 
 def _chosen(plan: PassPlan, variants: frozenset[int]) -> NDArray[np.int64]:
@@ -411,13 +414,13 @@ class TableRows:
     sin: Tensor | None = None
 
     def __init__(self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block) -> None:
-        self._table, self._data, self._devices = table, data, [each.device for each in runtime.blocks]
+        self._table, self._data, self._devices = table, data, [layer_block.device for layer_block in runtime.blocks]
         self._view = table.windows.index(block.window)
         self._rotation = runtime.rotation(block.layer_type, block.device, table.n_positions)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        table, devices, own = self._table, self._devices, block.device
-        layer, n_layers = devices[: block.index].count(own), devices.count(own)
+        table, devices, block_device = self._table, self._devices, block.device
+        layer, n_layers = devices[: block.index].count(block_device), devices.count(block_device)
         query = kernels.store(query, key, value, self._data, self._rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
         return kernels.attend(

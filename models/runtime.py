@@ -37,7 +37,7 @@ from .rows import (
 )
 
 PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
-PREFILL_ROWS_BESIDE = 128  # where other sequences wait for the pass to end
+PREFILL_ROWS_BESIDE = 128  # Rows of a prefill pass while other sequences wait for its end.
 
 
 class CapturedPasses(Protocol):
@@ -78,7 +78,7 @@ class Runtime:
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any, info: ModelInfo) -> None:
         config = cast(Any, hf_model.config)
-        family = family_of(config)
+        self.family = family = family_of(config)
         if any(parameter.is_meta for parameter in hf_model.parameters()):
             raise UnsupportedModel(
                 "some of the model's weights are offloaded (on the meta device), and a pass would read nothing there:"
@@ -131,7 +131,7 @@ class Runtime:
     @property
     def norm_device(self) -> torch.device:
         """Where the final norm computes: one without weights, where the last layer does."""
-        norm = submodule(self.hf_model, family_of(self.config).norm)
+        norm = submodule(self.hf_model, self.family.norm)
         return next((weight.device for weight in norm.parameters()), self.blocks[-1].device)
 
     @property
@@ -180,19 +180,19 @@ class Runtime:
 
     def check_same_tokenizer(self, target: Runtime) -> None:
         """Raises: InvalidInput: this model's token ids do not mean what the target's mean."""
-        own: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        vocab: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         other: dict[str, int] = getattr(target.tokenizer, "get_vocab", dict)()
-        if own != other:
+        if vocab != other:
             raise InvalidInput(
-                f"the draft model's tokenizer has other tokens than the target's ({len(own)} and {len(other)} of them):"
+                f"the draft model's tokenizer has other tokens than the target's ({len(vocab)} and {len(other)}):"
                 " draft with a smaller model of the same family"
             )
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
         """Run a whole text into slots `first_slot`, …; returns the logits (vocab,) after its last token."""
-        for each in self.prefill_passes(token_ids, buffer, first_slot):
-            logits = self.forward_together([each])[0]
+        for pass_ in self.prefill_passes(token_ids, buffer, first_slot):
+            logits = self.forward_together([pass_])[0]
         return logits[0]
 
     def prefill_passes(
@@ -213,9 +213,9 @@ class Runtime:
         while start < len(token_ids):
             n_rows = PREFILL_ROWS if load is None or load.checked == 1 else PREFILL_ROWS_BESIDE
             chunk = token_ids[start : start + n_rows]
-            wanted = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
+            last_row = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
             rows = Rows(chunk, first_slot + start)
-            yield Pass(self, rows, buffer, None if every_row else wanted, capture, beside=True)
+            yield Pass(self, rows, buffer, None if every_row else last_row, capture, beside=True)
             start += len(chunk)
 
     def forward(
@@ -241,30 +241,36 @@ class Runtime:
         """
         replayed = None if self.graphs is None else self.graphs.forward(passes)
         logits = self._computed(passes) if replayed is None else replayed
-        if asking := [(each, own) for each, own in zip(passes, logits, strict=True) if each.best is not None]:
+        if asking := [
+            (pass_, pass_logits) for pass_, pass_logits in zip(passes, logits, strict=True) if pass_.best is not None
+        ]:
             self._note_best(asking)
         return logits
 
     def _note_best(self, asking: Sequence[tuple[Pass, Tensor]]) -> None:
         """Append what passes ask for to their `best`, given the logits of each."""
-        rows = [own for _, own in asking]
+        rows = [pass_logits for _, pass_logits in asking]
         if self.device.type == "cpu":
-            best = [best_of(own) if self.native is None else self.native.best(own) for own in rows]
+            best = [
+                best_of(pass_logits) if self.native is None else self.native.best(pass_logits) for pass_logits in rows
+            ]
         else:  # in as few launches as can be
-            best = list(torch.split(best_of(torch.cat(rows)), [own.shape[0] for own in rows]))
-        read = read_together(*best, *(each.unread for each, _ in asking))
-        for (each, _), tokens, numbers in zip(asking, read[: len(asking)], read[len(asking) :], strict=True):
-            cast("list[float]", each.best).extend(tokens + numbers)
+            best = list(torch.split(best_of(torch.cat(rows)), [pass_logits.shape[0] for pass_logits in rows]))
+        read = read_together(*best, *(pass_.unread for pass_, _ in asking))
+        for (pass_, _), tokens, numbers in zip(asking, read[: len(asking)], read[len(asking) :], strict=True):
+            cast("list[float]", pass_.best).extend(tokens + numbers)
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
         # Made before the layers run: on a GPU, a transfer waits for all earlier work.
-        wanted = [self._wanted(each) for each in passes]
+        rows_and_heads = [self._wanted(pass_) for pass_ in passes]
         plans = plans_of(self, passes)
-        formats = [name for _, names in wanted for name in names]
-        rows = [plan.first + row for plan, (own, _) in zip(plans, wanted, strict=True) for row in own]
+        formats = [name for _, names in rows_and_heads for name in names]
+        rows = [
+            plan.first + row for plan, (pass_rows, _) in zip(plans, rows_and_heads, strict=True) for row in pass_rows
+        ]
         of_all = rows == list(range(plans[-1].first + plans[-1].n))
-        at = {name: [i for i, own in enumerate(formats) if own == name] for name in dict.fromkeys(formats)}
-        indices = {name: self._index([rows[i] for i in own]) for name, own in at.items()}
+        at = {name: [i for i, pass_rows in enumerate(formats) if pass_rows == name] for name in dict.fromkeys(formats)}
+        indices = {name: self._index([rows[i] for i in pass_rows]) for name, pass_rows in at.items()}
         hidden = self._begun(passes, plans)
         first, last = passes[0].layers or (0, self.n_layers)
         hidden = self._between(hidden, passes, plans, first, last)
@@ -277,15 +283,15 @@ class Runtime:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
                 logits.index_copy_(0, uploaded(at[name], self.device), self.logits(hidden, name, index))
-        return list(torch.split(logits, [len(own) for own, _ in wanted]))
+        return list(torch.split(logits, [len(pass_rows) for pass_rows, _ in rows_and_heads]))
 
     def _begun(self, passes: Sequence[Pass], plans: Sequence[PassPlan]) -> Tensor:
         """The states (rows, hidden_size) that passes begin with; our kernels write over them."""
-        if all(each.hidden is None for each in passes):
+        if all(pass_.hidden is None for pass_ in passes):
             return self._embedded(plans)
         begun = [
-            self._embedded([plan]) if each.hidden is None else each.hidden
-            for each, plan in zip(passes, plans, strict=True)
+            self._embedded([plan]) if pass_.hidden is None else pass_.hidden
+            for pass_, plan in zip(passes, plans, strict=True)
         ]
         if len(begun) > 1:
             return torch.cat(begun)
@@ -293,11 +299,11 @@ class Runtime:
 
     def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
         """The rows of a pass that logits are wanted of, and the format of the head for each."""
-        n, names = len(one.rows.token_ids), [own.format_of("head") for own in one.rows.variants] or [None]
-        wanted = range(n) if one.wanted is None else one.wanted
-        if len(wanted) > n or not all(0 <= row < n for row in wanted):
-            raise ValueError(f"logits of rows {list(wanted)} were asked for in a pass over {n}")
-        return wanted, [names[row // (n // len(names))] for row in wanted]
+        n, names = len(one.rows.token_ids), [variant.format_of("head") for variant in one.rows.variants] or [None]
+        rows_read = range(n) if one.wanted is None else one.wanted
+        if len(rows_read) > n or not all(0 <= row < n for row in rows_read):
+            raise ValueError(f"logits of rows {list(rows_read)} were asked for in a pass over {n}")
+        return rows_read, [names[row // (n // len(names))] for row in rows_read]
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         if self.native is not None:
@@ -308,7 +314,7 @@ class Runtime:
         self, hidden: Tensor, passes: Sequence[Pass], plans: Sequence[PassPlan], first: int, last: int
     ) -> Tensor:
         """The states after layers first … last - 1, noted on the way where passes want them."""
-        stops = sorted({depth for each in passes for depth in each.capture or () if first < depth <= last})
+        stops = sorted({depth for pass_ in passes for depth in pass_.capture or () if first < depth <= last})
         by_table = self.row_invariant or (self.by_table and len(plans) > 1)
         shared: SharedRows = TablePlan(self) if by_table else BufferPlan()
         for stop in dict.fromkeys((*stops, last)):
@@ -319,9 +325,9 @@ class Runtime:
             first = stop
             if stop not in stops:
                 continue
-            for each, states in zip(passes, torch.split(hidden, [plan.n for plan in plans]), strict=True):
-                if each.capture is not None and stop in each.capture:
-                    each.capture[stop].append(states if self.native is None else states.clone())
+            for pass_, states in zip(passes, torch.split(hidden, [plan.n for plan in plans]), strict=True):
+                if pass_.capture is not None and stop in pass_.capture:
+                    pass_.capture[stop].append(states if self.native is None else states.clone())
         return hidden
 
     @property
@@ -344,10 +350,10 @@ class Runtime:
     def _embedded(self, plans: Sequence[PassPlan]) -> Tensor:
         """The states (rows, hidden_size) of the tokens of all plans before the first layer."""
         texts = [plan.rows.token_ids for plan in plans]
-        if any(isinstance(own, Tensor) for own in texts):
-            token_ids = torch.cat([own if isinstance(own, Tensor) else uploaded(own, self.device) for own in texts])
+        if any(isinstance(ids, Tensor) for ids in texts):
+            token_ids = torch.cat([ids if isinstance(ids, Tensor) else uploaded(ids, self.device) for ids in texts])
         else:
-            token_ids = uploaded([token_id for own in texts for token_id in own], self.device)
+            token_ids = uploaded([token_id for ids in texts for token_id in ids], self.device)
         if self._positions is None:
             return self.entered(token_ids)
         return self.entered(token_ids, torch.cat([plan.positions(self.device) for plan in plans]))
@@ -414,16 +420,16 @@ class Runtime:
 
 
 def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, list[Member]]:
-    found: dict[str | None, list[Member]] = {}
+    by_format: dict[str | None, list[Member]] = {}
     for plan in plans:
         for name, variants in plan.kept[layer][kind]:
-            found.setdefault(name, []).append((plan, variants))
-    return found
+            by_format.setdefault(name, []).append((plan, variants))
+    return by_format
 
 
 def _rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
     """int64, the rows of the members in the forward pass; None where that is every row."""
     if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
         return None
-    own = [plan.row_index(variants, device) + plan.first for plan, variants in members]
-    return own[0] if len(own) == 1 else torch.cat(own)
+    indices = [plan.row_index(variants, device) + plan.first for plan, variants in members]
+    return indices[0] if len(indices) == 1 else torch.cat(indices)

@@ -46,10 +46,10 @@ UNREAD_FILES = {
 # Files that say how weights are quantised where config.json does not.
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
-PART = ".part"  # of a file's name, while it is being written
+PART = ".part"  # The end of a file's name while it is being written.
 CONVERSION = "4"  # part of every converted GGUF file's folder; raise it when the conversion changes
 N_SAMPLES = 9  # places of a GGUF file that its folder's name covers
-SAMPLE_BYTES = 1 << 20  # at each of them
+SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
 REPORT_S = 1.0  # between two reports of how much of the weights is read
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
@@ -63,7 +63,11 @@ SCHEME_BITS: dict[str, tuple[int, ...]] = {
     "fp8": (8,),
     "bitsandbytes": (4, 8),
 }
-COMPRESSED = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # and its type of weights
+COMPRESSED = {
+    "pack-quantized": "int",
+    "int-quantized": "int",
+    "float-quantized": "float",
+}  # Schemes of compressed-tensors, and their type of weights.
 SUPPORTED = (
     "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
     " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
@@ -359,9 +363,9 @@ def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
     """Raises: UnsupportedModel: a config names a class that is no causal language model of its type."""
     stem = model_type.removesuffix("_text").replace("_", "")
     # A bare decoder's class stands for weights whose head is the embedding.
-    known = {f"{stem}{kind}" for kind in ("forcausallm", "lmheadmodel", "model", "textmodel")}
+    known_names = {f"{stem}{kind}" for kind in ("forcausallm", "lmheadmodel", "model", "textmodel")}
     for name in named if isinstance(named, list) else ():
-        if str(name).replace("_", "").lower() not in known:
+        if str(name).replace("_", "").lower() not in known_names:
             raise UnsupportedModel(
                 f"{path} names the architecture {name}, which is no causal language model of type {model_type}: use a"
                 " model that writes text"
@@ -386,10 +390,10 @@ def supported_config(folder: Path) -> Any:
 
 def refuse_mismatched(mismatched: Iterable[tuple[str, Any, Any]], where: Path, source: str) -> None:
     """Raises: ModelNotFound: a weight (its name, its shape, the one wanted) is not what a model of `source` has."""
-    for name, stored, wanted in sorted(mismatched):
+    for name, stored, expected in sorted(mismatched):
         raise ModelNotFound(
-            f"{name} in {where} has the shape {list(stored)}, and a model of {source} has {list(wanted)} there: copy or"
-            " download it again"
+            f"{name} in {where} has the shape {list(stored)}, and a model of {source} has {list(expected)} there:"
+            " copy or download it again"
         )
 
 
@@ -464,14 +468,14 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
 
     Raises: UnsupportedModel: in a way that is not read here. `path`: of the config, for its sentence.
     """
-    found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
-    if found is None:
+    scheme_found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if scheme_found is None:
         return None
-    method = found.get("quant_method", "(none)") if isinstance(found, Mapping) else "(unreadable)"
+    method = scheme_found.get("quant_method", "(none)") if isinstance(scheme_found, Mapping) else "(unreadable)"
     try:
         if method not in _SCHEME_READERS:
             raise _Refused(f"quant_method {method!r}")
-        scheme = _SCHEME_READERS[method](found)
+        scheme = _SCHEME_READERS[method](scheme_found)
         if scheme.bits not in SCHEME_BITS[scheme.format]:
             raise _Refused(f"{scheme.bits} bits in {scheme.format}")
         for size in (scheme.group, scheme.rows if scheme.rows != 1 else None):
@@ -525,7 +529,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _Refused("sparse weights in compressed-tensors")
     transforms = (found.get("transform_config") or {}).get("config_groups") or {}
-    places = {each["location"] for transform in transforms.values() for each in transform["apply"]}
+    places = {place["location"] for transform in transforms.values() for place in transform["apply"]}
     if not places <= {"weight_input", "weight_output"}:  # those are in the weights already
         raise _Refused("transformed activations in compressed-tensors")
     kind, symmetric = weights.get("type", "int"), bool(weights.get("symmetric", True))
@@ -551,8 +555,8 @@ def _block(sizes: Any) -> tuple[int, int]:
 
 def _fp8(found: Mapping[str, Any]) -> Scheme:
     # DEVIATION: the format rounds activations to 8 bits as they come; here they stay in the model's dtype.
-    for key, known in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", "float")):
-        if (found.get(key) or known) != known:
+    for key, allowed in (("activation_scheme", "dynamic"), ("fmt", "e4m3"), ("scale_fmt", "float")):
+        if (found.get(key) or allowed) != allowed:
             raise _Refused(f"the {key} {found[key]!r} of fp8")
     sizes = found.get("weight_block_size", (128, 128))
     rows, group = (None, None) if sizes is None else _block(sizes)

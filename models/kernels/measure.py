@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Way = Callable[["list[Tensor]", "Tensor"], Callable[[], Any]]  # weights and inputs -> what computes their products
 
-WEIGHT_BYTES = 110 << 20  # that each run reads: more than caches hold
+WEIGHT_BYTES = 110 << 20  # Each run reads so much: more than caches hold.
 REPEATS = 5
 READ = "memory read"
 
@@ -30,7 +30,7 @@ def measured() -> Speeds:
     import torch
 
     ways = _ways()
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in (*ways, READ)}
+    by_way: dict[str, dict[str, list[float]]] = {name: {} for name in (*ways, READ)}
     for shape in SHAPES:
         n_bytes = shape[0] * shape[1] * 2
         weights = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(max(2, WEIGHT_BYTES // n_bytes))]
@@ -45,8 +45,8 @@ def measured() -> Speeds:
                     run()
                     if repeat:  # the first one warms up
                         speed = n_bytes * len(weights) / (perf_counter() - clock) / 1e9
-                        found[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
-    speeds = {name: {case: median(all_) for case, all_ in cases.items()} for name, cases in found.items()}
+                        by_way[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
+    speeds = {name: {case: median(all_) for case, all_ in cases.items()} for name, cases in by_way.items()}
     with suppress(OSError):
         speeds_file().parent.mkdir(parents=True, exist_ok=True)
         speeds_file().write_text(json.dumps(speeds), encoding="utf-8")
@@ -69,7 +69,7 @@ def _ways() -> dict[str, Way]:
         ready = [onednn_weight(weight, x.shape[0]) for weight in weights]
         return lambda: [onednn_linear(x, weight) for weight in ready]
 
-    libraries = [found for name in (None, *compiled_levels()) if isinstance(found := kernels(name), Kernels)]
+    libraries = [compiled for name in (None, *compiled_levels()) if isinstance(compiled := kernels(name), Kernels)]
     ways: dict[str, Way] = {library.level: partial(by_kernels, library) for library in libraries}
     ways["torch"] = by_torch
     mkldnn: Any = torch.backends.mkldnn

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATION_KEYS = ("hidden_activation", "hidden_act", "activation_function")  # of a config
 ACTIVATIONS = {
     "silu": layout.SILU,
     "swish": layout.SILU,
@@ -41,12 +40,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": layout.GELU_TANH,
     "relu": layout.RELU,
 }
-MLP_MAPS = (  # names of the maps into an MLP and out of it
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("c_fc",), "c_proj"),
-    (("dense_h_to_4h",), "dense_4h_to_h"),
-)
 ZEROS_AS_CODES = {
     torch.bfloat16: layout.ZERO_CODES_BF16,
     torch.float16: layout.ZERO_CODES_F16,
@@ -54,7 +47,7 @@ ZEROS_AS_CODES = {
 }
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
-WIDEST_HEAD = 1024  # of attention
+WIDEST_HEAD = 1024  # The widest head of attention.
 
 
 class Unsupported(Exception):
@@ -95,8 +88,7 @@ class NativePasses:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
             raise Unsupported(f"weights of {runtime.dtype} are computed by torch; ask for float32 or bfloat16")
-        named = [getattr(runtime.config, key, None) for key in ACTIVATION_KEYS]
-        name = next(filter(None, named), None)
+        name = runtime.family.setting(runtime.config, "hidden_act")
         if name not in ACTIVATIONS:
             raise Unsupported(f"the activation {name} is computed by torch")
         self._activation = ACTIVATIONS[name]
@@ -149,23 +141,21 @@ class NativePasses:
         )
 
     def _mlp_of(self, parts: LayerModules) -> layout.Mlp:
-        mlp = parts.mlp
-        found = next((names for names in MLP_MAPS if hasattr(mlp, names[1]) and hasattr(mlp, names[0][0])), None)
+        mlp, family = parts.mlp, self.runtime.family
         for module in mlp.modules():
             refuse_hooks(module)
-        if found is None:
-            raise Unsupported(f"an MLP such as {type(mlp).__name__} is computed by torch")
-        maps = self._maps_of([getattr(mlp, name) for name in found[0]])
-        out = self._map_of(getattr(mlp, found[1]))
-        gated = found[0] != ("c_fc",) and found[0] != ("dense_h_to_4h",)
-        if gated and len(maps) == 1 and out.n_in % ROWS:  # its halves would not be whole blocks in a quantised copy
+        maps = self._maps_of([getattr(mlp, name) for name in family.mlp_in])
+        out = self._map_of(getattr(mlp, family.mlp_out))
+        if (
+            family.gated and len(maps) == 1 and out.n_in % ROWS
+        ):  # its halves would not be whole blocks in a quantised copy
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
             *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
             (layout.Map * 2)(*maps),
             out,
             len(maps),
-            gated,
+            family.gated,
             out.n_in,
             self._activation,
         )
@@ -185,8 +175,8 @@ class NativePasses:
         maps = [self._map_of(module) for module in modules]
         orders = [getattr(module, "order", None) for module in modules]
         grouped = {
-            (bool(each.scales), each.group, None if own is None else tuple(own.tolist()))
-            for each, own in zip(maps, orders, strict=True)
+            (bool(map_.scales), map_.group, None if order is None else tuple(order.tolist()))
+            for map_, order in zip(maps, orders, strict=True)
         }
         if len(grouped) > 1:
             raise Unsupported("maps of one input whose weights are grouped in several ways are computed by torch")
@@ -226,27 +216,29 @@ class NativePasses:
         visible: list[Tensor | None] = []
         members: dict[LayerSet, list[range]] = {}  # the rows of each layer set
         n = 0
-        for each in passes:
-            rows, own = each.rows, len(each.rows.token_ids)
-            end = rows.first_slot + own
+        for pass_ in passes:
+            rows, n_rows_of_pass = pass_.rows, len(pass_.rows.token_ids)
+            end = rows.first_slot + n_rows_of_pass
             seen = rows.seen()
-            if end > each.buffer.capacity or (seen is not None and seen.shape != (own, end)):
-                raise ValueError(f"{own} rows from slot {rows.first_slot} on do not fit the buffer, or what they see")
-            if rows.positions is not None and len(rows.positions) != own:
-                raise ValueError(f"{own} rows have {len(rows.positions)} positions")
+            if end > pass_.buffer.capacity or (seen is not None and seen.shape != (n_rows_of_pass, end)):
+                raise ValueError(
+                    f"{n_rows_of_pass} rows from slot {rows.first_slot} on do not fit the buffer, or what they see"
+                )
+            if rows.positions is not None and len(rows.positions) != n_rows_of_pass:
+                raise ValueError(f"{n_rows_of_pass} rows have {len(rows.positions)} positions")
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
             seen = None if seen is None else seen.contiguous()
             visible.append(seen)  # held until the pass has run
             seen_at = None if seen is None else seen.data_ptr()
-            keys, values = each.buffer.addresses
+            keys, values = pass_.buffer.addresses
             keys_at, values_at = ctypes.addressof(keys), ctypes.addressof(values)
-            stride = each.buffer.keys[0].stride(0)
-            sequences.append(layout.Sequence(seen_at, keys_at, values_at, stride, own, rows.first_slot))
+            stride = pass_.buffer.keys[0].stride(0)
+            sequences.append(layout.Sequence(seen_at, keys_at, values_at, stride, n_rows_of_pass, rows.first_slot))
             sets = rows.variants or (self._whole,)
             for i, layer_set in enumerate(sets):
-                share = own // len(sets)
+                share = n_rows_of_pass // len(sets)
                 members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))
-            n += own
+            n += n_rows_of_pass
         program = self._program(tuple(members), first, last)
         shares = list(members.values())
         indices = [None if len(some) == len(shares) else _rows_of([shares[i] for i in some]) for some in program.lists]
@@ -259,12 +251,12 @@ class NativePasses:
         run(self.kernels, call, hidden, program.steps, indices)
 
     def _rotations(self, n_positions: int) -> ctypes.Array[layout.Rotation]:
-        found = (layout.Rotation * len(self._types))()
+        tables = (layout.Rotation * len(self._types))()
         for i, layer_type in enumerate(self._types):
             table = self.runtime.rotation(layer_type, self.runtime.device, n_positions)
             if table is not None:
-                found[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
-        return found
+                tables[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
+        return tables
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
@@ -309,12 +301,12 @@ class NativePasses:
 
         everyone = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:
-            own = kept[block.index]
-            from_kept = runtime.parallel and bool(own["attn"])
-            if from_kept and own["mlp"]:
+            members_by_kind = kept[block.index]
+            from_kept = runtime.parallel and bool(members_by_kind["attn"])
+            if from_kept and members_by_kind["mlp"]:
                 add(layout.KEEP, block, None, everyone)
             for kind, step in STEPS.items():
-                for name, members in own[kind]:
+                for name, members in members_by_kind[kind]:
                     add(step, block, self._part(kind, block.index, name), members)
                     steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
@@ -329,8 +321,8 @@ def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None =
     bias_at = None if bias is None else bias.data_ptr()
     if isinstance(weight, CodedLinear | QuantisedLinear):
         assert weight.group is not None  # packed
-        own = getattr(weight, "order", None)
-        order = None if own is None else own.data_ptr()
+        order_tensor = getattr(weight, "order", None)
+        order = None if order_tensor is None else order_tensor.data_ptr()
         zeros = ZEROS_AS_CODES[weight.scales.dtype] if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
         shape = weight.n_in, weight.n_out, weight.bits, weight.group
         return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), order, 0, *shape, zeros)
