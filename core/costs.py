@@ -124,8 +124,8 @@ class CostProfile(Record):
         cost = self.draft_pass_s(layer_set) / self.target_pass_s(1)
         if n_rows == 1:
             return cost
-        known = [self.formats[name].wider for _, name in layer_set.formats if name != STORED]
-        return cost * max((_between(wider, n_rows) for wider in known if wider), default=self.verify_cost(n_rows))
+        widenings = [self.formats[name].wider for _, name in layer_set.formats if name != STORED]
+        return cost * max((_between(wider, n_rows) for wider in widenings if wider), default=self.verify_cost(n_rows))
 
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""
@@ -180,6 +180,6 @@ def _between(known: Mapping[int, float], n: int) -> float:
     at = sorted(known)
     if n <= at[0] or len(at) == 1:
         return known[at[0]]
-    high = next((each for each in at if each >= n), at[-1])
+    high = next((width for width in at if width >= n), at[-1])
     low = at[at.index(high) - 1]
     return known[low] + (known[high] - known[low]) / (high - low) * (n - low)

@@ -15,7 +15,7 @@ NOT_ENFORCED = frozenset(  # keywords that no grammar holds a text to
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     ]
 )
-NO_LIMIT: Mapping[str, tuple[Any, ...]] = {  # of these keywords, the values that every JSON value satisfies
+NO_LIMIT: Mapping[str, tuple[Any, ...]] = {  # Values of keywords that every JSON value satisfies.
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **{"uniqueItems": (False,), "not": (False,), "propertyNames": (True, {}, {"type": "string"})},
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),

@@ -23,7 +23,7 @@ MEMORY = 256  # passes that a quotient is a mean of
 PRIOR = {"disturbed": 4, "quiet": 64, "refined": 64}  # passes that the profile's own figure weighs as much as
 FEWEST_BASES = 2  # one-row passes before another pass is compared with them
 REFINED_AFTER = 64  # passes besides the base's that make a profile "refined", with `BASE_MEMORY` of the base's
-LARGEST_STEP = math.log(2.0)  # of one pass: a pass that was interrupted must not move the mean by its whole length
+LARGEST_STEP = math.log(2.0)  # One pass moves the mean by no more: it may have been interrupted.
 REBUILD_EVERY = 16  # passes between two profiles that are given out
 MOST_KEPT = 512  # costs of kinds of passes that a bucket remembers
 
@@ -113,12 +113,12 @@ class _Bucket:
             for name in names:
                 yield self.formats.setdefault(name, _Quotient()), 1 / len(names)
             return
-        known = [n for n in self.profile.pass_s if n > 1]
-        if n_rows == 1 or not known:
+        widths = [n for n in self.profile.pass_s if n > 1]
+        if n_rows == 1 or not widths:
             return
-        at = min(bisect_left(known, n_rows), len(known) - 1)
-        high = known[at]
-        low = known[at - 1] if at else 1
+        at = min(bisect_left(widths, n_rows), len(widths) - 1)
+        high = widths[at]
+        low = widths[at - 1] if at else 1
         share = min(1.0, (n_rows - low) / (high - low))
         for n, weight in ((low, 1 - share), (high, share)):
             if n > 1 and weight > 0:
@@ -136,14 +136,14 @@ class _Bucket:
             return profile
         by = math.exp(self.base.log) / profile.target_pass_s(1)
         seconds = {n: s * by * _factor(self.widths, n) for n, s in profile.pass_s.items()}
-        own = by * _factor(self.formats, STORED)
+        updated = by * _factor(self.formats, STORED)
         is_refined = self.base.n >= BASE_MEMORY and self.n_passes - self.base.n >= REFINED_AFTER
         return replace(
             profile,
-            attn_s=profile.attn_s * own,
-            mlp_s=profile.mlp_s * own,
-            head_s=profile.head_s * own,
-            fixed_s=profile.fixed_s * own,
+            attn_s=profile.attn_s * updated,
+            mlp_s=profile.mlp_s * updated,
+            head_s=profile.head_s * updated,
+            fixed_s=profile.fixed_s * updated,
             # More rows cannot cost less: a width that few passes had is less sure than its narrower neighbour.
             pass_s=dict(zip(seconds, accumulate(seconds.values(), max), strict=True)),
             formats={name: costs.scaled(by * _factor(self.formats, name)) for name, costs in profile.formats.items()},
@@ -185,9 +185,9 @@ class ObservedCosts:
 
     def _nearest(self, size: int) -> _Bucket:
         """Return the bucket with the nearest context among those that passes or a quiet measurement have taught."""
-        taught = [known for known in self._buckets.values() if known.n_passes or known.is_trusted]
+        taught = [bucket for bucket in self._buckets.values() if bucket.n_passes or bucket.is_trusted]
         return min(
-            taught or self._buckets.values(), key=lambda known: abs(math.log(known.profile.context_bucket / size))
+            taught or self._buckets.values(), key=lambda bucket: abs(math.log(bucket.profile.context_bucket / size))
         )
 
     def at(self, n_positions: int | None = None) -> CostProfile:

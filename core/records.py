@@ -20,7 +20,7 @@ LearnedKind = Literal["heads", "probe"]
 State = tuple[float, ...]  # a mean hidden state as a unit vector, (hidden_size,)
 
 A_NAME: Any = {"min_length": 1}
-WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}  # of a field that JSON leaves out where it is None
+WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}  # JSON leaves such a field out when it is None.
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +386,9 @@ def nearest(known: Iterable[KnownSet], state: State, n: int) -> list[LayerSet]:
 
     Sets of states of another size, as another model's are, are left out.
     """
-    alike = [own for own in known if len(own.state) == len(state)]
-    alike.sort(key=lambda own: sum(map(mul, own.state, state)), reverse=True)
-    return list(dict.fromkeys(own.layer_set for own in alike))[:n]
+    alike = [candidate for candidate in known if len(candidate.state) == len(state)]
+    alike.sort(key=lambda candidate: sum(map(mul, candidate.state, state)), reverse=True)
+    return list(dict.fromkeys(candidate.layer_set for candidate in alike))[:n]
 
 
 def unit(values: Sequence[float]) -> State:

@@ -31,7 +31,7 @@ Piece = str | list[int]  # what a token adds to a text; its bytes, where they ar
 THINK, THOUGHT = "<think>", "</think>"  # around a model's thought
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"  # around a call of a tool, as Qwen and Hermes write it
 
-EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # as the result files of earlier versions have them
+EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # Result files of earlier versions have these names.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +164,9 @@ def settled(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
     """
     length = len(text)
     for stop in stop_strings:
-        found = text.find(stop, max(0, n_free - len(stop) + 1))
+        at = text.find(stop, max(0, n_free - len(stop) + 1))
         begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-        length = min(length, found if found >= 0 else len(text) - begun)
+        length = min(length, at if at >= 0 else len(text) - begun)
     return length
 
 
@@ -303,8 +303,8 @@ class Job(Record):
         """The latest figures of a job that runs; None if it left none, or a newer swiftopt did."""
         if self.progress is None or self.is_finished:
             return None
-        found = JobEvent(0, "progress", self.progress, "").event
-        return found if isinstance(found, Progress) else None
+        event = JobEvent(0, "progress", self.progress, "").event
+        return event if isinstance(event, Progress) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ WORDS = {  # ours for pydantic's
 }
 ABOUT_KEYS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
 KEY = "[key]"  # pydantic's mark of a key that is wrong
-SCALARS = ("int", "float", "bool", "str")  # of pydantic's core schema
+SCALARS = ("int", "float", "bool", "str")  # Types of pydantic's core schema.
 
 
 class Record:
@@ -122,19 +122,21 @@ class Record:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         reference = handler(schema)
-        found = handler.resolve_ref_schema(reference)
-        found["description"] = (cls.__doc__ or "").partition("\n")[0]
+        schema_found = handler.resolve_ref_schema(reference)
+        schema_found["description"] = (cls.__doc__ or "").partition("\n")[0]
         if handler.mode == "serialization":
-            flat = handler.resolve_ref_schema(found["properties"].pop(cls.FLAT, {}))
+            flat = handler.resolve_ref_schema(schema_found["properties"].pop(cls.FLAT, {}))
             added = {name: get_type_hints(getattr(cls, name).fget)["return"] for name in cls.COMPUTED}
-            found["properties"] = {
+            schema_found["properties"] = {
                 **({"schema": {"const": cls.SCHEMA, "type": "string"}} if cls.SCHEMA else {}),
                 **flat.get("properties", {}),
-                **found["properties"],
+                **schema_found["properties"],
                 **{name: adapter(hint).json_schema() for name, hint in added.items()},
             }
-            left_out = {_key(each) for each in dataclasses.fields(cast(Any, cls)) if "exclude_if" in each.metadata}
-            found["required"] = [name for name in found["properties"] if name not in left_out]
+            left_out = {
+                _key(field_) for field_ in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field_.metadata
+            }
+            schema_found["required"] = [name for name in schema_found["properties"] if name not in left_out]
         return reference
 
 
@@ -154,10 +156,12 @@ class Settings(Record):
         kind: Any = type(self)
         choices = _choices(kind)
         for field in dataclasses.fields(kind):
-            value, known = getattr(self, field.name), choices.get(field.name)
-            fits = value in known if known else value is None or _in_range(value, field.metadata)
+            value, choices_of_field = getattr(self, field.name), choices.get(field.name)
+            fits = value in choices_of_field if choices_of_field else value is None or _in_range(value, field.metadata)
             if not fits:
-                words = " or ".join(map(str, known)) if known else _range_words(value, field.metadata)
+                words = (
+                    " or ".join(map(str, choices_of_field)) if choices_of_field else _range_words(value, field.metadata)
+                )
                 raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
 
 
@@ -250,8 +254,8 @@ def sentence(error: ValidationError, where: str, kind: type[Any]) -> str:
     """Return the first of the errors as a sentence: where, what, what to do."""
     first = error.errors(include_url=False)[0]
     place = [str(part) for part in first["loc"] if part != getattr(kind, "FLAT", "")]
-    known = [field.name for field in dataclasses.fields(kind)] if len(place) == 1 else []
-    return f"{where}: {explained(place, first['type'], first['msg'], first['input'], known)}"
+    names = [field.name for field in dataclasses.fields(kind)] if len(place) == 1 else []
+    return f"{where}: {explained(place, first['type'], first['msg'], first['input'], names)}"
 
 
 def explained(place: list[str], kind: str, message: str, value: Any, known: Sequence[str] = ()) -> str:
@@ -281,19 +285,19 @@ def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, 
         return "there is no body: send one JSON object", "", [first]
     if depth < len(first["loc"]) and first["loc"][-1] != KEY:  # the next part is pydantic's name of a type
         prefix = first["loc"][:depth]
-        rivals = [each for each in found if each["loc"][:depth] == prefix]
-        depth = max(len(_place_in(body, each)) for each in rivals)
-        first = next(each for each in rivals if len(_place_in(body, each)) == depth)
-        rivals = [each for each in rivals if _place_in(body, each) == _place_in(body, first)]
+        rivals = [other for other in found if other["loc"][:depth] == prefix]
+        depth = max(len(_place_in(body, other)) for other in rivals)
+        first = next(other for other in rivals if len(_place_in(body, other)) == depth)
+        rivals = [other for other in rivals if _place_in(body, other) == _place_in(body, first)]
     else:
         rivals = [first]
     place = _place_in(body, first)
     at = dotted(place)
     if first["loc"] and first["loc"][-1] == KEY:
         return f"{dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", dotted(place[:-1]), rivals
-    advice = list(dict.fromkeys(_advice(each["msg"]) for each in rivals))
-    if len(advice) > 1 and all(each.startswith("use ") for each in advice):
-        words = ", or ".join([advice[0], *(each[4:] for each in advice[1:])])
+    advice = list(dict.fromkeys(_advice(other["msg"]) for other in rivals))
+    if len(advice) > 1 and all(other.startswith("use ") for other in advice):
+        words = ", or ".join([advice[0], *(other[4:] for other in advice[1:])])
         return f"{at} is {_short(first['input'])}: {words}", at, rivals
     outer = [dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
     return explained(outer, first["type"], first["msg"], first["input"]), at, rivals
@@ -316,8 +320,8 @@ def dotted(place: Sequence[str | int]) -> str:
 
 
 def _advice(message: str) -> str:
-    wanted = message.removeprefix("Input should be ")
-    words = f"use {wanted}" if wanted != message else f"{message[:1].lower()}{message[1:]}"
+    expected = message.removeprefix("Input should be ")
+    words = f"use {expected}" if expected != message else f"{message[:1].lower()}{message[1:]}"
     for pattern, ours in WORDS.items():
         words = re.sub(pattern, ours, words)
     return words
@@ -342,4 +346,4 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 
 def _always_written(kind: Any) -> list[str]:
-    return [_key(each) for each in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(each.metadata)]
+    return [_key(field_) for field_ in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(field_.metadata)]

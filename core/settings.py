@@ -20,23 +20,26 @@ GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" nam
 # Other engines, as `export --to`, `tune --engine` and look-ups name them.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
-EXPORT_SCHEMA, EXPORT_SUMMARY = "swiftopt.export/1", "export.json"  # of what `export` writes for them, and its file
-AUTO = "auto"  # in settings: chosen by measured time and agreement with the model
+EXPORT_SCHEMA, EXPORT_SUMMARY = (
+    "swiftopt.export/1",
+    "export.json",
+)  # The schema and the name of the summary that `export` writes.
+AUTO = "auto"  # Chosen by measured time and agreement with the model.
 STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"  # of processes that run for long
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"  # Log lines of long-running processes.
 THREADS = "SWIFTOPT_THREADS"  # environment: overrules what is found
 MEASURING = "SWIFTOPT_MEASURING"  # environment: "together" trusts measurements that are made at the same time
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container: "max 100000" or microseconds per period
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # The container's quota: "max 100000", or microseconds per period.
 
 Branching = tuple[tuple[float, int], ...]
 
 # Confidence up to and including the bound -> candidates offered there (SWIFT 4.2).
 PAPER_BRANCHING: Branching = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
-MOST_CANDIDATES = 1_000_000  # that a draft position may offer
-LARGE_MODEL_PARAMETERS = 30_000_000_000  # from here on (the paper's 34B and 70B) r starts at 0.5
+MOST_CANDIDATES = 1_000_000  # The most candidates of a draft position.
+LARGE_MODEL_PARAMETERS = 30_000_000_000  # Larger models, the paper's 34B and 70B, start at r = 0.5.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,8 @@ class SwiftSettings(Settings):
             bounds = [bound for bound, _ in branching]
             rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0]
             if not rising or not all(1 <= k <= MOST_CANDIDATES for _, k in branching):
-                wanted = "rising (confidence, candidates) pairs that end at confidence 1"
-                raise SettingsError(f"branching {branching} is out of range: use {wanted}")
+                rule = "rising (confidence, candidates) pairs that end at confidence 1"
+                raise SettingsError(f"branching {branching} is out of range: use {rule}")
 
     def candidates_at(self, confidence: float) -> int:
         """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
@@ -225,8 +228,8 @@ def group_size(name: str, width: int) -> int | None:
     """
     if name in ("int8", "fp8"):
         return None
-    wanted = int(name.partition("-")[2] or GROUP)
-    return next((group for group in (128, 64, 32) if group <= wanted and width % group == 0), None)
+    size = int(name.partition("-")[2] or GROUP)
+    return next((group for group in (128, 64, 32) if group <= size and width % group == 0), None)
 
 
 def check_formats(formats: tuple[tuple[str, str], ...], n_layers: int) -> None:

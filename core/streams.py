@@ -77,7 +77,7 @@ def _reference(value: Any) -> dict[str, str]:
 
 Text = Annotated[str, Form(str, str, _not_blank)]
 
-TEXT_PARTS: Mapping[str, str] = {  # of contents: where a part of a type has its text
+TEXT_PARTS: Mapping[str, str] = {  # The key of a content part's text, by the part's type.
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
 }
@@ -204,13 +204,13 @@ def parse_stream(
     numbered = enumerate(_text_lines(source, where), start=1)
     lines = ((number, f"{where} line {number}", line) for number, line in numbered if line.strip())
     if form.template is None:
-        found: Iterable[Prompt] = (_prompt(_object(line, at), number, task, at) for number, at, line in lines)
+        prompts_read: Iterable[Prompt] = (_prompt(_object(line, at), number, task, at) for number, at, line in lines)
         nothing = f"no prompt: write one JSON object per line, such as {EXAMPLE}"
     else:
         shots = template_of(form.template).shots if form.shots is None else form.shots
-        found = _rows(lines, task, form.template, shots)
+        prompts_read = _rows(lines, task, form.template, shots)
         nothing = f"no row behind its first {shots}, the examples: lower --shots or add rows"
-    prompts = [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in islice(found, limit)]
+    prompts = [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in islice(prompts_read, limit)]
     if not prompts:
         raise StreamError(f"{where} holds {nothing}")
     return prompts
@@ -221,8 +221,8 @@ def _rows(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots
     its, rows = template_of(template), ((number, at, _object(line, at)) for number, at, line in lines)
     examples = "".join(its.example(row, at) for _, at, row in islice(rows, shots))
     for number, at, row in rows:
-        known = next((row[name] for name in IDS if name in row), None)
-        prompt = _prompt({"prompt": examples + its.asked(row, at), "id": known}, number, task, at)
+        row_id = next((row[name] for name in IDS if name in row), None)
+        prompt = _prompt({"prompt": examples + its.asked(row, at), "id": row_id}, number, task, at)
         yield replace(prompt, stop=its.stop, reference=its.reference(row, at))
 
 
@@ -239,8 +239,8 @@ def _line(prompt: Prompt) -> dict[str, Any]:
         values["messages"] = [dict(message) for message in prompt.messages]
     else:
         values["turns"] = list(prompt.turns)
-    own = {"max_new_tokens": prompt.max_new_tokens, "stop": list(prompt.stop), "reference": dict(prompt.reference)}
-    return {**values, **{name: value for name, value in own.items() if value}}
+    more = {"max_new_tokens": prompt.max_new_tokens, "stop": list(prompt.stop), "reference": dict(prompt.reference)}
+    return {**values, **{name: value for name, value in more.items() if value}}
 
 
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
@@ -341,7 +341,7 @@ def _prompt(values: Mapping[str, Any], number: int, task: str, at: str) -> Promp
         id=str(number) if line.id is None else line.id,
         task=task if line.task is None else line.task,
         text=line.prompt,
-        messages=tuple({"role": each.role, "content": each.content} for each in line.messages or ()),
+        messages=tuple({"role": message.role, "content": message.content} for message in line.messages or ()),
         turns=(line.question,) if line.question is not None else line.turns or (),
         max_new_tokens=line.max_new_tokens,
         stop=line.stop,

@@ -37,12 +37,12 @@ SubLayer = tuple[Kind, int]
 FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
 
-KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}  # of sub-layers, as they follow each other in a layer
-DEFAULT_TASK = "default"  # of prompts and layer sets that name none
+KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}  # Kinds of sub-layers, in their order within a layer.
+DEFAULT_TASK = "default"  # The task of prompts and layer sets that name none.
 LONGEST_NAME = 512  # characters of a task or of a prompt's id: no database's index takes names of kilobytes
 
 NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
-WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # of a count that JSON leaves out where it is 0
+WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # JSON leaves such a count out when it is 0.
 
 
 def now() -> str:
@@ -58,7 +58,7 @@ def _read_biases(values: Any) -> Any:
 
 AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
 BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
-MOST_BIAS = 100.0  # of a token's logit, either way
+MOST_BIAS = 100.0  # The largest change of a token's logit, up or down.
 ONE_TOKEN = 1e-6  # no vocabulary has a million tokens: the most probable one alone reaches this mass
 
 
@@ -137,8 +137,8 @@ class LayerSet(Record):
         """
         if not self.formats:
             return None
-        known = dict(self.formats)
-        name = known.get(f"{kind}:{layer}", known.get(kind, STORED))
+        formats_by_part = dict(self.formats)
+        name = formats_by_part.get(f"{kind}:{layer}", formats_by_part.get(kind, STORED))
         return None if name == STORED else name
 
     def filled(self, name: str) -> LayerSet:
@@ -379,7 +379,7 @@ class Completion(Record):
         return self.n_decoded / decode_s if decode_s else None
 
 
-ORIGINS: Mapping[str, str] = {  # of candidates, for a person
+ORIGINS: Mapping[str, str] = {  # What the origins of candidates mean, for a person.
     "uniform": "first set",
     "trimmed": "first set with less left out",
     "in use": "set in use again",

@@ -20,12 +20,12 @@ from jinja2 import TemplateError
 from ..core.requests import CALL_BEGINS, CALL_ENDS
 
 Message = Mapping[str, Any]
-Change = Callable[[Message], list[Message]]  # of one message, into one or more
+Change = Callable[[Message], list[Message]]  # Changes one message into one or more.
 
-MOST_FORMS = 512  # that are remembered for one tokenizer
-MOST_CHANGES = 3  # that one form is made of
+MOST_FORMS = 512  # The most forms remembered for one tokenizer.
+MOST_CHANGES = 3  # The most changes of one form.
 ID_LENGTH = 9  # characters of a call's id in Mistral's templates, which refuse any other
-REFUSALS = (TemplateError, TypeError, ValueError)  # of templates; what has another type than one expects is a TypeError
+REFUSALS = (TemplateError, TypeError, ValueError)  # Errors of templates; an unexpected type is a TypeError.
 MAY_BE_EMPTY = ("system", "developer")  # roles whose empty messages may be left out: they ask nothing of the model
 
 
@@ -59,7 +59,7 @@ class Chat:
         return chat
 
 
-_FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()  # by tokenizer
+_FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()  # Forms by tokenizer.
 
 
 def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
@@ -84,7 +84,11 @@ def _shape(chat: Chat) -> bytes:
         return message["role"], content, calls, len(str(message.get("tool_call_id"))), sorted(message)
 
     values = {**chat.values, "tools": bool(chat.values.get("tools"))}
-    shape = (chat.tokenizer.chat_template, [row(each) for each in chat.messages], sorted(values.items()))
+    shape = (
+        chat.tokenizer.chat_template,
+        [row(chat_message) for chat_message in chat.messages],
+        sorted(values.items()),
+    )
     return hashlib.sha256(repr(shape).encode(errors="replace")).digest()
 
 
@@ -147,21 +151,29 @@ class _Probe:
         """
         chat = self.chat.changed(form)
         text = chat.rendered()
-        if any(each in text for each in _as_python(chat.messages)):
+        if any(chat_message in text for chat_message in _as_python(chat.messages)):
             raise TypeError("the template writes a value of another type than it expects")
         kept = {place.message for marker, place in self.places.items() if marker in text}
         for marker, (i, part) in self.places.items():
             if marker not in text:
                 return LeftOut(i, part if i in kept else "role")
-        roles = {each["role"] for each in chat.messages if _is_empty(each)} - {*MAY_BE_EMPTY}
+        roles = {chat_message["role"] for chat_message in chat.messages if _is_empty(chat_message)} - {*MAY_BE_EMPTY}
         for role in sorted(roles):
-            others = [each for each in chat.messages if each["role"] != role or not _is_empty(each)]
+            others = [
+                chat_message
+                for chat_message in chat.messages
+                if chat_message["role"] != role or not _is_empty(chat_message)
+            ]
             try:
                 vanishes = bool(others) and replace(chat, messages=others).rendered() == text
             except REFUSALS:  # they matter to the order of the roles, then
                 continue
             if vanishes:
-                empty = (i for i, each in enumerate(self.chat.messages) if each["role"] == role and _is_empty(each))
+                empty = (
+                    i
+                    for i, chat_message in enumerate(self.chat.messages)
+                    if chat_message["role"] == role and _is_empty(chat_message)
+                )
                 return LeftOut(next(empty), "content")
         return None
 
@@ -172,7 +184,7 @@ def _as_python(messages: Sequence[Message]) -> Iterator[str]:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             yield from (str(part), json.dumps(part))
         arguments = (call["function"]["arguments"] for call in _calls(message))
-        yield from (str(each) for each in arguments if each and isinstance(each, Mapping | list))
+        yield from (str(argument) for argument in arguments if argument and isinstance(argument, Mapping | list))
 
 
 def says(message: Message) -> bool:
@@ -196,7 +208,10 @@ def with_arguments(message: Message, read: Callable[[Any], Any]) -> Message:
     if not (calls := _calls(message)):
         return message
     functions = ({**call["function"], "arguments": read(call["function"].get("arguments"))} for call in calls)
-    return {**message, "tool_calls": [{**call, "function": own} for call, own in zip(calls, functions, strict=True)]}
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions, strict=True)],
+    }
 
 
 def _with_json(message: Message) -> list[Message]:

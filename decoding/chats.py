@@ -27,9 +27,11 @@ class ChatPrompt:
         template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise no_template("this")
-        messages = [with_arguments(each, _read) for each in messages]
+        messages = [with_arguments(message, _read) for message in messages]
         if "developer" not in str(template):
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
         chat = Chat(tokenizer, messages, values)
         form = remembered_form(chat)
         if isinstance(form, LeftOut):
@@ -40,7 +42,7 @@ class ChatPrompt:
     def _render(self, chat: Chat) -> str:
         """Return the text, with words in place of what spells a control token."""
         hidden = self._literals.hidden
-        messages = [hidden(each, is_answer=each["role"] == "assistant") for each in chat.messages]
+        messages = [hidden(message, is_answer=message["role"] == "assistant") for message in chat.messages]
         values = {name: hidden(value) for name, value in chat.values.items()}
         try:
             return replace(chat, messages=messages, values=values).rendered()

@@ -32,10 +32,15 @@ from ..models.rows import Load, uploaded
 from ..models.runtime import Runtime
 from .grammar import GrammarMask
 
-_BLIND = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # they read scores alone
-KEPT_NOISES = 64  # positions, at most; 0.6 MB each for 152,000 tokens
-Drafted = Sequence[int] | Sequence[Tensor]  # tokens; (1,) each where their device may still be computing them
-_SMALLEST_DIVISOR = 1e-15  # of scores: below, two of them overflow float32; long before, the argmax is sure
+_BLIND = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+)  # They read nothing but scores.
+KEPT_NOISES = 64  # The most positions whose noise is kept: 0.6 MB each for 152,000 tokens.
+Drafted = Sequence[int] | Sequence[Tensor]  # Tokens; tensors (1,) while their device may still compute them.
+_SMALLEST_DIVISOR = 1e-15  # Scores divided by less overflow float32; the argmax is sure long before.
 
 
 class GeneratedPenalty(LogitsProcessor):
@@ -47,7 +52,7 @@ class GeneratedPenalty(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
         vocab = scores.shape[-1]
-        generated = input_ids[0, self.n_prompt :].clamp(max=vocab)  # embeddings may be padded more
+        generated = input_ids[0, self.n_prompt :].clamp(max=vocab)  # Embeddings may be padded further.
         counts = scores.new_zeros(vocab + 1).index_add(0, generated, scores.new_ones(generated.shape))[:vocab]
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
@@ -57,10 +62,10 @@ class TopP(TopPLogitsWarper):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab), minus infinity where a token is cut off."""
-        if scores.device.type != "cpu":  # where asking how many there are would wait
+        if scores.device.type != "cpu":  # To ask another device for their number would wait for it.
             return cast(Tensor, super().__call__(cast(Any, input_ids), cast(Any, scores)))
         probs = scores[0].softmax(dim=-1)
-        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))  # all of them together can be cut off
+        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))  # All of these together can be cut off.
         others = (~small).nonzero()[:, 0]
         values, order = probs[others].sort()
         kept = values.cumsum(dim=0) + probs.where(small, 0.0).sum() > 1 - self.top_p
@@ -87,12 +92,13 @@ class TokenRule:
         """
         self.greedy = sampling.greedy
         self._seed = sampling.seed % 2**64
-        self._noises: dict[int, Tensor] = {}  # by position, the latest
+        self._noises: dict[int, Tensor] = {}  # By position; the latest are kept.
         self.processors = processors
         self.drafting = processors if drafting is None else drafting
-        self.in_order = len(self.drafting) < len(processors)  # whether scores have to be computed token by token
-        self.grammar = next((each for each in processors if isinstance(each, GrammarMask)), None)
-        self.reads_text = any(not _is_blind(each) for each in processors)  # whether scores depend on the tokens before
+        self.in_order = len(self.drafting) < len(processors)  # Scores have to be computed token by token.
+        self.grammar = next((processor for processor in processors if isinstance(processor, GrammarMask)), None)
+        # Some processor reads the tokens before.
+        self.reads_text = any(not _is_blind(processor) for processor in processors)
         # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
         # in their low 32 bits: a CPU generator reads no others of its seed.
         self._streams = [
@@ -100,7 +106,7 @@ class TokenRule:
         ]
         self._generator, self._draft_generator, self._accept_generator = self._streams
         self._n_drawn = [0, 0, 0]
-        self._peeked: float | None = None  # the next number of the first stream, if it was taken from there already
+        self._peeked: float | None = None  # The next number of the first stream, if it was already taken from it.
 
     @classmethod
     def of(
@@ -145,11 +151,11 @@ class TokenRule:
         Args: of_target: the logits are the target's, and the token that they give will be committed.
         """
         processors = self.processors if of_target else self.drafting
-        scores = logits.to(torch.float32, copy=of_target and self.in_order)  # a caller's processor may write into them
+        scores = logits.to(torch.float32, copy=of_target and self.in_order)  # A caller's processor may write into them.
         if processors:
             context: Any = uploaded(token_ids, logits.device)[None]
             processed: Any = scores[None]
-            for processor in processors:  # the list's own call reads each one's signature for every token
+            for processor in processors:  # To call the list itself would read each signature for every token.
                 processed = processor(context, processed)
             scores = processed[0]
         return scores
@@ -159,16 +165,16 @@ class TokenRule:
         return scores if self.greedy else scores + self._noise(position, scores)
 
     def _noise(self, position: int, scores: Tensor) -> Tensor:
-        found = self._noises.get(position)
-        if found is None or found.shape != scores.shape or found.device != scores.device:
+        noise = self._noises.get(position)
+        if noise is None or noise.shape != scores.shape or noise.device != scores.device:
             bits = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
             drawn = np.random.Generator(bits).standard_exponential(scores.shape[-1])
-            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # a draw of 0 would win against any score
-            found = uploaded(-np.log(drawn), scores.device, scores.dtype)
+            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # A draw of 0 would win against any score.
+            noise = uploaded(-np.log(drawn), scores.device, scores.dtype)
             if len(self._noises) >= KEPT_NOISES:
                 del self._noises[min(self._noises)]
-            self._noises[position] = found
-        return found
+            self._noises[position] = noise
+        return noise
 
     def forget_before(self, position: int) -> None:
         """Drop the noise of earlier positions."""
@@ -216,7 +222,7 @@ class TokenRule:
     def skip(self, n_drawn: Sequence[int]) -> None:
         """Go on behind the numbers that were spent when a rule of the same seed was interrupted."""
         for stream, n in enumerate(n_drawn):
-            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)  # the same as one by one
+            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)  # The same numbers as one by one.
             self._n_drawn[stream] += n
 
     def _uniform(self, stream: int) -> float:
@@ -272,34 +278,38 @@ def inverted(probs: Tensor, uniform: float | Tensor) -> Tensor:
     """Return the index of each of `probs` (…, n) whose share of [0, 1) holds `uniform`: int64 (…, 1)."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:].contiguous()
-    found = torch.searchsorted(cumulative, uniform * total, right=True)
-    return found.minimum(torch.searchsorted(cumulative, total))  # where rounding leaves nothing above
+    index = torch.searchsorted(cumulative, uniform * total, right=True)
+    return index.minimum(torch.searchsorted(cumulative, total))  # Rounding may leave nothing above the draw.
 
 
 @dataclass(slots=True)
 class Tally:
     """Counts and seconds of a completion while it grows.
 
+    `rounds` are passes of the target after the prefill; `by_draft_length` counts them by the tokens accepted.
+    `estimated` is their cost by the drafter's own estimate, in plain passes. `accepted_prediction` and
+    `rejected_prediction` are drafted tokens that came from the request's prediction. `n_cached` tokens of the prompt
+    had been read by another request. In `crowded` rounds drafts do not pay, because so many other requests run.
     `elapsed_s` are the seconds before `started`, a reading of `perf_counter`: those of a resumed request's earlier
     process.
     """
 
-    rounds: int = 0  # passes of the target after the prefill
+    rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     widths: dict[int, int] = field(default_factory=dict)
     per_position: list[int] = field(default_factory=list)
-    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # rounds by the tokens accepted
+    by_draft_length: dict[int, list[int]] = field(default_factory=dict)
     refused: int = 0
-    estimated: float | None = None  # cost of the rounds by the drafter's own estimate, in plain passes
+    estimated: float | None = None
     optimise_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     prefill_s: float = 0.0
-    accepted_prediction: int = 0  # of the drafted tokens that came from the request's prediction
+    accepted_prediction: int = 0
     rejected_prediction: int = 0
-    n_cached: int = 0  # tokens of the prompt that another request had read
-    crowded: int = 0  # rounds in which drafts do not pay beside so many other requests
+    n_cached: int = 0
+    crowded: int = 0
     elapsed_s: float = 0.0
     started: float = field(default_factory=perf_counter)
 
@@ -346,14 +356,14 @@ class Context:
     token_ids: list[int]
     n_prompt: int
     tally: Tally = field(default_factory=Tally)
-    load: Load = field(default_factory=Load)  # of the engine that it runs in
+    load: Load = field(default_factory=Load)  # The load of its engine.
     logprobs: int | None = None
     prediction: Sequence[int] = ()
     searched: bool = False
     finish: FinishReason | None = None
     n_learnt: int = 0
     looks_back: int = 0
-    _text: Tensor | None = None  # as many of `token_ids` as were moved to the device
+    _text: Tensor | None = None  # The part of `token_ids` that was moved to the device.
 
     @property
     def root_slot(self) -> int:
@@ -393,8 +403,8 @@ class Context:
         if not self.rule.reads_text:
             return self.rule.scores((), logits, of_target)
         late = len(drafted) > 0 and isinstance(drafted[0], Tensor)
-        own: Any = drafted if late else [uploaded(drafted, logits.device)]
-        return self.rule.scores(torch.cat((self.text(logits.device), *own)), logits, of_target)
+        token_tensors: Any = drafted if late else [uploaded(drafted, logits.device)]
+        return self.rule.scores(torch.cat((self.text(logits.device), *token_tensors)), logits, of_target)
 
     def noisy_scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
@@ -407,8 +417,7 @@ class Context:
     def resume_point(self) -> ResumePoint:
         """Return the request's state; to be called between the passes of a round."""
         tally = self.tally.copied(self.tally.total_s)
-        own = self.searched, self.finish, self.rule.n_drawn, self.n_learnt
-        return ResumePoint(tuple(self.generated), tally, *own)
+        return ResumePoint(tuple(self.generated), tally, self.searched, self.finish, self.rule.n_drawn, self.n_learnt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,14 +456,14 @@ class Ending:
         """Return where the first stop string begins that does not end within the text of the tokens `free`."""
         n_free = 0
         if self.stop_strings and free:
-            assert self.to_text is not None  # built together with stop_strings
+            assert self.to_text is not None
             n_free = len(self.to_text(free))
-        found = [text.find(stop, max(0, n_free - len(stop) + 1)) for stop in self.stop_strings]
-        return min((at for at in found if at >= 0), default=None)
+        places = [text.find(stop, max(0, n_free - len(stop) + 1)) for stop in self.stop_strings]
+        return min((place for place in places if place >= 0), default=None)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         """Return whether the end of the text holds a stop string that counts, which its last token has completed."""
-        assert self.to_text is not None  # built together with stop_strings
+        assert self.to_text is not None
         # A token that shows is at least a byte of UTF-8; 8 more for special tokens and characters cut at the start.
         reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
         tail = token_ids[-reach:]

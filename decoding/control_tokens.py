@@ -40,9 +40,9 @@ class Literals:
             pattern = self._special if is_answer else self._control
             return pattern.sub(lambda match: self.words.setdefault(match[0], f"q{secrets.token_hex(8)}q"), value)
         if isinstance(value, Mapping):
-            return {self.hidden(key, is_answer): self.hidden(each, is_answer) for key, each in value.items()}
+            return {self.hidden(key, is_answer): self.hidden(part, is_answer) for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hidden(each, is_answer) for each in value]
+            return [self.hidden(part, is_answer) for part in value]
         return value
 
     def shown(self, text: str) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .context import Context, TokenRule
     from .engine import PassGenerator
 
-UNKNOWN = -1  # in place of a token that was not read yet
+UNKNOWN = -1  # Stands for a token that was not read yet.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ class DraftTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes between the root and one, that one included."""
-        found: list[int] = []
+        nodes: list[int] = []
         while node:
-            found.append(node)
+            nodes.append(node)
             node = self.parents[node]
-        return tuple(reversed(found))
+        return tuple(reversed(nodes))
 
     def below(self, node: int) -> tuple[int, ...]:
         """Return the nodes below one: its first child, the first child of that, and so on."""
-        found: list[int] = []
+        nodes: list[int] = []
         for other in range(node + 1, self.n_nodes):
             if self.parents[other] == node:
-                found.append(other)
+                nodes.append(other)
                 node = other
-        return tuple(found)
+        return tuple(nodes)
 
     def children(self, node: int) -> tuple[int, ...]:
         return tuple(other for other in range(node + 1, self.n_nodes) if self.parents[other] == node)
@@ -98,7 +98,7 @@ class DraftTree:
         What hangs below a node that turns out to repeat another one hangs below that one as well.
         """
         token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
-        first: dict[tuple[int, int], int] = {}  # of the nodes that continue a node with a token
+        first: dict[tuple[int, int], int] = {}  # The first node that continues a node with a token.
         nodes, parents = list[int](), list[int]()
         for node, (token_id, parent) in enumerate(zip(token_ids, self.parents, strict=True)):
             parents.append(nodes[parent] if node else -1)
@@ -161,7 +161,7 @@ def tree_rows(
     depths = (visible.sum(dim=1) - 1).tolist()
     if extra_rows is not None:
         beside = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
-        beside[:, 0] = True  # the root
+        beside[:, 0] = True  # Every node sees the root.
         visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
         token_ids, depths = (*token_ids, *extra_rows.token_ids), [*depths, *extra_rows.depths]
     return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)
@@ -216,7 +216,7 @@ def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]
     A step of one token is a draw of its own.
     """
     children = (tree.children(node) for node in range(len(drawn_from)))
-    return {n: Offer(own, drawn_from[n], len(own) == 1) for n, own in enumerate(children)}
+    return {n: Offer(nodes, drawn_from[n], len(nodes) == 1) for n, nodes in enumerate(children)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,7 +259,7 @@ class Draft:
 
         `drawn_from` are the distributions that each step's tokens were drawn from, one without another.
         """
-        offered = [(UNKNOWN, *own) for own in (*beside, *[()] * (unread.shape[1] - 1 - len(beside)))]
+        offered = [(UNKNOWN, *leaves) for leaves in (*beside, *[()] * (unread.shape[1] - 1 - len(beside)))]
         tree = DraftTree.grow(UNKNOWN, offered)
         return cls(tree, offers_of(tree, drawn_from), staged=staged, unread=unread)
 
@@ -271,8 +271,8 @@ class Draft:
 
         if self.unread is None:
             return uploaded(self.tree.token_ids, device)
-        unread, known = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
-        return torch.cat((unread, uploaded(known, device))) if known else unread
+        unread, leaves = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
+        return torch.cat((unread, uploaded(leaves, device))) if leaves else unread
 
     def read(self, numbers: Sequence[float]) -> Draft:
         """Return the draft with what was read of `unread`, row by row; without any it is as it was."""
@@ -312,14 +312,20 @@ class Outcome:
 
 
 class DraftModel(ABC):
-    """Something cheaper than the target that predicts its next tokens; each request drafts with a copy."""
+    """Something cheaper than the target that predicts its next tokens; each request drafts with a copy.
 
-    layer_set: LayerSet | None = None  # sub-layers of the target that it leaves out, if it is made of the target
-    slot_bytes: int = 0  # memory that it takes per slot of a request, beside the target's
-    context: Context  # of the request, in a copy that `begin` made
-    parents: list[int]  # of the round's nodes so far
-    staged: StagedPass | None = None  # the round's rows, where verification only has to finish them
-    hidden: Tensor | None = None  # (1, hidden_size), what the latest logits were read from, where a probe may see it
+    `layer_set` are the sub-layers that it leaves out of the target, if it is made of the target. `slot_bytes` is the
+    memory that it takes per slot of a request beside the target's. `context` is the request's, in a copy that `begin`
+    made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where verification only has
+    to finish them. `hidden` (1, hidden_size) is what the latest logits were read from, where a probe may see it.
+    """
+
+    layer_set: LayerSet | None = None
+    slot_bytes: int = 0
+    context: Context
+    parents: list[int]
+    staged: StagedPass | None = None
+    hidden: Tensor | None = None
 
     @abstractmethod
     def check(self, runtime: Runtime) -> None:
@@ -327,10 +333,10 @@ class DraftModel(ABC):
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request."""
-        own = copy(self)
-        own.context = context
-        own.start()
-        return own
+        drafting = copy(self)
+        drafting.context = context
+        drafting.start()
+        return drafting
 
     def start(self) -> None:  # noqa: B027 - a hook
         """Set up what a request has for itself."""
@@ -385,8 +391,8 @@ class DraftModel(ABC):
 
         context, beside = self.context, list[tuple[int, ...]]()
         steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
-        tokens = [steps[0][0].long()]  # the root's, and those drafted
-        read: Callable[[], Any] | None = None  # the latest step
+        tokens = [steps[0][0].long()]  # The root's token, and those drafted.
+        read: Callable[[], Any] | None = None  # Reads the latest step.
         drawn_from: list[Tensor] = []
         while len(steps) <= longest and goes_on():
             logits = yield from self.extend(tokens[-1], (len(tokens) - 2,))
@@ -439,14 +445,18 @@ class DraftModel(ABC):
 class Drafter(ABC):
     """Proposes continuations.
 
-    A method has one, which holds its settings and what all requests share; each request drafts with a copy.
+    A method has one, which holds its settings and what all requests share; each request drafts with a copy, whose
+    `context` is the request's.
+
+    One that `runs_target` itself has no log probabilities of its tokens. A path has `max_depth` tokens at most, and
+    there are `max_width` nodes at one depth at most.
     """
 
-    model: DraftModel | None = None  # what it drafts with, if that is a model
-    runs_target = False  # whether it runs the target itself, so that its tokens have no log probabilities
-    max_depth: int = 0  # tokens of a path, at most
-    max_width: int = 1  # nodes at one depth, at most
-    context: Context  # of the request, in a copy that `begin` made
+    model: DraftModel | None = None
+    runs_target = False
+    max_depth: int = 0
+    max_width: int = 1
+    context: Context
 
     @property
     def layer_set(self) -> LayerSet | None:
@@ -464,12 +474,12 @@ class Drafter(ABC):
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request; called once, after its prefill."""
-        own = copy(self)
-        own.context = context
-        if own.model is not None:
-            own.model = own.model.begin(context)
-        own.start()
-        return own
+        drafting = copy(self)
+        drafting.context = context
+        if drafting.model is not None:
+            drafting.model = drafting.model.begin(context)
+        drafting.start()
+        return drafting
 
     def start(self) -> None:  # noqa: B027 - a hook
         """Set up what a request has for itself; most drafters have nothing."""

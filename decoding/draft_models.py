@@ -37,8 +37,8 @@ class SkippedTarget(DraftModel):
 
     def restart(self) -> None:
         super().restart()
-        self.layer_set = own = self._shared.layer_set
-        self._variants = () if own is None or own.is_whole else (own,)
+        self.layer_set = layer_set = self._shared.layer_set
+        self._variants = () if layer_set is None or layer_set.is_whole else (layer_set,)
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
@@ -110,8 +110,8 @@ class OtherModel(DraftModel):
             if len(token_ids) == 1:
                 return first
             return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
-        known = token_ids.to(self.runtime.device) if isinstance(token_ids, Tensor) else self._known(token_ids)
-        rows = self._rows(known, parents)
+        tokens_here = token_ids.to(self.runtime.device) if isinstance(token_ids, Tensor) else self._known(token_ids)
+        rows = self._rows(tokens_here, parents)
         if rows.visible is None:
             held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
             self._held[rows.first_slot :] = held
@@ -138,8 +138,8 @@ class OtherModel(DraftModel):
             same += 1
         self._held, self._n_same = list(committed), same
         unread = self._known(committed[same:])
-        for each in self.runtime.prefill_passes(unread, self.buffer, same, load=self.context.load):
-            logits = yield replace(each, drafts=bool(each.wanted))  # a long text is read beside the others' rounds
+        for pass_ in self.runtime.prefill_passes(unread, self.buffer, same, load=self.context.load):
+            logits = yield replace(pass_, drafts=bool(pass_.wanted))  # a long text is read beside the others' rounds
         return logits
 
     def _known(self, token_ids: Sequence[int]) -> list[int]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +28,14 @@ from ..models.buffer import KVBuffer
 from ..models.costs import is_out_of_memory
 from ..models.rows import Load, Pass
 from ..models.runtime import Runtime
+from .draft_trials import DraftTrials
 from .pass_clock import PassClock
 
 T = TypeVar("T")
 E = TypeVar("E")
-Event = Any  # whatever is yielded beside demands
-Work = Generator[Any, Any, T]  # yields demands and events; is sent what it demanded, None for an event
-PassGenerator = Generator[Pass, Tensor, T]  # yields passes only; is sent the wanted logits (rows, vocab) of each
+Event = Any  # What is yielded beside demands.
+Work = Generator[Any, Any, T]  # Yields demands and events; is sent what it demanded, and None for an event.
+PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
 
 
 @dataclass(eq=False)
@@ -150,10 +151,10 @@ class Request(Generic[T]):
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
-        self.wanted: Pass | Slots | Free | None = None
+        self.pending: Pass | Slots | Free | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
-        self.waits = False  # for another to read what it begins with
+        self.waits = False  # True while another request reads the beginning of its text.
         self.error: Exception | None = None
         self._result: list[T] = []
 
@@ -171,9 +172,9 @@ class Request(Generic[T]):
     @property
     def texts(self) -> Iterator[tuple[_Prefix, int]]:
         """What it reads or has read, and how many tokens of each so far."""
-        if isinstance(wanted := self.wanted, Pass):
+        if isinstance(pending := self.pending, Pass):
             for slots, buffer in self.held.items():
-                n_read = wanted.rows.first_slot if wanted.buffer is buffer else len(slots.tokens)
+                n_read = pending.rows.first_slot if pending.buffer is buffer else len(slots.tokens)
                 yield _Prefix(slots, buffer, slots.tokens), n_read
 
     def send(self, answer: Any) -> Iterator[Event]:
@@ -185,12 +186,12 @@ class Request(Generic[T]):
         return self._advance(partial(self._work.throw, error))
 
     def close(self) -> None:
-        self.wanted = None
+        self.pending = None
         self.held.clear()
         self._work.close()
 
     def _advance(self, go_on: Callable[[], Any]) -> Iterator[Event]:
-        self.wanted = None
+        self.pending = None
         while True:
             try:
                 step = go_on()
@@ -198,11 +199,11 @@ class Request(Generic[T]):
                 self._result.append(end.value)
                 return self.held.clear()
             except Exception as error:
-                clear_frames(error.__traceback__)  # they hold what a failed pass held in memory
+                clear_frames(error.__traceback__)  # The frames hold what a failed pass held in memory.
                 self.error = error
                 return self.held.clear()
             if isinstance(step, DEMANDS):
-                self.wanted = step
+                self.pending = step
                 return None
             yield step
             go_on = partial(next, self._work)
@@ -225,79 +226,9 @@ class _Prefix:
         return n if same.all() else int(same.argmin())
 
 
-LEAST_SHARED = 32  # tokens that a request waits for another to read
-SHARE_WAITED_FOR = 1 / 4  # of what it would read itself, at least
-SPARE_SHARE = 1 / 8  # of an engine's memory, that spare slots may take: requests wait for it, or lose what is kept
-PLAIN_ROUNDS = 3  # of a trial of plain decoding
-DRAFTED_ROUNDS = 64  # of a trial of drafts, of all sequences together
-FIRST_WAIT, LAST_WAIT = 128, 512  # rounds between two trials of the way that is not in use
-LEAST_GAIN = 1.1  # below, drafts bring less than it costs that sequences end, and prompts are read, apart
-
-
-@dataclass(slots=True)
-class _Rounds:
-    """Tokens and seconds of rounds of one kind, of which old ones fade; `n` since the latest trial began."""
-
-    n: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float, memory: float = 0.97) -> None:
-        self.n += 1
-        self.tokens, self.seconds = memory * self.tokens + tokens, memory * self.seconds + seconds
-
-    def try_again(self) -> None:
-        self.n, self.tokens, self.seconds = 0, self.tokens / 4, self.seconds / 4
-
-
-@dataclass(slots=True)
-class DraftTrials:
-    """Whether drafts pay with `n_sequences` side by side, by measured time.
-
-    The more rows a pass has, the less drafts pay, and a sequence cannot know from where on: that depends on what the
-    others add, and all wait for those that draft. So rounds in which any sequence drafted are compared with plain ones.
-    The first few are plain; then the faster way is used, and the other tried ever more rarely while it stays slower.
-    """
-
-    n_sequences: int
-    plain: _Rounds = field(default_factory=_Rounds)
-    drafted: _Rounds = field(default_factory=_Rounds)
-    paid: bool = True  # by the latest comparison
-    idle: int = 0  # rounds since the latest trial
-    wait: int = FIRST_WAIT
-
-    @classmethod
-    def beginning(cls, n_sequences: int, others: Iterable[DraftTrials]) -> Self:
-        """Return those of a new number of sequences; where drafts lost with nearly as many, no trial is due."""
-        own = cls(n_sequences)
-        tried = [other for other in others if other.drafted.seconds]
-        near = min(tried, key=lambda other: abs(other.n_sequences - n_sequences), default=own)
-        if not near.paid and 4 * abs(near.n_sequences - n_sequences) <= n_sequences:
-            own.paid, own.drafted.n = False, DRAFTED_ROUNDS
-        return own
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the next round may draft."""
-        return self.plain.n >= PLAIN_ROUNDS and (self.paid or self._tries_drafts)
-
-    @property
-    def _tries_drafts(self) -> bool:
-        return self.drafted.n * self.n_sequences < DRAFTED_ROUNDS
-
-    def add(self, drafted: bool, tokens: int, seconds: float) -> None:
-        """Learn from a round of all sequences."""
-        (self.drafted if drafted else self.plain).add(tokens, seconds)
-        if self.plain.n < PLAIN_ROUNDS or self._tries_drafts:
-            return
-        gain = self.drafted.tokens * self.plain.seconds - LEAST_GAIN * self.plain.tokens * self.drafted.seconds
-        before, self.paid = self.paid, gain > 0
-        self.idle += 1
-        if before != self.paid:
-            self.idle, self.wait = 0, FIRST_WAIT
-        elif self.idle >= self.wait:
-            self.idle, self.wait = 0, min(2 * self.wait, LAST_WAIT)
-            (self.plain if self.paid else self.drafted).try_again()
+LEAST_SHARED = 32  # A request waits for another one to read at least as many tokens of its own text.
+SHARE_WAITED_FOR = 1 / 4  # They must be at least this share of what it would read itself.
+SPARE_SHARE = 1 / 8  # Spare slots may take this share of the memory: requests wait for it, or lose kept texts.
 
 
 class Engine:
@@ -317,9 +248,10 @@ class Engine:
         self.memory, self.at_once, self.by_time = memory, at_once, by_time
         self.load = Load()
         self._clock = PassClock(self.load)
-        self._trials: dict[int, DraftTrials] = {}  # by the number of sequences
-        self._drafting, self._checked = False, (Load(checked=0), 0.0)  # since the latest check; the load and time then
-        self._kept: list[_Prefix] = []  # the latest used last
+        self._trials: dict[int, DraftTrials] = {}  # By the number of sequences.
+        # Whether anything was drafted since the latest check of the target, and the load and time of that check.
+        self._drafting, self._checked = False, (Load(checked=0), 0.0)
+        self._kept: list[_Prefix] = []  # In the order of their latest use.
 
     @property
     def n_bytes(self) -> int:
@@ -358,7 +290,7 @@ class Engine:
         """
         yield from self._begin()
         yield from self._serve_slots()
-        checked = yield from self._run_passes()  # which holds no buffer any more when those that are free are given out
+        checked = yield from self._run_passes()  # It has let go of its buffers when free ones are given out.
         if checked and self.by_time:
             self._compare()
         yield from self._serve_slots()
@@ -368,49 +300,49 @@ class Engine:
 
     def _run_passes(self) -> Generator[Event, None, bool]:
         """Run the draft passes that wait, or else all that wait; return whether these were checks of the target."""
-        waiting = [(request, request.wanted) for request in self.requests if isinstance(request.wanted, Pass)]
-        drafting = [(request, wanted) for request, wanted in waiting if wanted.drafts]
+        waiting = [(request, request.pending) for request in self.requests if isinstance(request.pending, Pass)]
+        drafting = [(request, pass_) for request, pass_ in waiting if pass_.drafts]
         if drafting:
             self.load.drafted, self._drafting = len(drafting), True
         else:
-            self._drafting |= any(len(wanted.rows.token_ids) > 1 for _, wanted in waiting)
+            self._drafting |= any(len(pass_.rows.token_ids) > 1 for _, pass_ in waiting)
             self.load.checked = max(1, len(waiting))
-            self.load.n_checks += not all(wanted.beside for _, wanted in waiting)
-            self.load.n_beside += any(wanted.beside for _, wanted in waiting)
+            self.load.n_checks += not all(pass_.beside for _, pass_ in waiting)
+            self.load.n_beside += any(pass_.beside for _, pass_ in waiting)
         together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
-        for request, wanted in drafting or waiting:
-            together.setdefault((wanted.runtime, wanted.layers), []).append((request, wanted))
-        for (runtime, _), some in together.items():
+        for request, pass_ in drafting or waiting:
+            together.setdefault((pass_.runtime, pass_.layers), []).append((request, pass_))
+        for (runtime, _), group in together.items():
             n_first = runtime.n_first
-            yield from self._run(some)
-            self.load.n_beside += runtime.n_first > n_first  # its time tells nothing of later rounds
+            yield from self._run(group)
+            self.load.n_beside += runtime.n_first > n_first  # The time of a first pass tells nothing of later rounds.
         return bool(waiting) and not drafting
 
-    def _run(self, some: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
+    def _run(self, group: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
         logits, kept = None, self._kept
-        passes, runtime = [wanted for _, wanted in some], some[0][1].runtime
+        passes, runtime = [pass_ for _, pass_ in group], group[0][1].runtime
         started, away, n_first = perf_counter(), 0.0, runtime.n_first
         try:
             logits = runtime.forward_together(passes)
         except Exception as error:
             kept = kept if is_out_of_memory(error) else []
-            if len(some) == 1 and not kept:
-                yield from some[0][0].throw(error)
+            if len(group) == 1 and not kept:
+                yield from group[0][0].throw(error)
                 return
-        if logits is None:  # here, and not where the error keeps what the pass held in memory
-            # All again without what was kept, or one by one, so that only the request whose pass it was fails.
-            again = [some] if kept else [[each] for each in some]
+        if logits is None:  # Not in the `except` block, where the error keeps what the pass held in memory.
+            # All run again without the kept texts, or one by one, so that only the request whose pass it was fails.
+            again = [group] if kept else [[member] for member in group]
             kept.clear()
-            for each in again:
-                yield from self._run(each)
+            for smaller in again:
+                yield from self._run(smaller)
             return
-        for number, ((request, wanted), own) in enumerate(zip(some, logits, strict=True)):
-            if request.wanted is wanted:  # not cancelled meanwhile
-                for event in request.send(own):
+        for number, ((request, pass_), rows) in enumerate(zip(group, logits, strict=True)):
+            if request.pending is pass_:  # It was not cancelled meanwhile.
+                for event in request.send(rows):
                     left = perf_counter()
                     yield event
                     away += perf_counter() - left
-            if number == 0:  # whose reader waited for the logits of all
+            if number == 0:  # The first reader waited for the logits of all.
                 self._clock.add(passes, started, perf_counter() - away, runtime.n_first == n_first)
 
     def _compare(self) -> None:
@@ -427,7 +359,7 @@ class Engine:
 
     def _begin(self) -> Iterator[Event]:
         n_running = sum(not request.is_new for request in self.requests)
-        for request in [each for each in self.requests if each.is_new]:
+        for request in [request for request in self.requests if request.is_new]:
             if self.at_once is not None and n_running >= self.at_once:
                 break
             yield from request.send(None)
@@ -438,87 +370,90 @@ class Engine:
             self.cancel(self.requests[-1])
 
     def _serve_slots(self) -> Iterator[Event]:
-        """Take back what is free, and give out buffers in the order of arrival as far as memory goes."""
-        full, promised = False, 0  # bytes for those that wait for others to read
+        """Take back what is free, and give out buffers in the order of arrival as far as memory goes.
+
+        `promised` are the bytes of those that wait until others have read the beginning of their texts.
+        """
+        full, promised = False, 0
         for request in list(self.requests):
-            while isinstance(wanted := request.wanted, Slots | Free):
-                if isinstance(wanted, Free):
-                    self._keep(wanted, request.held.pop(wanted.slots))
+            while isinstance(pending := request.pending, Slots | Free):
+                if isinstance(pending, Free):
+                    self._keep(pending, request.held.pop(pending.slots))
                     yield from request.send(None)
-                elif self.memory is not None and wanted.n_bytes > self.memory:
-                    yield from request.throw(_too_long(wanted, self.memory))
-                elif full or not self._fits(promised + wanted.bytes_of(wanted.first)):
-                    full = True  # no later request is served before it
+                elif self.memory is not None and pending.n_bytes > self.memory:
+                    yield from request.throw(_too_long(pending, self.memory))
+                elif full or not self._fits(promised + pending.bytes_of(pending.first)):
+                    full = True  # No later request is served before this one.
                     break
-                elif self._is_being_read(request, wanted):
-                    promised += wanted.bytes_of(wanted.first)
+                elif self._is_being_read(request, pending):
+                    promised += pending.bytes_of(pending.first)
                     break
                 else:
                     try:
-                        buffer, *known = self._buffer(wanted, promised)
+                        buffer, n_read, state = self._buffer(pending, promised)
                     except Exception as error:
                         yield from request.throw(error)
                         continue
-                    request.held[wanted] = buffer
-                    yield from request.send((buffer, *known, self.load))
+                    request.held[pending] = buffer
+                    yield from request.send((buffer, n_read, state, self.load))
 
     def _fits(self, n_bytes: int) -> bool:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory
 
-    def _is_being_read(self, request: Request[Any], wanted: Slots) -> bool:
-        """Whether an earlier request is reading so much of a text that this one had better wait, then go on from it.
+    def _is_being_read(self, request: Request[Any], slots: Slots) -> bool:
+        """Return whether the request had better wait until an earlier one has read the beginning of its text.
 
         As their passes would run together, that takes one pass more at most.
         """
         if self.memory is None:
             return False
-        tokens, (now, _) = wanted.tokens[:-1], self._longest(wanted)
-        earlier = takewhile(lambda each: each is not request, self.requests)
-        foremost = (text for one in earlier for text, n_read in one.texts if n_read >= now)
-        gain = max((text.common(wanted, tokens) for text in foremost), default=0) - now
-        request.waits = gain >= (1 if request.waits else max(LEAST_SHARED, SHARE_WAITED_FOR * (len(tokens) - now)))
+        tokens, (n_read, _) = slots.tokens[:-1], self._longest(slots)
+        earlier = takewhile(lambda other: other is not request, self.requests)
+        texts = (text for other in earlier for text, n in other.texts if n >= n_read)
+        gain = max((text.common(slots, tokens) for text in texts), default=0) - n_read
+        least = 1 if request.waits else max(LEAST_SHARED, SHARE_WAITED_FOR * (len(tokens) - n_read))
+        request.waits = gain >= least
         return request.waits
 
-    def _buffer(self, wanted: Slots, promised: int) -> tuple[KVBuffer, int, Tensor | None]:
+    def _buffer(self, slots: Slots, promised: int) -> tuple[KVBuffer, int, Tensor | None]:
         """Return a buffer with as much of the text as another request has read, how much, and that one's state."""
-        least = wanted.capacity if self.memory is None else wanted.first
-        for capacity in dict.fromkeys((least + self._spare(wanted, promised), least)):
+        least = slots.capacity if self.memory is None else slots.first
+        for capacity in dict.fromkeys((least + self._spare(slots, promised), least)):
             try:
-                return self._filled(wanted, capacity)
+                return self._filled(slots, capacity)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-        self._kept.clear()  # before the request fails
-        return self._filled(wanted, least)
+        self._kept.clear()  # Kept texts go before the request fails.
+        return self._filled(slots, least)
 
-    def _spare(self, wanted: Slots, promised: int) -> int:
-        """Return how many spare slots there are for a buffer: all that are wanted, as far as a share of memory goes."""
+    def _spare(self, slots: Slots, promised: int) -> int:
+        """Return how many spare slots a buffer gets: those asked for, as far as a share of memory goes."""
         if self.memory is None:
-            return wanted.spare
-        taken = sum(slots.bytes_of(buffer.capacity - slots.first) for slots, buffer in self._held)
-        left = self.memory - self.n_bytes - promised - wanted.bytes_of(wanted.first)
-        return max(0, min(wanted.spare, min(int(SPARE_SHARE * self.memory) - taken, left) // wanted.bytes_of(1)))
+            return slots.spare
+        taken = sum(holding.bytes_of(buffer.capacity - holding.first) for holding, buffer in self._held)
+        left = self.memory - self.n_bytes - promised - slots.bytes_of(slots.first)
+        return max(0, min(slots.spare, min(int(SPARE_SHARE * self.memory) - taken, left) // slots.bytes_of(1)))
 
-    def _longest(self, wanted: Slots) -> tuple[int, _Prefix | None]:
+    def _longest(self, slots: Slots) -> tuple[int, _Prefix | None]:
         """Return how much of a text has been read, and where; where several have, the latest.
 
         So a beginning that many have in common puts none before those used after it.
         """
-        tokens = wanted.tokens[:-1]  # the last one is always read
-        found = [(each.common(wanted, tokens), each) for each in self._kept]
+        tokens = slots.tokens[:-1]  # The last token is always read.
+        prefixes = [(kept.common(slots, tokens), kept) for kept in self._kept]
         if self.memory is not None:
-            running = (text for one in self.requests for text in one.texts)
-            found += [(min(n_read, text.common(wanted, tokens)), text) for text, n_read in running]
-        n, best = max(reversed(found), key=itemgetter(0), default=(0, None))
+            running = (text for request in self.requests for text in request.texts)
+            prefixes += [(min(n_read, text.common(slots, tokens)), text) for text, n_read in running]
+        n, best = max(reversed(prefixes), key=itemgetter(0), default=(0, None))
         return n, best if n else None
 
-    def _filled(self, wanted: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
-        n_filled, best = self._longest(wanted)
-        n_bytes = wanted.bytes_of(capacity)
-        # The one that is used goes to the end.
-        self._kept.sort(key=lambda kept: kept is best)
+    def _filled(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
+        n_filled, best = self._longest(slots)
+        n_bytes = slots.bytes_of(capacity)
+        self._kept.sort(key=lambda kept: kept is best)  # The one in use goes to the end.
         self._make_room(n_bytes, keep=sum(kept is best for kept in self._kept))
-        buffer = wanted.runtime.new_buffer(capacity)
+        buffer = slots.runtime.new_buffer(capacity)
         if best is None:
             return buffer, 0, None
         buffer.copy_from(best.buffer, n_filled)
@@ -543,9 +478,9 @@ class Engine:
             del self._kept[0]
 
 
-def _too_long(wanted: Slots, memory: int) -> ContextOverflow:
+def _too_long(slots: Slots, memory: int) -> ContextOverflow:
     return ContextOverflow(
-        f"the prompt is too long, or too many new tokens are to follow ({wanted.capacity} tokens need"
-        f" {wanted.n_bytes / 1e6:.0f} MB of keys and values, which may take {memory / 1e6:.0f} MB):"
+        f"the prompt is too long, or too many new tokens are to follow ({slots.capacity} tokens need"
+        f" {slots.n_bytes / 1e6:.0f} MB of keys and values, which may take {memory / 1e6:.0f} MB):"
         " shorten the prompt or ask for fewer new tokens"
     )

@@ -123,6 +123,6 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
 def refuse_dropout(model: Any) -> None:
     """Raises: SettingsError: a module of the model drops values at random."""
     for name, module in model.named_modules() if model.training else ():
-        own = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if isinstance(own, float) and own > 0.0 and module.training:
+        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if isinstance(rate, float) and rate > 0.0 and module.training:
             raise SettingsError(f"{name} drops values at random, as the model is in training mode: call model.eval()")

@@ -22,7 +22,7 @@ from ..core.json_schemas import has_arguments, relaxed
 from .json_grammar import LIMITS, json_grammar, line, problem_of
 
 MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
-MOST_GRAMMARS = 64  # that are kept compiled
+MOST_GRAMMARS = 64  # The most compiled grammars that are kept.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,12 @@ class GrammarMask(LogitsProcessor):
             return ended
         if not self._move(generated, n_known):  # no lossless verifier gets here
             return torch.ones_like(ended)
-        found = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
+        mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
         if self.matcher.is_error():
             raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
         if self.matcher.is_stopped():
             return ended
-        return found | ended if self.matcher.is_accepting() else found & ~ended
+        return mask | ended if self.matcher.is_accepting() else mask & ~ended
 
     def forced(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that the grammar leaves no choice about behind the committed `token_ids`, prompt included.
@@ -150,7 +150,7 @@ class GrammarMask(LogitsProcessor):
         """Move the matcher behind `n_known` committed tokens and those; return whether it accepts them all."""
         read = self._read[n_known:]
         pairs = enumerate(zip(read, generated, strict=False))
-        n_same = next((n for n, (own, other) in pairs if own != other), min(len(read), len(generated)))
+        n_same = next((n for n, (token_id, other) in pairs if token_id != other), min(len(read), len(generated)))
         if n_same < len(read):
             self.matcher.rollback(len(read) - n_same)
         n_more = self.matcher.try_consume_tokens(list(generated[n_same:]))

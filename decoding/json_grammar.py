@@ -19,10 +19,10 @@ from ..core.json_schemas import Place, Schema, endless, limits, parts, rewritten
 
 # Half a second to compile at most, and a tenth for a mask: others wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
-MOST_CHARACTERS = 1 << 18  # of a grammar
-MOST_GRAMMARS = 64  # whose problems are kept
+MOST_CHARACTERS = 1 << 18  # The longest grammar.
+MOST_GRAMMARS = 64  # The most grammars whose problems are kept.
 MOST_SEARCHED = 1 << 17  # characters of parts that are compiled by themselves to find where a schema is wrong
-MOST_NAMES = 64  # of a pattern, which are then listed
+MOST_NAMES = 64  # The most names of a pattern that are listed one by one.
 MOST_STEPS = 2048  # bytes that are tried to list them
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # a character that JSON writes as \uXXXX only
@@ -89,8 +89,8 @@ def _place(schema: Schema, problem: str) -> str:
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     place, inner, left = "#", parts(schema), MOST_SEARCHED
-    while left > 0 and (found := next(inner, None)) is not None:
-        where, part = found
+    while left > 0 and (character := next(inner, None)) is not None:
+        where, part = character
         source = _source(_rewritten({**definitions, **part}))
         left -= len(source)
         if problem_of(source) == problem:
@@ -98,19 +98,19 @@ def _place(schema: Schema, problem: str) -> str:
     return place
 
 
-def _changed(schema: Schema, own: dict[str, Any], root: Schema, without_end: frozenset[int]) -> Any:
+def _changed(schema: Schema, limited: dict[str, Any], root: Schema, without_end: frozenset[int]) -> Any:
     """Return a part of a schema, `own` with its inner parts changed, as llguidance is to read it."""
     if id(schema) in without_end:
         return False
-    own = limits(own)
-    if isinstance(name := own.get("format"), str) and not _is_known(name):
-        del own["format"]  # an annotation, by JSON Schema
-    _check_exact([own.get("enum"), own.get("const")])
-    if isinstance(own.get("patternProperties"), dict):
-        own |= _listed(own)
-    if isinstance(own.get("oneOf"), list):
-        own["oneOf"] = [_typed(each, root) for each in own["oneOf"]]
-    return own
+    limited = limits(limited)
+    if isinstance(name := limited.get("format"), str) and not _is_known(name):
+        del limited["format"]  # an annotation, by JSON Schema
+    _check_exact([limited.get("enum"), limited.get("const")])
+    if isinstance(limited.get("patternProperties"), dict):
+        limited |= _listed(limited)
+    if isinstance(limited.get("oneOf"), list):
+        limited["oneOf"] = [_typed(option, root) for option in limited["oneOf"]]
+    return limited
 
 
 def _check_exact(value: Any) -> None:
@@ -138,8 +138,8 @@ def _listed(schema: Schema) -> dict[str, Any]:
 
 def _typed(option: Any, root: Schema) -> Any:
     """Return a schema of `oneOf`; a reference with the type that it leads to, so that llguidance looks behind it."""
-    found = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
-    return {"type": found["type"], **option} if isinstance(found, Mapping) and "type" in found else option
+    resolved = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
+    return {"type": resolved["type"], **option} if isinstance(resolved, Mapping) and "type" in resolved else option
 
 
 @lru_cache(maxsize=MOST_GRAMMARS)

@@ -18,9 +18,9 @@ from .engine import Free, PassGenerator, Slots, Work, alone
 from .methods import PLAIN, Method
 from .verify import Target, TargetWalk, Verifier, reads_best, token_logprobs
 
-MOST_FORCED = 15  # tokens that a grammar drafts at once: with the root, 16 rows of the target
-FEWEST_FORCED = 2  # below, the method's own draft may go further
-FIRST_NEW = 256  # new tokens that a buffer has slots for at first where memory is bounded, and at least when it grows
+MOST_FORCED = 15  # A grammar drafts at most so many tokens: with the root they are 16 rows of the target.
+FEWEST_FORCED = 2  # The method's own draft may go further than fewer tokens of the grammar.
+FIRST_NEW = 256  # A buffer in bounded memory begins with slots for so many new tokens, and grows by as many.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,9 +84,9 @@ def decoding(
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
-    Yields `Prefilled` once and `Round` after each round. Whoever gets one may run passes of its own on the slots behind
-    the committed ones before the generator goes on, and adds their seconds to the tally's. There are `scratch_rows` of
-    these, or fewer where memory is short.
+    Yields `Prefilled` once and `Round` after each round. A consumer of these events may run extra passes before the
+    generator goes on. They use the slots after the last committed one, `scratch_rows` or fewer where memory is short,
+    and the consumer adds their seconds to the tally.
 
     Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
             yielded again. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
@@ -105,15 +105,16 @@ def decoding(
             f"method {method.name} keeps what it searched with the model itself, and has no log probabilities of it:"
             " leave logprobs out, or decode by another method"
         )
-    behind = method.drafter.max_rows(ending.max_new_tokens)
+    draft_rows = method.drafter.max_rows(ending.max_new_tokens)
     if rule.grammar is not None:
-        behind = max(behind, 1 + MOST_FORCED)
-    capacity = len(prompt_ids) + ending.max_new_tokens + behind
+        draft_rows = max(draft_rows, 1 + MOST_FORCED)
+    capacity = len(prompt_ids) + ending.max_new_tokens + draft_rows
     token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
     # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
-    known = () if prompt_logprobs else token_ids
-    first = min(capacity, len(token_ids) + FIRST_NEW + behind)
-    slots = Slots(runtime, capacity, first, known, salt, method.drafter.slot_bytes, max(0, scratch_rows - behind))
+    shared = () if prompt_logprobs else token_ids
+    first = min(capacity, len(token_ids) + FIRST_NEW + draft_rows)
+    spare = max(0, scratch_rows - draft_rows)
+    slots = Slots(runtime, capacity, first, shared, salt, method.drafter.slot_bytes, spare)
     buffer, n_read, state, load = yield slots
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
@@ -125,12 +126,12 @@ def decoding(
     else:
         yield from _resume(context, n_read, resume_from)
     if context.finish is None:
-        drafting, plain = (each.drafter.begin(context) for each in (method, PLAIN))
+        drafting, plain = method.drafter.begin(context), PLAIN.drafter.begin(context)
         # With this verifier alone no token, drawn or not, depends on what was drafted.
         may_stop = isinstance(method.verifier, TargetWalk) and not method.lossy
         while context.finish is None:
-            if context.root_slot + behind > context.buffer.capacity:
-                slots = yield from _grow(context, slots, behind)
+            if context.root_slot + draft_rows > context.buffer.capacity:
+                slots = yield from _grow(context, slots, draft_rows)
             drafts = load.drafts or not may_stop
             tally.crowded += not drafts
             yield from _round(context, method.verifier, drafting if drafts else plain, ending)
@@ -149,10 +150,9 @@ def _prefill(
     of_prompt: list[TokenLogprob] = []
     n_known = 0 if slots.state is None else n_read
     total = 0.0 if slots.state is None else n_read * slots.state.double()
-    for each in runtime.prefill_passes(
-        prompt_ids, context.buffer, n_read, capture, context.load, every_row=prompt_logprobs
-    ):
-        logits = yield each
+    passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, capture, context.load, prompt_logprobs)
+    for pass_ in passes:
+        logits = yield pass_
         if prompt_logprobs:
             following = prompt_ids[len(of_prompt) + 1 :]
             of_prompt += token_logprobs(logits, following, context.logprobs or 0)
@@ -162,8 +162,8 @@ def _prefill(
             slots.state = (total / n_known).float()
     first = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
-    own = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
-    yield Prefilled(context, _commit(context, (first,), ending), slots.state, own, tuple(of_prompt))
+    logprobs = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
+    yield Prefilled(context, _commit(context, (first,), ending), slots.state, logprobs, tuple(of_prompt))
 
 
 def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
@@ -179,14 +179,14 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
         yield Prefilled(context, ())
 
 
-def _grow(context: Context, slots: Slots, behind: int) -> Work[Slots]:
+def _grow(context: Context, slots: Slots, draft_rows: int) -> Work[Slots]:
     """Get a buffer with twice as many slots for new tokens, in turn with all who wait for memory.
 
     What has been read is kept meanwhile, and is read again only as far as its memory was wanted.
     """
     token_ids = list(context.token_ids)
     yield Free(slots, token_ids[:-1])
-    first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + behind
+    first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + draft_rows
     slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
     context.buffer, n_read, *_ = yield slots
     unread = token_ids[n_read:-1]
@@ -240,7 +240,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     draft = target.read(verifier)
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
-        if node != depth:  # beside the first path: its keys and values go to the slot of its position
+        if node != depth:  # The keys and values of another path go to the slot of their position.
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
     if forced is None:
         drafting.observe(Outcome(draft, walk, target.argmaxes))
@@ -264,7 +264,7 @@ def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequ
     tally.drafted += n_steps
     tally.accepted += n_accepted
     tally.refused += len(walk.path) < n_steps
-    if n_rows:  # a drafter that ran the target itself had passes of several widths
+    if n_rows:  # A drafter that ran the target itself had passes of several widths.
         tally.widths[n_rows] = tally.widths.get(n_rows, 0) + 1
     tally.per_position += [0] * (n_steps - len(tally.per_position))
     for position in range(n_accepted):
@@ -314,12 +314,12 @@ def _check(context: Context, draft: Draft, best: list[float] | None) -> PassGene
     if draft.unread is not None:
         rows = tree_rows(draft.tokens(context.runtime.device), draft.tree.parents, context.root_slot)
         return (yield Pass(context.runtime, rows, context.buffer, best=best, unread=draft.unread))
-    tree, extra, wanted, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
+    tree, extra, rows_read, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
     if extra is not None:
         n_rows = tree.n_nodes + len(extra.token_ids)
-        wanted = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
+        rows_read = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
     rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, extra)
-    return (yield Pass(context.runtime, rows, context.buffer, wanted, best=best))
+    return (yield Pass(context.runtime, rows, context.buffer, rows_read, best=best))
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:

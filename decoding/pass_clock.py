@@ -34,7 +34,7 @@ class PassClock:
         if passes[0].drafts and passes[0].runtime.blocks[0].device.type == "cuda":
             self._began = began
             return
-        n_positions = sum(each.rows.first_slot for each in passes) / len(passes)
+        n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
         self._load.timings.append(PassTiming(tuple(self._waiting), n_positions, ended - began))
         self._waiting, self._began = [], None
 
@@ -46,11 +46,11 @@ def part_of(passes: Sequence[Pass]) -> Part | None:
     """
     first = passes[0]
     kind = (first.drafts, first.rows.variants)
-    if any((each.drafts, each.rows.variants) != kind for each in passes[1:]):
+    if any((pass_.drafts, pass_.rows.variants) != kind for pass_ in passes[1:]):
         return None
-    if any(each.beside or each.layers is not None or each.capture is not None for each in passes):
+    if any(pass_.beside or pass_.layers is not None or pass_.capture is not None for pass_ in passes):
         return None
     if len(first.rows.variants) != first.drafts:  # a draft by another model has none, and a scored window has several
         return None
-    n_rows = sum(len(each.rows.token_ids) for each in passes)
+    n_rows = sum(len(pass_.rows.token_ids) for pass_ in passes)
     return n_rows, first.rows.variants[0] if first.drafts else None

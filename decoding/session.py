@@ -24,7 +24,8 @@ from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
 
-LONG, PIECE = 16, 4  # characters per position of the context: beyond, a text is looked at first; of a piece then
+# Characters per position of the context: a text of more than LONG is first looked at in pieces of PIECE.
+LONG, PIECE = 16, 4
 
 
 class Turn(NamedTuple):
@@ -64,7 +65,7 @@ class Session:
         refuse_tokens("logit_bias", dict(self.sampling.logit_bias), self.runtime.vocab_size)
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
         if self.grammar is not None:
-            self.rule()  # one that cannot be read with this tokenizer is refused here
+            self.rule()  # A grammar that cannot be read with this tokenizer is refused here.
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, up to its first turn.
@@ -134,10 +135,10 @@ class Session:
             ids = self._encode(turn, self._messages(prompt, said))
             with _naming(turn.id):
                 ending, rule = self.ending(self.room(turn), prompt.stop), self.rule(len(ids), prompt.sample)
-                done = yield from decoding(self.runtime, ids, method, rule, ending, resume_from, **options)
-            said.append(done.text)
+                completion = yield from decoding(self.runtime, ids, method, rule, ending, resume_from, **options)
+            said.append(completion.text)
             resume_from = None
-            turns.append(Turn(turn, done))
+            turns.append(Turn(turn, completion))
             yield turns[-1]
         return turns
 
@@ -148,8 +149,8 @@ class Session:
             device = str(self.runtime.device)
             constraints.append(MinNewTokensLengthLogitsProcessor(n_prompt, self.min_new_tokens, stops, device))
         if self.grammar is not None:
-            tokenizer, own_stops = self.runtime.tokenizer, sorted(self._own_stop_token_ids())
-            constraints.append(self.grammar.mask(tokenizer, self.runtime.vocab_size, n_prompt, own_stops))
+            tokenizer, model_stops = self.runtime.tokenizer, sorted(self._own_stop_token_ids())
+            constraints.append(self.grammar.mask(tokenizer, self.runtime.vocab_size, n_prompt, model_stops))
         sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % LARGEST) if sample else self.sampling
         return TokenRule.of(sampling, self.generation_config, n_prompt, constraints)
 
@@ -201,7 +202,7 @@ class Session:
         n_tokens, starts = 0, range(0, len(text) if len(text) > LONG * most else 0, PIECE * most)
         for n_pieces, start in enumerate(starts):
             n_tokens += len(tokenizer(text[start : start + PIECE * most], add_special_tokens=False)["input_ids"])
-            if n_tokens - n_pieces > most:  # where a word is cut it may have a token more
+            if n_tokens - n_pieces > most:  # A word that is cut may have one token more.
                 raise ContextOverflow(
                     f"this model's maximum context length is {most} tokens, but the prompt has more than {n_tokens}:"
                     " shorten it"
@@ -214,7 +215,7 @@ class Session:
         """Return the generation config's stop tokens, else the tokenizer's."""
         owners = (self.generation_config, self.runtime.tokenizer)
         given = (getattr(owner, "eos_token_id", None) for owner in owners)
-        stops = next((each for each in given if each is not None), ())
+        stops = next((token_ids for token_ids in given if token_ids is not None), ())
         return frozenset([stops] if isinstance(stops, int) else stops)
 
     def to_text(self, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from ..core.types import TokenSource
 
 LONGEST = 8  # match lengths from here on are counted together
 PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
-EARLIER_TOKENS = 8  # and how many what earlier texts say
+EARLIER_TOKENS = 8  # Earlier texts' continuations count as so many tokens.
 MOST_SEEN = 1024.0  # observations of a length that are kept
 _FRESHENED = 8  # states whose latest occurrence is brought up to date per token: a bound, so that the cost has one
 
@@ -191,16 +191,16 @@ class Cursor:
     @property
     def token_id(self) -> int | None:
         """What came next there; None without a match."""
-        known = self.matches.text.token_ids
-        return known[self.place] if self.length and self.place < len(known) else None
+        token_ids = self.matches.text.token_ids
+        return token_ids[self.place] if self.length and self.place < len(token_ids) else None
 
     def move(self, token_id: int) -> None:
         """Move behind that token: further along the match, or to where the last two tokens occurred last."""
         if self.token_id == token_id:
             self.place, self.length = self.place + 1, self.length + 1
         else:
-            found = self.matches.pairs.get((self.last, token_id))
-            self.place, self.length = (0, 0) if found is None else (found, 2)
+            place = self.matches.pairs.get((self.last, token_id))
+            self.place, self.length = (0, 0) if place is None else (place, 2)
         self.last = token_id
 
     def ahead(self) -> Iterator[Guess]:
@@ -213,10 +213,10 @@ class Cursor:
 
     def guesses(self, most: int, worth: float) -> list[Guess]:
         """Return what comes next, up to `most` tokens, while the chance that all of them do is at least `worth`."""
-        chance, found = 1.0, list[Guess]()
+        chance, guesses = 1.0, list[Guess]()
         for guess in islice(self.ahead(), most):
             chance *= guess.chance
             if chance < worth:
                 break
-            found.append(guess)
-        return found
+            guesses.append(guess)
+        return guesses

@@ -127,11 +127,11 @@ class _Steps:
 
     def __init__(self, processors: LogitsProcessorList, config: Any) -> None:
         self._before, self._after = (
-            _Recorder() if config.return_dict_in_generate and wanted else None
-            for wanted in (config.output_logits, config.output_scores)
+            _Recorder() if config.return_dict_in_generate and is_wanted else None
+            for is_wanted in (config.output_logits, config.output_scores)
         )
-        every = [each for each in (self._before, *processors, self._after) if each is not None]
-        drafting = [each for each in every if type(each) in STATELESS]
+        every = [processor for processor in (self._before, *processors, self._after) if processor is not None]
+        drafting = [processor for processor in every if type(processor) in STATELESS]
         self.processors = LogitsProcessorList(every), LogitsProcessorList(drafting)
 
     def logits(self, n: int) -> tuple[Tensor, ...] | None:
@@ -155,12 +155,12 @@ class CriteriaEnding(Ending):
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """See `Ending.crop`; the reason is "length" where the room is used up, else "stop"."""
         assert self.prompt is not None and self.steps is not None
-        known = all(type(each).__module__.startswith("transformers.") for each in self.criteria)
-        prompt = self.prompt.cpu() if known else self.prompt  # asking a GPU waits for it
+        is_library = all(type(criterion).__module__.startswith("transformers.") for criterion in self.criteria)
+        prompt = self.prompt.cpu() if is_library else self.prompt  # asking a GPU waits for it
         for n in range(1, len(block) + 1):
-            own = torch.tensor([[*generated, *block[:n]]], device=prompt.device)
+            text_so_far = torch.tensor([[*generated, *block[:n]]], device=prompt.device)
             scores: Any = self.steps.scores(len(generated) + n)
-            if bool(self.criteria(cast(Any, torch.cat((prompt, own), dim=1)), scores).all()):
+            if bool(self.criteria(cast(Any, torch.cat((prompt, text_so_far), dim=1)), scores).all()):
                 reason: FinishReason = "length" if len(generated) + n >= self.max_new_tokens else "stop"
                 return list(block[:n]), reason
         return list(block), None
@@ -182,10 +182,10 @@ class _Shared:
     @classmethod
     def of(cls, model: Any) -> _Shared:
         """Return that of earlier calls, unless the model was moved, cast or changed since."""
-        known, parts = vars(model).get(KEPT), _parts(model)
-        if known is None or known.parts != parts:
-            known = vars(model)[KEPT] = cls(_runtime_of(model), parts)
-        return cast(_Shared, known)
+        kept, parts = vars(model).get(KEPT), _parts(model)
+        if kept is None or kept.parts != parts:
+            kept = vars(model)[KEPT] = cls(_runtime_of(model), parts)
+        return cast(_Shared, kept)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the model begins anew
@@ -213,12 +213,12 @@ def _runtime_of(model: Any) -> Runtime:
 
 def _parts(model: Any) -> list[Any]:
     """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
-        own = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
-        found.append((None if module is model else module, hooks, own))  # the model holds this list
-    return found
+        tensors = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
+        parts.append((None if module is model else module, hooks, tensors))  # the model holds this list
+    return parts
 
 
 def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:

@@ -91,10 +91,10 @@ class Target:
         if late:
             weights = verifier.weigh(draft, self)
             logprobs = self._logprobs_of_all(verifier.lossy, nodes, argmaxes if is_argmax else choices)
-        best, own, read, unread, *self._logprobs = read_together(argmaxes, choices, weights, draft.unread, *logprobs)
+        best, chosen, read, unread, *self._logprobs = read_together(argmaxes, choices, weights, draft.unread, *logprobs)
         self.argmaxes = list(map(int, best))
         if late or is_argmax:
-            self._choices = dict(zip(nodes, self.argmaxes if is_argmax else map(int, own), strict=False))
+            self._choices = dict(zip(nodes, self.argmaxes if is_argmax else map(int, chosen), strict=False))
         self.weights = None if weights is None else read
         return draft.read(unread)
 
@@ -120,7 +120,7 @@ class Target:
 
     def above(self, node: int) -> Drafted:
         """Return the tokens between the root and a node of the draft before it is read, the node's own included."""
-        return cast("Drafted", [self._tokens[each] for each in self._draft.tree.path(node)])
+        return cast("Drafted", [self._tokens[node_above] for node_above in self._draft.tree.path(node)])
 
     def probs(self, node: int, accepted: Drafted) -> Tensor:
         """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
@@ -169,12 +169,12 @@ class Target:
         chosen = self._drawn if own is None else {**self._drawn, **dict(zip(nodes, own[:, None], strict=False))}
         if len(chosen) < self.n_checked:
             return []  # some will be drawn as they are asked for
-        found: list[Tensor] = []
+        logprobs: list[Tensor] = []
         for node in range(self.n_checked):
             offered = draft.offers[node].nodes if node in self._drawn else draft.tree.children(node) if lossy else ()
-            after = torch.cat([chosen[node], *(self._uploaded[each] for each in offered)])
-            found.append(logprobs_of(self._row(node), after, n_top))
-        return found
+            after = torch.cat([chosen[node], *(self._uploaded[offered_node] for offered_node in offered)])
+            logprobs.append(logprobs_of(self._row(node), after, n_top))
+        return logprobs
 
     def _row(self, node: int) -> Tensor:
         assert self._logits is not None and node < self.n_checked
@@ -192,8 +192,8 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
     if not token_ids:
         return ()
     tokens = uploaded(token_ids, rows[0].device)[:, None].unbind()
-    found = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, tokens, strict=False)]
-    read = zip(token_ids, read_together(*found), strict=False)
+    numbers_of_rows = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, tokens, strict=False)]
+    read = zip(token_ids, read_together(*numbers_of_rows), strict=False)
     return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in read)
 
 
@@ -292,13 +292,13 @@ class SeveralRatio(Verifier):
         """
         import torch
 
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for _, group in groupby(_weighed(draft, target), lambda node: len(draft.offers[node].nodes)):
-            own = list(group)
-            target_probs = torch.stack([target.probs(node, target.above(node)) for node in own])
-            *chances, left = self._weigh_tries(draft, own, target_probs)
-            found.append(torch.cat((*chances, target.peek(left, own)), dim=1).flatten())
-        return torch.cat(found) if found else None
+            nodes = list(group)
+            target_probs = torch.stack([target.probs(node, target.above(node)) for node in nodes])
+            *chances, left = self._weigh_tries(draft, nodes, target_probs)
+            parts.append(torch.cat((*chances, target.peek(left, nodes)), dim=1).flatten())
+        return torch.cat(parts) if parts else None
 
     def _weigh_tries(self, draft: Draft, nodes: Sequence[int], target_probs: Tensor) -> Iterator[Tensor]:
         """Yield what the rule does for nodes with as many tries each, given the target's distributions after them."""
@@ -327,10 +327,13 @@ class SeveralRatio(Verifier):
             read = target.weights
             tries: Iterator[Any]
             if read is not None:
-                before = (each for each in _weighed(draft, target) if each < node)
-                tries = iter(read[sum(len(offers[each].nodes) + 1 for each in before) :])
+                before = (numbers_before for numbers_before in _weighed(draft, target) if numbers_before < node)
+                tries = iter(read[sum(len(offers[numbers_before].nodes) + 1 for numbers_before in before) :])
             else:
-                tries = (each[0] for each in self._weigh_tries(draft, [node], target.probs(node, accepted)[None]))
+                tries = (
+                    numbers_before[0]
+                    for numbers_before in self._weigh_tries(draft, [node], target.probs(node, accepted)[None])
+                )
             for child, chance in zip(offers[node].nodes, tries, strict=False):
                 if chance > 0.0 and target.accept(float(chance)):
                     return draft.tree.token_ids[child]
@@ -378,7 +381,7 @@ class BlockRatio(ChainRatio):
             target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
             draft_probs = [draft.offers[node].probs for node in range(n)]
             pairs = zip(tokens, target_probs, draft_probs, strict=True)
-            of_tokens = [(wanted[token, None], offered[token, None]) for token, wanted, offered in pairs]
+            of_tokens = [(target_prob[token, None], offered[token, None]) for token, target_prob, offered in pairs]
             backed = _backed(*zip(*of_tokens, strict=True)) if n else []
         for kept in range(n, 0, -1):  # the longest block whose own chance comes up
             if read is not None:
@@ -400,11 +403,11 @@ class BlockRatio(ChainRatio):
 
 def _backed(target_probs: Iterable[Tensor], draft_probs: Iterable[Tensor]) -> list[Tensor]:
     """Return how far the target backs the first i tokens of a chain by their probabilities, (1,) each; at most 1."""
-    found: list[Tensor] = []
-    for wanted, offered in zip(target_probs, draft_probs, strict=True):
-        found = found or [wanted.new_ones(1)]
-        found.append((found[-1] * wanted / offered).clamp(max=1.0))
-    return found
+    backing: list[Tensor] = []
+    for target_prob, offered in zip(target_probs, draft_probs, strict=True):
+        backing = backing or [target_prob.new_ones(1)]
+        backing.append((backing[-1] * target_prob / offered).clamp(max=1.0))
+    return backing
 
 
 def _block_chance(backed: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -444,11 +447,11 @@ def _one_by_one(
     `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
     """
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        own = None if tried is None else tried[:, at, None]
+        is_tried = None if tried is None else tried[:, at, None]
         chance = _chance(target_probs, draft_probs, token)
-        yield chance if own is None else chance * own
+        yield chance if is_tried is None else chance * is_tried
         left = residual(target_probs, draft_probs)
-        target_probs = left if own is None else left.where(own, target_probs)
+        target_probs = left if is_tried is None else left.where(is_tried, target_probs)
         if not replaced:
             draft_probs = remaining(draft_probs, token)
     yield target_probs
@@ -458,11 +461,11 @@ def _k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
 ) -> Iterator[Tensor]:
     """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
-    own = tokens.new_ones(tokens.shape).bool() if tried is None else tried
-    n_tries = own.sum(dim=1, keepdim=True)
+    is_tried = tokens.new_ones(tokens.shape).bool() if tried is None else tried
+    n_tries = is_tried.sum(dim=1, keepdim=True)
     accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        yield _chance(accepted, draft_probs, token) * own[:, at, None]
+        yield _chance(accepted, draft_probs, token) * is_tried[:, at, None]
     once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # the chance that one try is accepted
     gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
     yield residual(target_probs, accepted * gain)

@@ -36,10 +36,10 @@ from .storage import StorageCheck
 from .transport import TransportMiddleware
 
 BACKLOG = 1024
-UNREAD_S = 120  # that a client may take no bytes of what it is sent
-SWITCH_S = 0.001  # after which another thread yields to the event loop; Python's 5 ms are half of a look-up's limit
+CLIENT_STALL_TIMEOUT_S = 120  # Drop a client that reads nothing for so long.
+SWITCH_S = 0.001  # Threads yield to the event loop so soon; Python's 5 ms are half of a look-up's limit.
 DRAIN_S = 5  # seconds for requests in progress at shutdown; event streams are ended at once
-TOLD_S = 2  # more, for completions that are given up to tell it
+ABORT_GRACE_S = 2  # Extra seconds for aborted completions to send their error.
 
 
 def create_app(
@@ -54,7 +54,7 @@ def create_app(
     app = bare_app()
     for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
-    kept = [Path(each.served.keep_prompts) for each in engines.of.values() if each.served.keep_prompts]
+    kept = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
     storage = StorageCheck(store, [file.absolute().parent for file in kept])
     tokens = RateLimit(settings.tokens_per_min, counted=True)
     app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage)
@@ -92,7 +92,7 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sys.platform == "linux":  # connections inherit it
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_S)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CLIENT_STALL_TIMEOUT_S)
     try:
         bound.bind(address)
         bound.listen(BACKLOG)
@@ -127,7 +127,7 @@ def serve(
         access_log=False,  # the gate writes one
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=settings.drain_s + TOLD_S if served else DRAIN_S,
+        timeout_graceful_shutdown=settings.drain_s + ABORT_GRACE_S if served else DRAIN_S,
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()

@@ -17,17 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from ..core.messages import AnswerDone, AnswerText, PieceLogprob, PromptRead
 from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settled
 from ..core.types import Completion
 from .engines import Reply
 
-TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")  # Llama's, Mistral's, and Phi-4's two
-LAST_TAG = "<|/tool_call|>"  # ends Phi-4's
+# Tags of Llama and Mistral, then the two of Phi-4, whose calls end with LAST_TAG.
+TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
+LAST_TAG = "<|/tool_call|>"
 _CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 FENCE = "```"
 _BEGIN = re.compile(rf"(?P<tag>{CALL_BEGINS}\s*)|{FENCE}(?:json)?\s*(?=[{{\[])")
 _TAG_END = re.compile(rf"\s*{CALL_ENDS}")
-_OPEN_FENCE = re.compile(rf"`{{1,2}}$|{FENCE}(?:j|js|jso|json)?$|{FENCE}(?:json)?(\s+$|\s*[{{\[])")  # may begin a call
+# A fence that may become the beginning of a call.
+_OPEN_FENCE = re.compile(rf"`{{1,2}}$|{FENCE}(?:j|js|jso|json)?$|{FENCE}(?:json)?(\s+$|\s*[{{\[])")
 _BLANKS = re.compile(r"\s+")
 
 
@@ -42,8 +45,6 @@ def _refused(constant: str) -> NoReturn:
 
 _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refused)
 
-TokenLogprobs = list[Any]  # a token's piece, its log probability (None: it has none), and both of its alternatives
-
 
 class ToolParser:
     """Splits a growing completion into text for the reader and calls of tools.
@@ -56,7 +57,7 @@ class ToolParser:
         self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
         self._held = ""
         self._after_call = self._has_text = False
-        self._end_mark = ""  # of the latest call, if it may still come
+        self._end_mark = ""  # What may still end the latest call.
         self.calls: list[dict[str, Any]] = []
         self.is_cut = False
 
@@ -126,10 +127,10 @@ class ToolParser:
         if not is_closed:
             return True
         try:
-            found, end = _JSON.raw_decode(body)
+            calls, end = _JSON.raw_decode(body)
         except (ValueError, RecursionError):
             return True
-        if self._take_all(found):
+        if self._take_all(calls):
             self._held, self._after_call, self._end_mark = body[end:], True, LAST_TAG
         return False
 
@@ -137,11 +138,11 @@ class ToolParser:
         """Take the first call between tags or in a block of code; return the text before it, None where none is."""
         for begin in _BEGIN.finditer(self._held) if is_closed else ():
             try:
-                found, end = _JSON.raw_decode(self._held, begin.end())
+                calls, end = _JSON.raw_decode(self._held, begin.end())
             except (ValueError, RecursionError):
                 continue
             tag_end = _TAG_END.match(self._held, end)
-            if (tag_end is None and begin["tag"]) or not self._take_all(found):
+            if (tag_end is None and begin["tag"]) or not self._take_all(calls):
                 continue
             before = self._held[: begin.start()]
             self._end_mark = "" if begin["tag"] else FENCE
@@ -159,15 +160,15 @@ class ToolParser:
                 return fence.start()
         return len(self._held)
 
-    def _take_all(self, found: Any) -> bool:
+    def _take_all(self, calls: Any) -> bool:
         """Add a call or a list of calls; none, and return False, where one of them is not of a known tool."""
-        found = found if isinstance(found, list) else [found]
-        if not all(isinstance(each, Mapping) and each.get("name") in self._names for each in found):
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, Mapping) and call.get("name") in self._names for call in calls):
             return False
-        for each in found:
-            arguments = each.get("arguments", each.get("parameters", {}))
-            self._add(each["name"], arguments if isinstance(arguments, str) else _written(arguments))
-        return bool(found)
+        for call in calls:
+            arguments = call.get("arguments", call.get("parameters", {}))
+            self._add(call["name"], arguments if isinstance(arguments, str) else _written(arguments))
+        return bool(calls)
 
     def _add(self, name: str, arguments: str) -> None:
         function = {"name": name, "arguments": arguments}
@@ -229,32 +230,43 @@ class ThoughtParser:
 
 @dataclass(slots=True)
 class Choice:
-    """One completion of an answer as it grows."""
+    """One completion of an answer as it grows.
+
+    It may call the tools of `names`, `most_calls` of them (None: any number), and has to call one where it `is_forced`.
+
+    `prefix` is the prompt where it is echoed, and `first` that prompt's first token, which has no log probability,
+    until it is sent. `first_text_s` is the time that its client has waited for its first text. `done` is the engine's
+    last answer, with the `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter`
+    is there for a model that may think first, and `end_of_thought` is the token that ends that.
+
+    `logprobs` are those of tokens whose text was not sent yet. For the offsets of the next ones, `n_characters` were
+    sent, and the bytes of `half` have begun a character.
+    """
 
     index: int
     reply: Reply
-    names: Sequence[str] = ()  # of the tools that it may call
-    is_forced: bool = False  # to call one
-    most_calls: int | None = None  # None: any number
-    prefix: str = ""  # the prompt, where it is echoed
-    first: Piece | None = None  # its first token, which has no log probability, until that is sent
+    names: Sequence[str] = ()
+    is_forced: bool = False
+    most_calls: int | None = None
+    prefix: str = ""
+    first: Piece | None = None
     text: str = ""
     n_tokens: int = 0
-    first_text_s: float = 0.0  # that its client has waited for its first text
-    done: Mapping[str, Any] | None = None  # the engine's last event
-    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))  # once it is done
-    n_prompt: int = 0  # tokens, once they are known
+    first_text_s: float = 0.0
+    done: AnswerDone | None = None
+    completion: Completion = field(default_factory=lambda: Completion((), "", "length", ""))
+    n_prompt: int = 0
     n_sent_calls: int = 0
     thought: str = ""
-    n_sent_thought: int = 0  # characters of it
-    n_thought: int = 0  # tokens
+    n_sent_thought: int = 0
+    n_thought: int = 0
     tools: ToolParser | None = field(init=False)
-    splitter: ThoughtParser | None = None  # of a model that may think first
-    end_of_thought: int = -1  # the token
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # where the prompt is echoed
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens whose text was not sent yet
-    n_characters: int = 0  # of the tokens that were, for their offsets
-    half: bytes = b""  # of a character that the last of these have begun
+    splitter: ThoughtParser | None = None
+    end_of_thought: int = -1
+    prompt_logprobs: list[PieceLogprob] = field(default_factory=list)
+    logprobs: list[PieceLogprob] = field(default_factory=list)
+    n_characters: int = 0
+    half: bytes = b""
 
     def __post_init__(self) -> None:
         self.tools = ToolParser(self.names, self.is_forced, self.most_calls) if self.names else None
@@ -263,32 +275,33 @@ class Choice:
         """Return the choice as it began: the engine died, and its successor decodes it again."""
         return Choice(self.index, self.reply, self.names, self.is_forced, self.most_calls)
 
-    def begin(self, event: Mapping[str, Any], may_think: bool) -> None:
-        """Take the engine's event about the prompt."""
-        self.n_prompt, self.prefix, self.first = event["n_tokens"], event.get("text", ""), event.get("first")
-        if may_think and "end_of_thought" in event:
-            self.end_of_thought, self.splitter = event["end_of_thought"], ThoughtParser(event["in_thought"])
+    def begin(self, read: PromptRead, may_think: bool) -> None:
+        """Take what the engine says of the prompt."""
+        self.n_prompt, self.prefix, self.first = read.n_tokens, read.text, read.first
+        if may_think and read.end_of_thought is not None:
+            self.end_of_thought, self.splitter = read.end_of_thought, ThoughtParser(read.in_thought)
 
     @property
     def waited_s(self) -> float:
         """The seconds since the request."""
         return time.perf_counter() - self.reply.sent_at
 
-    def add(self, event: Mapping[str, Any]) -> str:
-        """Take an event with text, or the last one; return the text to show."""
-        if not self.n_tokens:  # with the end as well: then it has no text
+    def add(self, answer: AnswerText | AnswerDone) -> str:
+        """Take more text, or the end; return the text to show."""
+        if not self.n_tokens:  # A completion without text has its first text with its end.
             self.first_text_s = self.waited_s
-        if event["event"] == "text":
-            self.n_tokens += event["n_tokens"]
-            if self.first is not None and "prompt_logprobs" in event:
-                self.prompt_logprobs = [[self.first, None, []], *event["prompt_logprobs"]]
-                self.first = None
-            self.logprobs += event.get("logprobs", ())
-            text = self._split(event["text"])
-        else:
-            self.done, self.completion = event, Completion.from_json(event["completion"])
-            self.n_tokens = self.completion.n_tokens
-            text = self._rest()
+        match answer:
+            case AnswerText():
+                self.n_tokens += answer.n_tokens
+                if self.first is not None and answer.prompt_logprobs is not None:
+                    self.prompt_logprobs = [(self.first, None, ()), *answer.prompt_logprobs]
+                    self.first = None
+                self.logprobs += answer.logprobs
+                text = self._split(answer.text)
+            case AnswerDone():
+                self.done, self.completion = answer, answer.completion
+                self.n_tokens = self.completion.n_tokens
+                text = self._rest()
         self.text += text
         return text
 
@@ -318,10 +331,10 @@ class Choice:
             text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
             self.n_characters, self.half = at + len(text), (self.half + bytes(piece))[n_read:]
             return at
-        if self.half:  # it stays one, and is shown as such
+        if self.half:  # The rest of that character does not come: it is shown as a replacement character.
             at, self.half = at + 1, b""
         widths = (piece, f" {piece}", piece.removeprefix(" "))
-        shown = next((each for each in widths if each.startswith(whole[at : at + len(each)])), "")
+        shown = next((text for text in widths if text.startswith(whole[at : at + len(text)])), "")
         self.n_characters = at + len(shown)
         return at + (len(shown) > len(piece))
 

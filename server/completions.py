@@ -22,19 +22,31 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import EngineGone, InvalidInput, ServiceUnreachable, SwiftoptError
+from ..core.messages import (
+    AnswerDone,
+    AnswerText,
+    Decode,
+    Detokenize,
+    PieceLogprob,
+    PromptRead,
+    PromptTokens,
+    Question,
+    Tokenize,
+    TokensText,
+)
 from ..core.requests import CompletionRequest, Piece
-from .choices import Choice, TokenLogprobs, by_name, named, speculative
-from .engines import Events, next_event
+from .choices import Choice, by_name, named, speculative
+from .engines import Answers, Restarted, next_answer
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
-GONE = 499  # the client has closed the connection: nobody reads the answer
+GONE = 499  # The client has closed the connection, so that nobody reads the answer.
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[Choice, str]]  # text of a choice; a choice whose text is over is `done`
+Pieces = AsyncGenerator[tuple[Choice, str]]  # Text of a choice; the choice is `done` with its last text.
 
 router = APIRouter(tags=["completions"])
 
@@ -46,27 +58,25 @@ class Exchange(ABC):
             as the engines raise it.
     """
 
-    WORD: ClassVar[str]  # with which ids begin
-    SPLITS_THOUGHTS: ClassVar[bool] = False  # from the answer
+    WORD: ClassVar[str]  # The beginning of ids.
+    SPLITS_THOUGHTS: ClassVar[bool] = False  # Thoughts are no part of the answer's text.
 
     def __init__(self, app: State, request: Request, body: AskedChat | AskedText) -> None:
         body.check()
         caller = request.scope["state"]
         app.tokens.check(caller["caller"], "tokens")
         key = app.settings.keys.find(caller["key_owner"])
-        self._requests = [
-            replace(each, task=each.task or (key and key.task))
-            for each in body.requests(caller["key_owner"] or "")  # prefixes are shared within a key
-        ]
-        self.asked: CommonFields = body  # as its client has it
+        salt = caller["key_owner"] or ""  # Read prefixes are shared by the requests of one key.
+        self._requests = [replace(asked, task=asked.task or (key and key.task)) for asked in body.requests(salt)]
+        self.asked: CommonFields = body
         self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(self._requests))
         self.ignored = body.ignored
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
-        self._until, self._events = time.monotonic() + app.settings.timeout_s, Events()
+        self._until, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
         self.choices: list[Choice] = []
-        self._is_begun = False  # its client has seen something of a stream
+        self._is_begun = False  # Set once the client has seen something of a stream.
 
     def _check_places(self, n_prompts: int) -> None:
         """Refuse more completions than the engine could ever run at once."""
@@ -102,7 +112,7 @@ class Exchange(ABC):
             headers=headers,
             ping=PING_S,
             sep="\n",
-            shutdown_grace_period=math.inf,  # else it is cut as soon as the server is to end, which gives it up in time
+            shutdown_grace_period=math.inf,  # The server itself gives streams up in time when it ends.
         )
 
     async def _ask(self) -> None:
@@ -114,9 +124,9 @@ class Exchange(ABC):
         await self.engine.until_loaded(min(self._app.settings.load_wait_s, left_s))
         body = self.body
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
-        for i, own in enumerate(one for each in self._requests for one in _seeded(each, body.n or 1)):
-            reply = self.engine.ask("decode", self._events, request=own)
-            names = [tool["function"]["name"] for tool in own.tools]  # which `check` has seen
+        for i, request in enumerate(one for asked in self._requests for one in _seeded(asked, body.n or 1)):
+            reply = self.engine.ask(Decode(request), self._answers)
+            names = [tool["function"]["name"] for tool in request.tools]
             self.choices.append(Choice(i, reply, names, must_call, most_calls))
 
     async def _collected(self) -> dict[str, Any]:
@@ -165,24 +175,24 @@ class Exchange(ABC):
         places = {choice.reply: i for i, choice in enumerate(self.choices)}
         while any(choice.done is None for choice in self.choices):
             try:
-                reply, event = await next_event(self._events, self._until - time.monotonic())
+                reply, answer = await next_answer(self._answers, self._until - time.monotonic())
             except TimeoutError:
                 words = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
                 raise ServiceUnreachable(words) from None
             choice = self.choices[places[reply]]
-            if event["event"] == "restarted":
-                if reply.is_shown:  # by events that were on their way when the engine died
-                    raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
-                self.choices[places[reply]] = choice.again()
-                continue
-            if event["event"] == "prompt":
-                choice.begin(event, self.SPLITS_THOUGHTS)
-                continue
-            text = choice.add(event)
-            if choice.done is not None:
-                task = str(choice.done["task"])
-                self._metrics.add(self.body.model, task, choice.completion, choice.first_text_s, choice.waited_s)
-            yield choice, text
+            match answer:
+                case Restarted():
+                    if reply.is_shown:  # Answers were on their way when the engine died.
+                        raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
+                    self.choices[places[reply]] = choice.again()
+                case PromptRead():
+                    choice.begin(answer, self.SPLITS_THOUGHTS)
+                case AnswerText():
+                    yield choice, choice.add(answer)
+                case AnswerDone(task=task, completion=completion):
+                    text = choice.add(answer)
+                    self._metrics.add(self.body.model, task, completion, choice.first_text_s, choice.waited_s)
+                    yield choice, text
 
     def explanation(self) -> dict[str, Any]:
         """Return how the answer was decoded, as a field of it, if the server tells that; of several choices the first.
@@ -192,15 +202,14 @@ class Exchange(ABC):
         done = self.choices[0].done
         if not self._app.settings.explains or done is None:
             return {}
-        version = done["version"]
-        found = {
+        how = {
             "exact": all(choice.completion.exact for choice in self.choices),
-            "task": done["task"],
-            "method": done["decoded_with"],
-            "plan": None if version is None else {"task": done["task"], "version": version},
-            "why_plain": done["why_plain"],
+            "task": done.task,
+            "method": done.decoded_with,
+            "plan": None if done.version is None else {"task": done.task, "version": done.version},
+            "why_plain": None if done.why_plain is None else done.why_plain.to_json(),
         }
-        return {"swiftopt": found}
+        return {"swiftopt": how}
 
     def _close(self) -> None:
         for choice in self.choices:
@@ -219,8 +228,8 @@ class Exchange(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(choice.completion.n_cached for choice in first)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.n_thought for choice in self.choices),
-                "accepted_prediction_tokens": sum(each.accepted_prediction for each in done),
-                "rejected_prediction_tokens": sum(each.rejected_prediction for each in done),
+                "accepted_prediction_tokens": sum(completion.accepted_prediction for completion in done),
+                "rejected_prediction_tokens": sum(completion.rejected_prediction for completion in done),
             },
         }
 
@@ -256,8 +265,8 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
 async def _chained(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
         yield first
-        async for each in rest:
-            yield each
+        async for later in rest:
+            yield later
 
 
 class ChatExchange(Exchange):
@@ -265,16 +274,16 @@ class ChatExchange(Exchange):
 
     WORD = "chatcmpl"
     SPLITS_THOUGHTS = True
-    OBJECTS = ("chat.completion", "chat.completion.chunk")  # a whole answer, and a chunk
+    OBJECTS: ClassVar = ("chat.completion", "chat.completion.chunk")  # The names of a whole answer and of a chunk.
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice, self._content(choice), choice.finish_reason) for choice in self.choices]
         if self.body.return_token_ids:
-            for own, choice in zip(choices, self.choices, strict=True):
-                own["token_ids"] = list(choice.completion.token_ids)
-        found = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
-        found |= self.explanation()
-        return {**found, "system_fingerprint": (self.engine.about or {}).get("fingerprint")}
+            for written, choice in zip(choices, self.choices, strict=True):
+                written["token_ids"] = list(choice.completion.token_ids)
+        answer = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
+        answer |= self.explanation()
+        return {**answer, "system_fingerprint": self.engine.about and self.engine.about.fingerprint}
 
     async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
         opened: set[int] = set()
@@ -282,8 +291,8 @@ class ChatExchange(Exchange):
         async for choice, text in pieces:
             if choice.index not in opened:
                 opened.add(choice.index)
-                for own in self._opening(choice):
-                    yield self._chunk(own)
+                for delta in self._opening(choice):
+                    yield self._chunk(delta)
             for content in self._deltas(choice, text):
                 yield self._chunk(self._choice(choice, content))
             if choice.done is not None:
@@ -291,8 +300,8 @@ class ChatExchange(Exchange):
                 content = self._choice(choice, self._last(), choice.finish_reason)
                 yield self._chunk(content, self.explanation() if is_last else {})
         if has_usage:
-            own = {"choices": [], "usage": self.usage(), **self._statistics(), **self.explanation()}
-            yield sse({**self._head(self.OBJECTS[1]), **own})
+            figures = {"usage": self.usage(), **self._statistics(), **self.explanation()}
+            yield sse({**self._head(self.OBJECTS[1]), "choices": [], **figures})
         yield DONE
 
     def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
@@ -349,14 +358,14 @@ class ChatExchange(Exchange):
         """Return the content of a choice's last delta."""
         return {"delta": {}}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[PieceLogprob]) -> dict[str, Any]:
         """Return the tokens' log probabilities in the form of the route."""
 
-        def of(piece: Piece, value: float) -> dict[str, Any]:
-            token, own = named(piece)
-            return {"token": token, "logprob": value, "bytes": own}
+        def of(piece: Piece, value: float | None) -> dict[str, Any]:
+            name, as_bytes = named(piece)
+            return {"token": name, "logprob": value, "bytes": as_bytes}
 
-        content = [{**of(token, value), "top_logprobs": [of(*each) for each in top]} for token, value, top in tokens]
+        content = [{**of(token, value), "top_logprobs": [of(*other) for other in top]} for token, value, top in tokens]
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
@@ -368,17 +377,17 @@ class ChatExchange(Exchange):
             return {"metrics": None}
         done, seconds = choice.completion, choice.completion.timings.total_s
         decoding_ms = 1000 * (seconds - done.prefill_s)
-        found = {
+        metrics = {
             "time_to_first_token_ms": round(1000 * done.prefill_s, 3),
             "generation_time_ms": round(decoding_ms, 3),
-            "queue_time_ms": round(1000 * choice.done["queued_s"], 3),
+            "queue_time_ms": round(1000 * choice.done.queued_s, 3),
             "mean_itl_ms": round(decoding_ms / (done.n_tokens - 1), 3) if done.n_tokens > 1 else None,
             "tokens_per_second": round(done.n_tokens / seconds, 3) if seconds else None,
             "speculative_decoding": speculative(done),
-            "decoded_with": choice.done["decoded_with"],
-            "plan_version": choice.done["version"],
+            "decoded_with": choice.done.decoded_with,
+            "plan_version": choice.done.version,
         }
-        return {"metrics": found}
+        return {"metrics": metrics}
 
 
 class TextExchange(ChatExchange):
@@ -392,9 +401,9 @@ class TextExchange(ChatExchange):
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
         if choice.prefix:
-            own, choice.logprobs = choice.logprobs, []  # these come with their own text
+            logprobs, choice.logprobs = choice.logprobs, []  # They are sent with their own text.
             yield self._choice(choice, {"text": choice.prefix})
-            choice.logprobs = own
+            choice.logprobs = logprobs
 
     def _deltas(self, choice: Choice, text: str) -> Iterator[dict[str, Any]]:
         if text:
@@ -403,7 +412,7 @@ class TextExchange(ChatExchange):
     def _last(self) -> dict[str, Any]:
         return {"text": ""}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[PieceLogprob]) -> dict[str, Any]:
         whole = choice.prefix + choice.text
         return {
             "tokens": [named(piece)[0] for piece, _, _ in tokens],
@@ -437,28 +446,28 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
         prompt, *more = body.requests("")
         if more:
             raise InvalidInput(f"prompt has {1 + len(more)} prompts: ask for the tokens of one at a time", "prompt")
-        event = await _called(app, request, body.model, "tokenize", request=prompt)
-    if event is None:
+        read = await _called(app, request, body.model, Tokenize(prompt), PromptTokens)
+    if read is None:
         return Response(status_code=GONE)
-    values = {"tokens": event["token_ids"], "count": len(event["token_ids"]), "max_model_len": event["max_positions"]}
+    values = {"tokens": read.token_ids, "count": len(read.token_ids), "max_model_len": read.max_positions}
     return JSONResponse(values, headers=named_as_ignored(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
 async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> Response:
     """The text of token ids."""
-    event = await _called(app, request, body.model, "detokenize", token_ids=body.tokens)
-    if event is None:
+    written = await _called(app, request, body.model, Detokenize(tuple(body.tokens)), TokensText)
+    if written is None:
         return Response(status_code=GONE)
-    return JSONResponse({"prompt": event["text"]}, headers=named_as_ignored(body.ignored))
+    return JSONResponse({"prompt": written.text}, headers=named_as_ignored(body.ignored))
 
 
-async def _called(app: State, request: Request, model: str, op: str, /, **values: Any) -> dict[str, Any] | None:
-    """Return the event that answers a question to a model, once it is loaded; None: the client has disconnected."""
+async def _called(app: State, request: Request, model: str, question: Question, kind: type[T]) -> T | None:
+    """Return the answer to a question to a model, once it is loaded; None: the client has disconnected."""
     engine = app.engines.find(model)
 
-    async def called() -> dict[str, Any]:
+    async def called() -> T:
         await engine.until_loaded(app.settings.load_wait_s)
-        return await engine.call(op, **values)
+        return await engine.call(question, kind)
 
     return await _unless_gone(request, called())

@@ -190,7 +190,7 @@ def _invalid(error: RequestValidationError) -> Refused:
         words = f"the body is not valid JSON ({why}, character {where}): send one JSON object"
         return Refused(400, "malformed", words)
     if first["loc"][0] == "body":
-        within = [{**each, "loc": each["loc"][1:]} for each in error.errors() if each["loc"][0] == "body"]
+        within = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors() if problem["loc"][0] == "body"]
         words, place, wrong = explained_body(within, error.body)
         return Refused(422, "invalid-input", words, param=place or None, code=_code_of(wrong))
     parts = [str(part)[:100] for part in first["loc"]]

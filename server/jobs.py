@@ -40,7 +40,7 @@ from .settings import MIB
 
 OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
 POLL_S = 0.5  # between two looks at the database
-OUTAGE_S = 2.0  # and while it is away
+OUTAGE_S = 2.0  # The same while the database is away.
 PAGE = 500
 KEEP_ALIVE_S = 15  # seconds between comments on a silent stream
 LINES_PER_CHUNK = 32
@@ -100,14 +100,17 @@ class JobSubmission(Strict):
         _check_storable(values)
         if not isinstance(values, dict) or values.get("preset") not in SEARCHED:
             return values
-        own = values.get("settings", {})
+        tuning_settings = values.get("settings", {})
         preset = TuningSettings(**PRESETS[values["preset"]].tuning).to_json()
-        return {**values, "settings": {**preset, **own} if isinstance(own, dict) else own}
+        return {
+            **values,
+            "settings": {**preset, **tuning_settings} if isinstance(tuning_settings, dict) else tuning_settings,
+        }
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
         """Return the request for a worker; the prompts are stored apart."""
-        own = {name: value for name, value in self if name not in ("queue", "preset")}
-        return TuneRequest(**{**own, "stream": stream, "task": task})
+        fields_given = {name: value for name, value in self if name not in ("queue", "preset")}
+        return TuneRequest(**{**fields_given, "stream": stream, "task": task})
 
 
 def _check_storable(value: Any) -> None:
@@ -212,8 +215,8 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
             os.close(at)
         at = below
     with open(at, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        file_stat = os.fstat(file.fileno())
+        if not stat.S_ISREG(file_stat.st_mode):
             raise SettingsError(f"stream {name!r} is no regular file: name a JSON Lines file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -282,8 +285,8 @@ async def events(
     """
     start = last_event_id if last_event_id is not None else (after or 0)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
-        found = await run_in_threadpool(app.board.events, job, start, limit)
-        return JSONResponse(EventPage(tuple(found), found[-1].id if found else start).to_json())
+        events_found = await run_in_threadpool(app.board.events, job, start, limit)
+        return JSONResponse(EventPage(tuple(events_found), events_found[-1].id if events_found else start).to_json())
     await run_in_threadpool(app.board.get, job)  # a wrong id is a 404, not a stream
     return EventSourceResponse(_follow(app.board, job, start), ping=KEEP_ALIVE_S)
 
@@ -356,14 +359,14 @@ async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[Ser
     while True:
         try:  # the job before its events, so that one seen as ended has no more of them
             job = await run_in_threadpool(board.get, job_id)
-            found = await run_in_threadpool(board.events, job_id, after, PAGE)
+            events_found = await run_in_threadpool(board.events, job_id, after, PAGE)
         except StoreUnavailable:
             await asyncio.sleep(OUTAGE_S)
             continue
-        for event in found:
+        for event in events_found:
             after = event.id
             yield sse(event.data, event.type, event.id)
-        if len(found) == PAGE:
+        if len(events_found) == PAGE:
             continue
         if job.progress is not None and job.progress != shown:
             shown = job.progress

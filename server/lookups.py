@@ -28,11 +28,11 @@ from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
 from .schemas import Depth, Strict, Word
 
-FRESH_S = 0.5  # after which a look-up also asks the database again
-LONGEST_S = 2.0  # after which it waits for that
+FRESH_S = 0.5  # An older answer makes a look-up ask the database again, without waiting.
+LONGEST_S = 2.0  # A look-up waits for the database when its answer is older.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
-THREADS = 4  # for misses: their own, so that slow requests elsewhere do not hold look-ups up
+THREADS = 4  # Threads for misses alone, so that slow requests elsewhere do not delay look-ups.
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 CACHE_CONTROL = "max-age=1"
 
@@ -83,11 +83,11 @@ def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
     Raises: LayerSetNotFound: nothing fits; it names the nearest.
     """
     if query.version is None:
-        found = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
+        stored = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
     else:
-        found = store.plan(query.model, query.task, query.version)
-    alias = found.alias if query.version is None else None
-    return PlanAnswer(found.plan, found.version, alias, found.fallback, query.model, query.task).to_json()
+        stored = store.plan(query.model, query.task, query.version)
+    alias = stored.alias if query.version is None else None
+    return PlanAnswer(stored.plan, stored.version, alias, stored.fallback, query.model, query.task).to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +118,16 @@ class LookupCache:
 
     async def get(self, query: LookupQuery) -> CachedAnswer:
         """Return the answer, at most `LONGEST_S` old; after `FRESH_S` a new one is fetched meanwhile."""
-        known = self._known.get(query)
-        left_s = known.until - time.monotonic() if known is not None else 0.0
-        if known is not None and left_s > LONGEST_S - FRESH_S:
-            return known
+        cached = self._known.get(query)
+        left_s = cached.until - time.monotonic() if cached is not None else 0.0
+        if cached is not None and left_s > LONGEST_S - FRESH_S:
+            return cached
         task = self._loading.get(query)
         if task is None:
             task = self._loading[query] = asyncio.create_task(self._load(query))
             task.add_done_callback(lambda done: self._done(query, done))
-        if known is not None and left_s > 0:
-            return known
+        if cached is not None and left_s > 0:
+            return cached
         return await asyncio.shield(task)  # a caller that disconnects must not cancel it for the others
 
     async def _load(self, query: LookupQuery) -> CachedAnswer:
@@ -214,15 +214,17 @@ def layer_sets(
     task: Annotated[Word | None, Query(description="A task.")] = None,
 ) -> Response:
     """The stored versions of a model, a task, both or all, newest first."""
-    found = LayerSetList(tuple(app.store.layer_sets(model, task)))
-    return Response(json.dumps(found.to_json()), media_type="application/json")
+    sets_found = LayerSetList(tuple(app.store.layer_sets(model, task)))
+    return Response(json.dumps(sets_found.to_json()), media_type="application/json")
 
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
     """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
-    known = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
-    return JSONResponse({**known, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]})
+    models_found = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
+    return JSONResponse(
+        {**models_found, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}
+    )
 
 
 @router.get("/models/{model:path}", operation_id="model", response_class=Response)

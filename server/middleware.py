@@ -30,7 +30,7 @@ from .settings import GUARDED, ServerSettings
 from .storage import StorageCheck
 from .transport import too_large
 
-LOGINS_PER_MIN = 20  # to the dashboard
+LOGINS_PER_MIN = 20  # Logins to the dashboard.
 IDENTITY = "identity"  # the content coding of a body that is sent as it is
 POLLS = ("/livez", "/readyz", "/health", "/metrics")  # routes that machines ask every few seconds
 LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate

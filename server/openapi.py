@@ -47,19 +47,19 @@ def bare_app() -> FastAPI:
 def document(app: FastAPI) -> dict[str, Any]:
     """Return FastAPI's document with our errors and bearer keys."""
     if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for path, operations in found["paths"].items():
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        for path, operations in schema["paths"].items():
             for described in operations.values() if path.startswith(GUARDED) else ():
                 described["security"] = [{"key": []}, {}]
             for described in operations.values() if has_openai_errors(path) else ():
                 described["responses"].update(OPENAI_ERRORS)
-        schemas = found["components"]["schemas"]
+        schemas = schema["components"]["schemas"]
         schemas["Problem"] = Problem.model_json_schema()
         schemas["OpenAIError"] = OpenAIError.model_json_schema(
             ref_template="#/components/schemas/OpenAIError/$defs/{model}"
         )
         schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
         schemas.pop("Plan", None)  # unused
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        app.openapi_schema = found
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = schema
     return app.openapi_schema

@@ -22,11 +22,13 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.errors import InvalidInput, ServiceUnreachable, StoreError
 from ..core.events import Tuning, TuningVerb, Way
+from ..core.messages import Steer
 from ..core.requests import DEFAULT_QUEUE, STATES
 from ..store import Store
 from ..worker.queue import RedisQueue
-from .engines import TUNING_S, metric
+from .engines import TUNING_S
 from .lookups import Cache
+from .metrics import metric
 from .middleware import Shared
 from .schemas import Strict, Task, Word
 from .storage import StorageCheck
@@ -91,20 +93,22 @@ def readyz(app: Shared) -> Response:
     models and look-ups are served on, and nothing new is stored; looked at every ten seconds at most.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
-    found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
-    found |= {"engines": engines, "storage": "unknown"}
+    state_found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
+    state_found |= {"engines": engines, "storage": "unknown"}
     try:
         state = app.store.schema()
         if not state.ok:
-            found["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
+            state_found["migrations"] = (
+                f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
+            )
     except StoreError as error:
-        found["database"], found["migrations"] = str(error), "unknown"
+        state_found["database"], state_found["migrations"] = str(error), "unknown"
     else:
-        found["storage"] = app.storage.problem() or "ok"
-        found["status"] = "ok" if found["storage"] == "ok" else "degraded"
-    if any(part != "ok" for part in (found["database"], found["migrations"], *engines.values())):
-        found["status"] = "unavailable"
-    return JSONResponse(found, 503 if found["status"] == "unavailable" else 200)
+        state_found["storage"] = app.storage.problem() or "ok"
+        state_found["status"] = "ok" if state_found["storage"] == "ok" else "degraded"
+    if any(part != "ok" for part in (state_found["database"], state_found["migrations"], *engines.values())):
+        state_found["status"] = "unavailable"
+    return JSONResponse(state_found, 503 if state_found["status"] == "unavailable" else 200)
 
 
 def _redis(queue: RedisQueue | None) -> str:
@@ -126,8 +130,8 @@ def _redis(queue: RedisQueue | None) -> str:
 async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
-    own = [app.engines.metrics] if app.engines.of else []
-    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *own]
+    collectors = [app.engines.metrics] if app.engines.of else []
+    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
     text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -148,24 +152,26 @@ class ServiceCollector(Collector):
             yield from _with_up("swiftopt_redis_up", "Whether Redis answers.", partial(self._of_queue, self._queue))
 
     def _of_database(self) -> list[Metric]:
-        found = {key: CounterMetricFamily(*named, labels=labels) for key, (named, labels) in COUNTERS.items()}
+        families = {key: CounterMetricFamily(*named, labels=labels) for key, (named, labels) in COUNTERS.items()}
         for count in self._store.jobs.counts():
-            if count.name in found:
-                own = {"model": count.model, "task": count.task}
+            if count.name in families:
+                labels_of_count = {"model": count.model, "task": count.task}
                 labels = COUNTERS[count.name][1]
-                found[count.name].add_metric([own.get(label, count.label) for label in labels], count.value)
+                families[count.name].add_metric(
+                    [labels_of_count.get(label, count.label) for label in labels], count.value
+                )
         states = self._store.jobs.states()
         n_jobs = [([state], states.get(state, 0)) for state in STATES]
-        return [*found.values(), metric(GaugeMetricFamily, "swiftopt_jobs", "Jobs by state.", ["state"], n_jobs)]
+        return [*families.values(), metric(GaugeMetricFamily, "swiftopt_jobs", "Jobs by state.", ["state"], n_jobs)]
 
     def _of_queue(self, queue: RedisQueue) -> list[Metric]:
         workers = Counter((worker.queue, worker.state) for worker in queue.workers())
         depths = [([name], queue.depth(name)) for name in sorted({DEFAULT_QUEUE, *(name for name, _ in workers)})]
-        found = (
+        gauges = (
             ("swiftopt_workers", "Registered workers.", ["queue", "state"], sorted(workers.items())),
             ("swiftopt_queue_depth", "Attempts that wait for a worker.", ["queue"], depths),
         )
-        return [metric(GaugeMetricFamily, *each) for each in found]
+        return [metric(GaugeMetricFamily, *gauge) for gauge in gauges]
 
 
 def _with_up(name: str, words: str, read: Callable[[], list[Metric]]) -> list[Metric]:
@@ -198,5 +204,5 @@ async def steer(app: Shared, verb: TuningVerb, body: Steering) -> Response:
     if verb == "pin" and body.task is None:
         raise InvalidInput("pin is for one task: name it as `task`")
     for engine in [app.engines.find(body.model)] if body.model else engines:
-        await engine.steer(verb=verb, task=body.task, way=body.way)
+        await engine.steer(Steer(verb, body.task, body.way))
     return await tuning(app)

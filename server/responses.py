@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
 FIXED = {"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0}
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # fields that need stored responses
-PLACES = {  # by those of chats, which a pattern finds
+PLACES = {  # Places of Responses by patterns of chats' places.
     r"messages\b": "input",
     r"max_tokens\b": "max_output_tokens",
     r"response_format(\.json_schema)?\b": "text.format",
@@ -129,7 +129,7 @@ class AskedResponse(CommonFields):
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
-            **{"tools": [_tool(each) for each in self.tools or ()] or None, "tool_choice": choice},
+            **{"tools": [_tool(tool) for tool in self.tools or ()] or None, "tool_choice": choice},
         }
         try:
             return AskedChat.model_validate(values)
@@ -139,10 +139,10 @@ class AskedResponse(CommonFields):
 
     def _format(self) -> dict[str, Any] | None:
         """Return the form of the text as chats have it."""
-        own = self.text.format if self.text is not None else None
-        if own is None or own.get("type") != "json_schema":
-            return own
-        return {"type": "json_schema", "json_schema": {key: own[key] for key in own if key != "type"}}
+        format_asked = self.text.format if self.text is not None else None
+        if format_asked is None or format_asked.get("type") != "json_schema":
+            return format_asked
+        return {"type": "json_schema", "json_schema": {key: format_asked[key] for key in format_asked if key != "type"}}
 
 
 class Messages:
@@ -158,9 +158,13 @@ class Messages:
 
     def add(self, message: dict[str, Any], place: str, role: str = ".role", content: str = ".content") -> None:
         """Add a message; `role` and `content` end the places in the request that these are from."""
-        own = f"messages[{len(self.found)}]"
+        message_place = f"messages[{len(self.found)}]"
         self.found.append(message)
-        self.places |= {own: place, f"{own}.role": place + role, f"{own}.content": place + content}
+        self.places |= {
+            message_place: place,
+            f"{message_place}.role": place + role,
+            f"{message_place}.content": place + content,
+        }
         self._is_open = message["role"] == "assistant"
 
     def add_item(self, item: Mapping[str, Any], place: str) -> None:
@@ -197,8 +201,8 @@ class Messages:
         if not self._is_open:
             self.add({"role": "assistant", "content": ""}, place, role=".type")
         calls = self.found[-1].setdefault("tool_calls", [])
-        own = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
-        self.places |= {own: place, f"{own}.function": place}
+        call_place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
+        self.places |= {call_place: place, f"{call_place}.function": place}
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 

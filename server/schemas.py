@@ -40,10 +40,10 @@ Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-MOST_MESSAGES = 1 << 14  # of a chat: nobody else is answered while they are checked
+MOST_MESSAGES = 1 << 14  # The most messages of a chat: no other request is answered while they are checked.
 MOST_STOPS = 128  # strings, each of which is looked for after every token
-MOST_SEED = 9223372036854776000  # as OpenAI's reference has it: 64 bits, rounded
-TEXT_TOKENS = 16  # of a completion of text without a length
+MOST_SEED = 9223372036854776000  # OpenAI's reference has this number: 64 bits, rounded.
+TEXT_TOKENS = 16  # The length of a completion of text that names none.
 RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
     [
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
@@ -57,7 +57,7 @@ OF_PROMPT = frozenset(  # fields that a prompt is made of
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
     ]
 )
-NAMES = {  # of fields of the engine's requests, what clients call them
+NAMES = {  # Clients' names of fields of the engine's requests.
     **{
         "text": "prompt",
         "token_ids": "prompt",
@@ -67,7 +67,7 @@ NAMES = {  # of fields of the engine's requests, what clients call them
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
-INSTEAD = {  # of fields that are not supported
+INSTEAD = {  # What to use in place of fields that are not supported.
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
     **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
     **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
@@ -261,7 +261,9 @@ class CommonFields(Lenient):
         """
         for name, usual in self.UNSUPPORTED.items():
             value = self.extra.get(name)
-            if value is not None and not any(type(value) is type(each) and value == each for each in usual):
+            if value is not None and not any(
+                type(value) is type(usual_one) and value == usual_one for usual_one in usual
+            ):
                 advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
                 kind = UnsupportedValue if usual else UnsupportedField
                 raise kind(f"{name} is not supported here: {advice}", name)
@@ -269,8 +271,8 @@ class CommonFields(Lenient):
     @property
     def beside_prompt(self) -> list[str]:
         """The fields that were given and do not change the tokens of the prompt."""
-        known = self.model_fields_set & type(self).model_fields.keys() - OF_PROMPT
-        return sorted(name for name in known if getattr(self, name) is not None)
+        fields_set = self.model_fields_set & type(self).model_fields.keys() - OF_PROMPT
+        return sorted(name for name in fields_set if getattr(self, name) is not None)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -307,9 +309,10 @@ class GenerationFields(CommonFields):
             raise InvalidInput("stream_options needs stream: set stream to true, or leave it out", "stream_options")
         if self.return_token_ids and self.stream:
             raise InvalidInput("return_token_ids is for whole answers: leave out stream, or it", "return_token_ids")
-        own = self.swiftopt or Options()
-        if own.plan not in (None, "best") and own.method not in (None, own.plan):
-            words = f"swiftopt.plan {own.plan!r} and swiftopt.method {own.method!r} exclude each other: choose one"
+        extension = self.swiftopt or Options()
+        if extension.plan not in (None, "best") and extension.method not in (None, extension.plan):
+            both = f"swiftopt.plan {extension.plan!r} and swiftopt.method {extension.method!r}"
+            words = f"{both} exclude each other: choose one"
             raise InvalidInput(words, "swiftopt.method")
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
             words = f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens of a completion"
@@ -343,16 +346,16 @@ class GenerationFields(CommonFields):
 
     def common(self, salt: str) -> CompletionRequest:
         """Return the request without its prompt; OpenAI's default is to sample, with a random seed."""
-        own = self.swiftopt or Options()
+        extension = self.swiftopt or Options()
         given = self.model_dump(include=SAMPLED, exclude_none=True)
         given |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
         if self.seed is not None:
             given["seed"] = (self.seed + 2**63) % 2**64 - 2**63
         return CompletionRequest(
-            task=own.task,
-            method="plain" if own.plan == "plain" else own.method,
-            version=own.plan if isinstance(own.plan, int) else None,
-            learn=own.tune is not False,
+            task=extension.task,
+            method="plain" if extension.plan == "plain" else extension.method,
+            version=extension.plan if isinstance(extension.plan, int) else None,
+            learn=extension.tune is not False,
             max_new_tokens=self.most_tokens,
             sampling=Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **given}),
             stop=() if self.is_json else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -519,16 +522,20 @@ class AskedChat(GenerationFields):
 
     def _template(self) -> dict[str, Any]:
         """Return the values of the template."""
-        own = self.chat_template_kwargs or {}
+        template_values = self.chat_template_kwargs or {}
         if self.continue_final_message and self.add_generation_prompt:
             words = "continue_final_message and add_generation_prompt exclude each other: choose one"
             raise InvalidInput(words, "continue_final_message")
-        for name in sorted(RESERVED & set(own)):
+        for name in sorted(RESERVED & set(template_values)):
             place = f"chat_template_kwargs.{name}"
             raise InvalidInput(f"{place} is no value of a template: leave it out", place)
         if self.continue_final_message:
-            return {**own, "continue_final_message": True, "add_generation_prompt": False}
-        return {**own, "add_generation_prompt": False} if self.add_generation_prompt is False else own
+            return {**template_values, "continue_final_message": True, "add_generation_prompt": False}
+        return (
+            {**template_values, "add_generation_prompt": False}
+            if self.add_generation_prompt is False
+            else template_values
+        )
 
     @property
     def must_call(self) -> bool:
@@ -547,17 +554,23 @@ class AskedChat(GenerationFields):
             if function.strict and i not in forced:
                 yield f"{place}.strict"  # A call that the model chooses to make is as it writes it.
             elif function.strict is False and i in forced:
-                yield from (f"{place}.parameters.{dotted(each)}" for each in not_enforced(function.parameters or {}))
+                yield from (
+                    f"{place}.parameters.{dotted(parameter)}" for parameter in not_enforced(function.parameters or {})
+                )
 
     def _forced(self) -> tuple[int, ...]:
         """Return the places of the tools one of which has to be called; none: the model may choose."""
         if not self.must_call:
             return ()
-        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        function_name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         names = [tool.function.name for tool in self.tools or ()]
-        if forced := tuple(i for i, name in enumerate(names) if wanted in (None, name)):
+        if forced := tuple(i for i, name in enumerate(names) if function_name in (None, name)):
             return forced
-        words = "a tool is to be called, but none is given" if wanted is None else f"there is no tool {wanted!r}"
+        words = (
+            "a tool is to be called, but none is given"
+            if function_name is None
+            else f"there is no tool {function_name!r}"
+        )
         raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
 
 
@@ -589,8 +602,10 @@ class AskedText(GenerationFields):
             raise InvalidInput("prompt is an empty list: give at least one prompt", "prompt")
         common = replace(self.common(salt), echo=bool(self.echo), special_tokens=self.add_special_tokens is not False)
         return [
-            replace(common, text=each) if isinstance(each, str) else replace(common, token_ids=tuple(each))
-            for each in prompts
+            replace(common, text=prompt_asked)
+            if isinstance(prompt_asked, str)
+            else replace(common, token_ids=tuple(prompt_asked))
+            for prompt_asked in prompts
         ]
 
 

@@ -77,11 +77,11 @@ class KeyRing:
 
     def owner(self, key: str) -> str | None:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
-        given, found = _hash(key), None
+        given, owner_name = _hash(key), None
         for entry in self._entries():
             if hmac.compare_digest(entry.hashed, given):
-                found = entry.name
-        return found
+                owner_name = entry.name
+        return owner_name
 
     def find(self, name: str | None) -> Key | None:
         """Return the entry of a name; of several the last one."""
@@ -109,12 +109,12 @@ def _read(file: Path) -> tuple[tuple[int, int, int], list[Key]]:
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _parse(entries: Iterable[str], where: str) -> list[Key]:
-    found: dict[str, Key] = {}
+    keys_found: dict[str, Key] = {}
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
             continue
@@ -124,8 +124,8 @@ def _parse(entries: Iterable[str], where: str) -> list[Key]:
                 f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
                 " `swiftopt serve --new-key NAME`"
             )
-        found[name] = Key(name, hashed.lower(), task or None)
-    return list(found.values())
+        keys_found[name] = Key(name, hashed.lower(), task or None)
+    return list(keys_found.values())
 
 
 def _hash(key: str) -> str:

@@ -15,7 +15,7 @@ from ..core.errors import StoreError
 from ..store import Store
 
 PERIOD_S = 10.0  # between two looks, while somebody asks
-WAIT_S = 1.0  # that one who asks waits for a look: a database may be locked for longer
+WAIT_S = 1.0  # A caller waits so long for a look: a database may be locked for longer.
 LEAST_FREE = 1 << 20  # bytes of a disk, below which the next write may fail
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ class StorageCheck:
 
     def _look(self) -> None:
         try:
-            found = self._found()
-            if found != self._reason:
-                level, state = (logging.ERROR, "not writable") if found else (logging.INFO, "writable")
-                logger.log(level, "storage=%r reason=%r", state, found)
-            self._reason = found
+            look = self._found()
+            if look != self._reason:
+                level, state = (logging.ERROR, "not writable") if look else (logging.INFO, "writable")
+                logger.log(level, "storage=%r reason=%r", state, look)
+            self._reason = look
         finally:
             self._looked_at = time.monotonic()
             self._looking.release()

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import Refused
 from .settings import MIB
 
-BODY_WAIT_S = 30.0  # without a part of a body that is being sent
+BODY_WAIT_S = 30.0  # The longest pause within a body that is being sent.
 SMALL_BODY = 1 << 16  # bytes that are read before an early answer, so that the connection can be used again
 # How much of a body is read and dropped behind an early answer: in all, and at most so long without a part of it.
 LINGER_BYTES, LINGER_S, LINGER_WAIT_S = 1 << 30, 30.0, 5.0

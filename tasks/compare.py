@@ -110,24 +110,24 @@ class Comparison:
             size = self.draft.info.n_parameters if entry.name == "hf-assisted" and self.draft is not None else 0
             return Figures(entry.name, PEERS[entry.name], extra_parameters=size)
         info = method_info(entry.name)
-        known = Figures(entry.name, info.title, info.lossy, settings=entry.settings)
+        row = Figures(entry.name, info.title, info.lossy, settings=entry.settings)
         if entry.method is None or entry.recipe is None:
-            return known
+            return row
         parts, session = entry.recipe.parts, self.session
         trained = sum(n_parameters(part) for part in (parts.heads, parts.probe) if part is not None)
         drafting = 0 if parts.draft_runtime is None else parts.draft_runtime.info.n_parameters
         n_bytes = extra_bytes(entry.method, session.runtime, self.n_positions, session.max_new_tokens)
-        return replace(known, extra_parameters=trained + drafting, extra_bytes=n_bytes)
+        return replace(row, extra_parameters=trained + drafting, extra_bytes=n_bytes)
 
     def _row(self, entry: Entry, runs: Mapping[str, Runs], finished: bool) -> Figures:
         """Return the entry's row, without perplexities if Ctrl-C came: they take time."""
-        known = self._known(entry)
+        row_so_far = self._known(entry)
         if entry.error is not None:
-            return known.missing(len(self.prompts), entry.error)
-        own, method = runs[entry.name], entry.method
+            return row_so_far.missing(len(self.prompts), entry.error)
+        method_runs, method = runs[entry.name], entry.method
         row = figures(
-            known,
-            own,
+            row_so_far,
+            method_runs,
             runs[BASE],
             len(self.prompts),
             self._nll if finished else None,
@@ -135,10 +135,10 @@ class Comparison:
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and "heads" in method_info(entry.name).needs,
             samples=self.request.samples,
-            costs=self._costs_of(own) if finished else None,
+            costs=self._costs_of(method_runs) if finished else None,
         )
         if finished and self.measure is not None:
-            row = replace(row, **qualities(self._scores(own), self.request.samples))
+            row = replace(row, **qualities(self._scores(method_runs), self.request.samples))
         if finished and row.reason is None and row.prompts < row.of:
             return replace(row, reason="for it is less than half as fast as plain decoding")
         return row
@@ -149,22 +149,26 @@ class Comparison:
         Runs whose drafter estimates its own costs need none.
         """
         done = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
-        sets = {own.layer_set for own in done if own.layer_set is not None and own.estimated_cost is None}
+        sets = {
+            completion.layer_set
+            for completion in done
+            if completion.layer_set is not None and completion.estimated_cost is None
+        }
         formats = {name for layer_set in sets for _, name in layer_set.formats}
         runtime, store = self.session.runtime, self.store
         return stored_costs(runtime, store, self.n_positions, self.on_step, formats) if sets else None
 
     def _scores(self, runs: Runs) -> dict[int, float]:
         """Return the quality of each answer, by the prompt's number; equal answers are judged once."""
-        found = {}
+        scores_found = {}
         for number, run in runs.by_prompt.items():
             prompt = self.prompts[number]
             text = self.session.ending(self.session.room(prompt), prompt.stop).text(run.token_ids)
             key = prompt.reference.get("before", prompt.id), text
             if key not in self._quality:
                 self._quality[key] = quality(prompt, text)
-            found[number] = self._quality[key]
-        return found
+            scores_found[number] = self._quality[key]
+        return scores_found
 
     def _report(
         self, rows: Sequence[Figures], recipes: MakingRecipes, energy: str | None, finished: bool

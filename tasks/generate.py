@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
+from ..core.plainly import REQUESTED, WhyPlain, why_nothing_was_drafted
 from ..core.records import FoundPlan, LayerSetRecord, Plan
 from ..core.requests import GenerateRequest, settled
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
@@ -22,10 +23,9 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .job import ModelTurn
-from .plainly import REQUESTED, WhyPlain, why_nothing_was_drafted
 from .recipes import Recipe, Recipes, opened
 
-MOST_PLANNED = 64  # tasks whose methods a planner keeps
+MOST_PLANNED = 64  # A planner keeps the methods of so many tasks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,14 @@ class Planner:
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """Return the method for a task and where it came from."""
-        if (found := self._planned.get(task)) is None:
+        if (planned := self._planned.get(task)) is None:
             with self._planning:
-                found = self._planned[task] = self._planned.get(task) or self._plan(task)
-        self._planned[task] = self._planned.pop(task, found)  # the last: those used least recently are dropped
+                planned = self._planned[task] = self._planned.get(task) or self._plan(task)
+        # The task goes to the end of the order of use; those used least recently are dropped.
+        self._planned[task] = self._planned.pop(task, planned)
         for other in list(self._planned)[:-MOST_PLANNED]:
             self._planned.pop(other, None)
-        return found
+        return planned
 
     def refresh(self) -> None:
         """Forget the plans that look-ups no longer find, and the tasks without one; any thread may.
@@ -150,8 +151,8 @@ class Planner:
         Raises: StoreError: the database is away.
         """
         for task, (_, info) in list(self._planned.items()):
-            found, _ = self._look_up(task)
-            if found is None or found.version != info.version:
+            stored, _ = self._look_up(task)
+            if stored is None or stored.version != info.version:
                 self._planned.pop(task, None)
 
     def drafting_for(self, task: str) -> Method:
@@ -169,27 +170,27 @@ class Planner:
             return PLAIN, GenerateInfo("plain", why_plain=REQUESTED)
         if request.layer_set is not None:
             return self._requested(request.method or request.layer_set.found_for, task, None)
-        found, missing = self._look_up(task)
+        stored, missing = self._look_up(task)
         if request.method is not None:
-            return self._requested(request.method, task, found)
-        if found is None:
+            return self._requested(request.method, task, stored)
+        if stored is None:
             return PLAIN, GenerateInfo("plain", note=missing, why_plain=WhyPlain("no_plan", missing))
-        record = found.plan.layer_set
-        info = GenerateInfo(found.plan.method, record, found.version, found.plan.verdict, found.fallback)
-        if found.plan.method == "plain" or (found.plan.verdict != "use" and self.version is None):
-            return PLAIN, replace(info, method="plain", why_plain=_why_not(task, found))
+        plan = stored.plan
+        info = GenerateInfo(plan.method, plan.layer_set, stored.version, plan.verdict, stored.fallback)
+        if plan.method == "plain" or (plan.verdict != "use" and self.version is None):
+            return PLAIN, replace(info, method="plain", why_plain=_why_not(task, stored))
         try:
-            return self._build(found.plan, self._recipe(task, found.plan)), info
-        except (InvalidInput, NotFound) as error:  # such as of a draft model that is not on this machine
+            return self._build(plan, self._recipe(task, plan)), info
+        except (InvalidInput, NotFound) as error:  # For example, its draft model is not on this machine.
             if self.version is not None:
                 raise
             note = f"the stored plan cannot be used here: {error}"
             why = WhyPlain("unusable_plan", note)
             return PLAIN, replace(info, method="plain", record=None, note=note, why_plain=why)
 
-    def _requested(self, name: str, task: str, found: FoundPlan | None) -> tuple[Method, GenerateInfo]:
+    def _requested(self, name: str, task: str, stored: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """Build a method by name, from the stored plan if that has the same method."""
-        same = found if found is not None and found.plan.method == name else None
+        same = stored if stored is not None and stored.plan.method == name else None
         plan = Plan(name, self.request.layer_set) if same is None else same.plan
         recipe = self._recipe(task, plan)
         info = GenerateInfo(name, recipe.layer_set)
@@ -220,12 +221,12 @@ class Planner:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
         if self.version is not None:
-            found = self.store.plan(runtime.info.fingerprint, task, self.version)
-            if found.plan.engine is not None:
+            stored = self.store.plan(runtime.info.fingerprint, task, self.version)
+            if stored.plan.engine is not None:
                 raise InvalidInput(
-                    f"version {self.version} of {task} is for {found.plan.engine} and not decoded here: name another"
+                    f"version {self.version} of {task} is for {stored.plan.engine} and not decoded here: name another"
                 )
-            return found, ""
+            return stored, ""
         try:
             return self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name), ""
         except LayerSetNotFound:
@@ -234,9 +235,9 @@ class Planner:
             return None, f"nothing is stored for {model}/{task}: {advice}"
 
 
-def _why_not(task: str, found: FoundPlan) -> WhyPlain:
+def _why_not(task: str, stored: FoundPlan) -> WhyPlain:
     """Return why a stored plan means plain decoding."""
-    plan, name = found.plan, f"the stored plan of {task!r}, version {found.version},"
+    plan, name = stored.plan, f"the stored plan of {task!r}, version {stored.version},"
     if plan.method != "plain" and plan.verdict == "unmeasured":
         return WhyPlain("unmeasured", f"{name} was not measured against plain decoding: run `swiftopt compare`")
     return WhyPlain("verdict", f"{name} says that plain decoding is faster")
@@ -253,7 +254,8 @@ class GrowingText:
     def _start(self) -> None:
         self._token_ids: list[int] = []
         self._text = ""
-        self._from = self._read = self._shown = self._n_shown = 0  # tokens, tokens, characters, tokens
+        self._from = self._read = self._n_shown = 0  # Tokens.
+        self._shown = 0  # Characters.
         self._logprobs: tuple[TokenLogprob, ...] = ()
         self._traced: tuple[TracedToken, ...] = ()
 
@@ -267,7 +269,7 @@ class GrowingText:
 
     def ended(self, completion: Completion) -> Iterator[TextAdded]:
         """Yield the rest of the completion's text and tokens, if there are any; the next tokens begin another one."""
-        if (text := self._new(completion.text)) or self._logprobs:  # as of a stop token, which has no text
+        if (text := self._new(completion.text)) or self._logprobs:  # A stop token has no text.
             yield self._added(text)
         self._start()
 
@@ -281,10 +283,10 @@ class GrowingText:
         """Add tokens; return the text that they complete."""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
-        known, text = (self._to_text(self._token_ids[self._from : end]) for end in (self._read, None))
-        if len(text) <= len(known) or text.endswith("\ufffd"):  # half of a character
+        before, text = (self._to_text(self._token_ids[self._from : end]) for end in (self._read, None))
+        if len(text) <= len(before) or text.endswith("\ufffd"):  # The last character is not complete.
             return ""
-        self._text += text[len(known) :]
+        self._text += text[len(before) :]
         self._from, self._read = self._read, len(self._token_ids)
         free = self._token_ids[: self._min_new_tokens] if self._stop else []
         return self._new(self._text[: settled(self._text, self._stop, len(self._to_text(free)) if free else 0)])

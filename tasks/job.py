@@ -21,11 +21,11 @@ from ..store import Jobs
 
 PEEK_S = 1.0  # between two reads of the job's verb
 RENEW_S = 5.0  # between two renewals
-GRACE_S = 0.5  # for the work to notice that its lease is lost, before the process ends
-PATIENCE_S = 600.0  # after which the attempt ends with the error; its job continues elsewhere from its last checkpoint
+GRACE_S = 0.5  # Work has so long to notice that its lease is lost; then the process ends.
+PATIENCE_S = 600.0  # An attempt waits so long, then ends with the error; its job continues elsewhere.
 LONGEST_WAIT_S = 5.0
 
-ModelTurn = Callable[[], AbstractContextManager[None]]  # in which the calling thread alone computes with the model
+ModelTurn = Callable[[], AbstractContextManager[None]]  # Within it the calling thread alone computes with the model.
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import sys
 MEMORY = 2**30
 NOBODY = 65534
 NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000
-NO_NEW_PRIVILEGES = 38  # of prctl
+NO_NEW_PRIVILEGES = 38  # An option of prctl.
 CREATE_RULESET, RESTRICT_SELF = 444, 446  # system calls of Landlock
 CHANGES = 0b1111111110010  # its rights to write, remove and make files, of its first version
 

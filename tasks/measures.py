@@ -42,7 +42,7 @@ MEASURES: Mapping[Judge, str] = {
     "match": "exact match",
     "summary": "ROUGE-2",
 }
-PROGRAM_S = 10  # that a program may take
+PROGRAM_S = 10  # The time limit of a program.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -89,7 +89,7 @@ class EnergyMeter:
 
 def rapl(root: Path) -> list[Counter]:
     """Return a counter per processor package under `root`; none where they cannot be read (usually they need root)."""
-    found = []
+    domains = []
     for zone in sorted(root.glob("intel-rapl:*")):
         try:
             # Zones below a package are part of it, and "psys" holds the packages: each joule counts once.
@@ -99,8 +99,8 @@ def rapl(root: Path) -> list[Counter]:
             span = int((zone / "max_energy_range_uj").read_text())
         except (OSError, ValueError):
             continue
-        found.append(Counter("rapl", lambda file=zone / "energy_uj": int(file.read_text()), span))  # type: ignore[misc]
-    return found
+        domains.append(Counter("rapl", lambda file=zone / "energy_uj": int(file.read_text()), span))  # type: ignore[misc]
+    return domains
 
 
 def nvml(index: int) -> list[Counter]:
@@ -123,11 +123,11 @@ def extra_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -
 
     Args: n_positions: of prompt and completion together. room: tokens of the completion.
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
+    model_tensors = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
     held: dict[int, int] = {}
     for tensor in _tensors(method, {id(runtime), id(runtime.hf_model)}):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in model_tensors:
             held[storage.data_ptr()] = storage.nbytes()
     copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
     n_rows = method.drafter.max_rows(room)
@@ -155,8 +155,8 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         items = value
     elif type(value).__module__.startswith(__package__.partition(".")[0]):
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        own = [getattr(value, name) for name in slots if hasattr(value, name)]
-        items = [*getattr(value, "__dict__", {}).values(), *own]
+        slot_values = [getattr(value, name) for name in slots if hasattr(value, name)]
+        items = [*getattr(value, "__dict__", {}).values(), *slot_values]
     for item in items:
         yield from _tensors(item, seen)
 
@@ -182,8 +182,8 @@ def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -
 
 def measure_of(prompts: Sequence[Prompt]) -> str | None:
     """Return the name of the measure that judges answers to the prompts; None where not all have the same one."""
-    found = {prompt.reference.get("judge") for prompt in prompts}
-    return MEASURES[found.pop()] if len(found) == 1 and None not in found else None  # type: ignore[index]
+    judges = {prompt.reference.get("judge") for prompt in prompts}
+    return MEASURES[judges.pop()] if len(judges) == 1 and None not in judges else None  # type: ignore[index]
 
 
 def check_judges(prompts: Sequence[Prompt]) -> None:
@@ -239,8 +239,8 @@ def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.split("####")[-1])
-    return float(found[-1].replace(",", "")) if found else None
+    numbers_found = _NUMBER.findall(text.split("####")[-1])
+    return float(numbers_found[-1].replace(",", "")) if numbers_found else None
 
 
 def _plain_words(text: str) -> list[str]:

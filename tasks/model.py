@@ -33,8 +33,8 @@ from .generate import Generated, GenerateInfo, Planner, TextAdded, as_planned
 from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
-_n_tuned = 0  # calls of `tune` that have ended
-TURN_SHARE = 0.03  # of the time spent decoding, that turns of other threads may take
+_n_tuned = 0  # Calls of `tune` that have ended.
+TURN_SHARE = 0.03  # Turns of other threads may take this share of the time spent decoding.
 
 
 def load(
@@ -77,8 +77,8 @@ def tune(
     global _n_tuned
     prompts = None
     if not isinstance(stream, str | Path):
-        own = DEFAULT_TASK if task is None else task
-        prompts = [as_prompt(each, own, number) for number, each in enumerate(stream, start=1)]
+        name = DEFAULT_TASK if task is None else task
+        prompts = [as_prompt(prompt, name, number) for number, prompt in enumerate(stream, start=1)]
     options |= {name: str(value) for name, value in options.items() if isinstance(value, Path)}
     request = TuneRequest(str(model), str(stream) if prompts is None else DEFAULT_TASK, task=task, **options)
     try:
@@ -116,8 +116,8 @@ class Model(AbstractContextManager["Model"]):
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
-        self.turn: ModelTurn = nullcontext  # for what plans need measured
-        self._n_tuned = _n_tuned  # when plans were looked up last
+        self.turn: ModelTurn = nullcontext  # Plans measure what they need in such a turn.
+        self._n_tuned = _n_tuned  # As it was when plans were looked up last.
 
     def close(self) -> None:
         """Close the database."""
@@ -186,7 +186,8 @@ class Model(AbstractContextManager["Model"]):
             request = GenerateRequest(self.name, method=method)
             planner = Planner(request, self.runtime, self.store, version=version, turn=self.turn)
         planned = planner.plan_for(task)
-        self._planners.setdefault((method, version), planner)  # not before: who asks can name any version
+        # A planner is kept only when it has worked: a client may name any number of versions that do not exist.
+        self._planners.setdefault((method, version), planner)
         return planned
 
     def refresh_plans(self) -> None:
@@ -199,7 +200,7 @@ class Ticket:
     """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # ends with None
+        self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # None is the end.
         self._done = threading.Event()
         self.give_up: Callable[[], None] = lambda: None
         self.generated: list[Generated] = []
@@ -209,7 +210,7 @@ class Ticket:
         while (event := self._events.get()) is not None:
             if isinstance(event, TextAdded):
                 yield event.text
-        self._events.put(None)  # who iterates again finds the end, too
+        self._events.put(None)  # A second iteration must also end.
         self._raise()
 
     def result(self, timeout: float | None = None) -> Completion:
@@ -256,8 +257,8 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
-        self._turns: deque[tuple[Future[bool], threading.Event]] = deque()  # whether each is granted; its end
-        self._decoded_s = self._given_s = 0.0  # that steps took, and turns while requests waited for them
+        self._turns: deque[tuple[Future[bool], threading.Event]] = deque()  # Whether a turn is granted, and its end.
+        self._decoded_s = self._given_s = 0.0  # The seconds of steps, and of turns while requests waited.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 

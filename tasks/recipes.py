@@ -43,10 +43,10 @@ from ..training.settings import OnStep as OnTrainingStep
 from ..training.trainer import train
 from .job import PATIENCE_S, ModelTurn, patiently
 
-TYPICAL_POSITIONS = 512  # of a request, at which costs are measured where no stream says how long its texts are
+TYPICAL_POSITIONS = 512  # Costs are measured at so many positions when no stream tells the length of texts.
 
 SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
-BRIEF_EPOCHS = 1000  # more than fit in the time, which is what ends a brief training
+BRIEF_EPOCHS = 1000  # More epochs than fit: the time ends a brief training.
 LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
 SWIFT_STEPS = 100  # marks a set of a brief search in its stored settings
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
@@ -98,12 +98,12 @@ class Recipes:
             if layer_set is None and "draft_format" not in settings:
                 layer_set = self._newest(name, task)
             record = None if layer_set is None else self._checked(layer_set)
-            found = AS_FOUND if record is not None and record.found_for == name else {}
-            chosen: AdaptiveSettings = info.settings_from({**found, **settings})
+            found_settings = AS_FOUND if record is not None and record.found_for == name else {}
+            chosen: AdaptiveSettings = info.settings_from({**found_settings, **settings})
             skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
-            formats = {own for _, own in skipped.filled(chosen.draft_format).formats}
+            formats = {format_name for _, format_name in skipped.filled(chosen.draft_format).formats}
             costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
-            return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found)
+            return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found_settings)
         record = None
         if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
             record = self._checked(layer_set or self.layer_set(name, task))
@@ -139,10 +139,10 @@ class Recipes:
         store, fingerprint = self.store, self.runtime.info.fingerprint
         if store is None:
             return None
-        for each in dict.fromkeys((task, DEFAULT_TASK)):
-            for record in store.layer_sets(fingerprint, each):
+        for task_name in dict.fromkeys((task, DEFAULT_TASK)):
+            for record in store.layer_sets(fingerprint, task_name):
                 assert record.version is not None
-                plan = store.plan(fingerprint, each, record.version).plan
+                plan = store.plan(fingerprint, task_name, record.version).plan
                 if method == (record.found_for if plan.method == "plain" else plan.method):
                     return record
         return None
@@ -266,18 +266,20 @@ class MakingRecipes(Recipes):
         return self._kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
     def _self_sd_set(self, preset: Preset | None) -> LayerSetRecord:
-        own = dict(preset.making if preset is not None else {})
-        how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{own['max_steps']} candidates of its search"
+        making = dict(preset.making if preset is not None else {})
+        how = (
+            f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{making['max_steps']} candidates of its search"
+        )
         self.on_step(f"make: Self-SD's layer set, by {how}")
-        n_tokens, n_prompts = self.session.max_new_tokens, own.pop("n_prompts", SELF_SD_PROMPTS)
+        n_tokens, n_prompts = self.session.max_new_tokens, making.pop("n_prompts", SELF_SD_PROMPTS)
         session, budget_s = self.session, math.inf
         if preset is None:
             session, budget_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
         else:
-            own["settings"] = method_info("self-sd").settings_from(preset.settings)
-        found = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **own)
-        self._note("Self-SD's layer set", f"{len(found.candidates)} candidates", found.seconds)
-        return self._kept("self-sd", found.best.layer_set)
+            making["settings"] = method_info("self-sd").settings_from(preset.settings)
+        search_found = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **making)
+        self._note("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
+        return self._kept("self-sd", search_found.best.layer_set)
 
     def _kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
         record = set_record(self.runtime, self.model, self.task, layer_set, **known)
@@ -343,15 +345,15 @@ def stored_costs(
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
-    found = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
-    if found is not None and (found.quality == "disturbed" or found.software not in ("", software_of(runtime))):
-        found = None
-    wanted = set(formats) - {STORED}
-    if found is not None and wanted <= set(found.formats):
-        return found
+    profile = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
+    if profile is not None and (profile.quality == "disturbed" or profile.software not in ("", software_of(runtime))):
+        profile = None
+    formats_asked = set(formats) - {STORED}
+    if profile is not None and formats_asked <= set(profile.formats):
+        return profile
     with turn():
-        costs = found or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-        costs = with_formats(runtime, costs, wanted, on_step)
+        costs = profile or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
+        costs = with_formats(runtime, costs, formats_asked, on_step)
     if store is not None:
         patiently(lambda: store.save_cost_profile(costs), patience_s)
     return costs
@@ -373,15 +375,15 @@ def search_offline(
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
     session, seed = opened(request, prompts, store, on_step), request.sampling.seed
-    found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
-    record = set_record(session.runtime, request.model, request.task or prompts[0].task, found.best.layer_set)
-    return store.add_layer_set(record, plan_method="self-sd", promote=False), found
+    search_found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
+    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search_found.best.layer_set)
+    return store.add_layer_set(record, plan_method="self-sd", promote=False), search_found
 
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
     """Describe a layer set that was found on this machine; `known` are further fields."""
-    found = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
-    return stamped(found, device=machine_name(runtime), dtype=runtime.dtype_name, **known)
+    described = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
+    return stamped(described, device=machine_name(runtime), dtype=runtime.dtype_name, **known)
 
 
 def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:

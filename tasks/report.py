@@ -28,7 +28,7 @@ from .measures import EnergyMeter, pass_at
 from .recipes import Recipe
 
 SCHEMA = "swiftopt.compare/1"
-K = 10  # of pass@k
+K = 10  # The k of pass@k.
 WARM_UP_TOKENS = 4
 SLOWEST = 2.0  # times plain decoding's whole time that a method may take
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
@@ -131,10 +131,10 @@ class Interleaved:
 
     def affordable(self, name: str) -> int:
         """Return how many prompts a method may decode, by its speed so far."""
-        own, base = self.runs[name], self.runs[self.base]
-        if self.complete or not own.by_prompt or not base.by_prompt or name == self.base:
+        method_runs, base = self.runs[name], self.runs[self.base]
+        if self.complete or not method_runs.by_prompt or not base.by_prompt or name == self.base:
             return len(self.prompts)
-        per_prompt = own.seconds / len(own.by_prompt)
+        per_prompt = method_runs.seconds / len(method_runs.by_prompt)
         allowed = SLOWEST * len(self.prompts) * base.seconds / len(base.by_prompt)
         return max(FEWEST, int(allowed / per_prompt))
 
@@ -255,26 +255,30 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
     by_prompt: dict[int, list[float]] = {}
     for number, score in scores.items():
         by_prompt.setdefault(number // samples, []).append(score)
-    whole = [own for own in by_prompt.values() if len(own) == samples]  # a slow method may have stopped in the middle
+    whole = [
+        prompt_scores for prompt_scores in by_prompt.values() if len(prompt_scores) == samples
+    ]  # a slow method may have stopped in the middle
     if not whole:
         return {}
-    means = np.array([[sum(own) / samples, 1.0] for own in whole])
+    means = np.array([[sum(prompt_scores) / samples, 1.0] for prompt_scores in whole])
     interval = jackknife_interval(means, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
-    many = samples >= K and all(score in (0.0, 1.0) for own in whole for score in own)
+    many = samples >= K and all(score in (0.0, 1.0) for prompt_scores in whole for score in prompt_scores)
     return {
         "quality": float(means[:, 0].mean()),
         "quality_interval": interval and (max(0.0, interval[0]), min(1.0, interval[1])),
-        "pass_at_10": sum(pass_at(K, samples, round(sum(own))) for own in whole) / len(whole) if many else None,
+        "pass_at_10": sum(pass_at(K, samples, round(sum(prompt_scores))) for prompt_scores in whole) / len(whole)
+        if many
+        else None,
     }
 
 
 def _by_prompt(numbers: Sequence[int], values: Sequence[S], samples: int) -> list[S]:
     """Return the sums over each prompt's samples."""
-    found: dict[int, S] = {}
+    sums_by_prompt: dict[int, S] = {}
     for number, value in zip(numbers, values, strict=True):
         place = number // samples
-        found[place] = found[place] + value if place in found else value
-    return list(found.values())
+        sums_by_prompt[place] = sums_by_prompt[place] + value if place in sums_by_prompt else value
+    return list(sums_by_prompt.values())
 
 
 def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, samples: int) -> dict[str, Any]:
@@ -388,12 +392,17 @@ def _standing(
 ) -> FoundPlan | None:
     """Return the plan that stays: for this very task, device and dtype, of a method that did not run, and faster."""
     try:
-        found = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
+        stored_plan = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
     except LayerSetNotFound:
         return None
-    faster = (found.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
-    stays = found.fallback is None and found.plan.verdict == "use" and faster and found.plan.method not in ran
-    return found if stays else None
+    faster = (stored_plan.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
+    stays = (
+        stored_plan.fallback is None
+        and stored_plan.plan.verdict == "use"
+        and faster
+        and stored_plan.plan.method not in ran
+    )
+    return stored_plan if stays else None
 
 
 def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:

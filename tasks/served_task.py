@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from operator import add
 
 from ..core.events import PairKind, SearchStatus, ShiftStatus, TaskTuning, Way
+from ..core.plainly import COMPARISON, WhyPlain
 from ..core.records import FoundPlan, LayerSetRecord
 from ..core.types import Completion, LayerSet, Verdict, VerdictWord
 from ..decoding.loop import Round
@@ -23,17 +24,18 @@ from ..optimizer.search import Search
 from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge, speed
-from .plainly import COMPARISON, WhyPlain
 
-LOOK_MARGIN = 1.5  # times what a look is expected to take that its share of the time must have room for
-MAX_PAIRS = 20  # that a verdict is made of: the latest ones
-MIN_PAIRS = 6  # below, there is no verdict
-JUDGE_EVERY = 2  # pairs
-LOOK_ERROR = 0.005  # of one look's interval: drafts without a gain come to "use" in 3 % of 50 requests, 5 % of 100
-COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # of one comparison, by verdict
+LOOK_MARGIN = 1.5  # The search's share of the time must have room for a look that takes so many times as expected.
+MAX_PAIRS = 20  # A verdict is made of so many of the latest pairs.
+MIN_PAIRS = 6  # Fewer pairs give no verdict.
+JUDGE_EVERY = 2  # There is a look after so many new pairs.
+# The error of one look's interval. With no real gain the verdict is "use" in 3 % of runs of 50 requests, and in 5 % of
+# runs of 100.
+LOOK_ERROR = 0.005
+COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # The rounds of one comparison.
 UNMEASURED = Verdict("unmeasured")
 
-RoundPair = tuple[Timed, Timed]  # of one request: its plain and its drafted rounds
+RoundPair = tuple[Timed, Timed]  # One request's plain rounds, and its drafted ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class Judgement:
         Plain rounds are about as many in every request, drafted ones as many as it is long: long and short requests, of
         other speeds, would count in other shares on either side.
         """
-        drafted = [own for _, own in pairs]
-        plain = [Timed(own.tokens, base.seconds * own.tokens / base.tokens) for base, own in pairs]
+        drafted = [rounds for _, rounds in pairs]
+        plain = [Timed(rounds.tokens, base.seconds * rounds.tokens / base.tokens) for base, rounds in pairs]
         verdict = judge(drafted, plain, None, LOOK_ERROR)
         return cls(verdict, "rounds", len(pairs), speed(plain), speed(drafted))
 
@@ -109,7 +111,7 @@ class RoundTimings:
 
     `alone` are the rounds beside which nothing was read, with the seconds that the request waited for them. `plain_s`
     and `drafted` are of all rounds, with the request's part of the engine's seconds: those of requests that run at once
-    add up to the time that has passed.
+    add up to the time that has passed. `is_drafted` is of the current round.
 
     Args: drafts: whether drafts are in use. compares: whether the request takes part in comparisons.
     """
@@ -120,7 +122,7 @@ class RoundTimings:
     alone: list[Timed] = field(default_factory=_no_time)
     plain_s: float = 0.0
     drafted: DraftedRounds = DraftedRounds()
-    is_drafted: bool = False  # the current round
+    is_drafted: bool = False
     _n_beside: int = 0
 
     def begin(self, compared: range, compared_drafts: bool, load: Load) -> None:
@@ -129,14 +131,14 @@ class RoundTimings:
         self._n_beside = load.n_beside
 
     def add(self, round_: Round) -> None:
-        own, load = Timed(len(round_.token_ids), round_.draft_s + round_.verify_s), round_.context.load
-        seconds = own.seconds / load.checked
+        timed, load = Timed(len(round_.token_ids), round_.draft_s + round_.verify_s), round_.context.load
+        seconds = timed.seconds / load.checked
         if self.is_drafted:
-            self.drafted += DraftedRounds(1, own.tokens, seconds, round_.n_steps, round_.n_accepted)
+            self.drafted += DraftedRounds(1, timed.tokens, seconds, round_.n_steps, round_.n_accepted)
         else:
             self.plain_s += seconds
         if load.n_beside == self._n_beside:
-            self.alone[self.is_drafted] += own
+            self.alone[self.is_drafted] += timed
 
     @property
     def why_plain(self) -> WhyPlain | None:
@@ -155,30 +157,38 @@ class RoundTimings:
 class TaskTraffic(TunedTask):
     """One task of a served model: what is known of its drafts, and which way is in use.
 
-    `judged` is the latest look at the `pairs`; `word` the verdict on the drafts in use, which stays until the pairs say
-    otherwise. No search begins before the plan was `looked_up`.
+    `judged` is the latest look at the `pairs`, which are of the drafts of `paired`; `n_unjudged` of them came after it.
+    `word` is the verdict on the drafts in use, which stays until the pairs say otherwise. No search begins before the
+    plan was `looked_up`. `version` is the stored plan in use, and `best` the version that `best` meant at the latest
+    look-up.
+
+    `n_requests` have ended, with `n_tokens`. Their rounds took `seconds` of the engine, `compared_s` of these in rounds
+    of the way that is not in use. `drafted` are rounds with the drafts in use, since these or the text changed;
+    `saved_before_s` was saved by earlier drafts and on earlier text. The `slowest_look` took so many times as expected.
+    `since` is when the way in use was chosen, in seconds since 1970, and `used_at` when the latest request came, in
+    those of `time.monotonic`.
     """
 
     looked_up: bool = False
-    version: int | None = None  # of the stored plan in use
-    best: int | None = None  # version that `best` meant at the latest look-up
+    version: int | None = None
+    best: int | None = None
     word: VerdictWord = "unmeasured"
     judged: Judgement = Judgement()
     pairs: deque[RoundPair] = field(default_factory=lambda: deque(maxlen=MAX_PAIRS))
-    paired: LayerSet | None = None  # whose drafts the pairs are of
-    n_unjudged: int = 0  # pairs since the latest look
+    paired: LayerSet | None = None
+    n_unjudged: int = 0
     pinned: Way | None = None
-    n_requests: int = 0  # that have ended
+    n_requests: int = 0
     n_tokens: int = 0
-    seconds: float = 0.0  # of the engine, in rounds
-    compared_s: float = 0.0  # of these, in rounds of the way that is not in use
-    drafted: DraftedRounds = DraftedRounds()  # with the drafts in use, since these or the text changed
-    saved_before_s: float = 0.0  # by earlier drafts, and on earlier text
+    seconds: float = 0.0
+    compared_s: float = 0.0
+    drafted: DraftedRounds = DraftedRounds()
+    saved_before_s: float = 0.0
     search_s: float = 0.0
-    slowest_look: float = LOOK_MARGIN  # times what it was expected to take
+    slowest_look: float = LOOK_MARGIN
     stored_for: LayerSet | None = None
-    since: float = field(default_factory=time.time)  # when the way in use was chosen; seconds since 1970
-    used_at: float = 0.0  # by the latest request, as `time.monotonic` counts
+    since: float = field(default_factory=time.time)
+    used_at: float = 0.0
     shifts: ShiftStatus = field(default_factory=ShiftStatus)
 
     @property
@@ -287,7 +297,7 @@ class TaskTraffic(TunedTask):
         else:
             self.judged = Judgement.of_plan(stored)
             search.finish("a stored plan is in use")
-        self.shift.chart, self.shift.settled = AcceptanceChart(), False  # requests in progress have the old drafts
+        self.shift.chart, self.shift.settled = AcceptanceChart(), False  # Requests in progress use the old drafts.
 
     def record_in_use(self, model: str, runtime: Runtime) -> LayerSetRecord:
         """Describe the drafts in use, with the verdict on them and what it is of; `model` is the name in use."""

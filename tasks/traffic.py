@@ -24,6 +24,7 @@ from ..core.costs import CostProfile
 from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
+from ..core.plainly import WhyPlain
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, single, unit
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
@@ -41,16 +42,15 @@ from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWat
 from ..store import Store
 from .generate import Generated, GenerateInfo, GrowingText
 from .job import patiently
-from .plainly import WhyPlain
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
 DRAFT_FORMAT = "int4"
-LEASE_S = 30.0  # that a replica holds a task's search; it renews the lease after a third of that
-SAVE_COSTS_S = 60.0  # between two times that costs which followed decoding are stored
-REFRESH_S = 5.0  # between two look-ups of what other replicas stored
-MAX_TASKS = 64  # of one model; where all are tuned, requests of further names count as the default's
-MIN_SIMILARITY = 0.8  # cosine of a text's state and a task's, to be taken for that task
+LEASE_S = 30.0  # A replica holds a task's search for so long, and renews the lease after a third of it.
+SAVE_COSTS_S = 60.0  # The time between two times of storing costs that followed decoding.
+REFRESH_S = 5.0  # The time between two look-ups of what other replicas stored.
+MAX_TASKS = 64  # When as many tasks of a model are tuned, further names count as the default task.
+MIN_SIMILARITY = 0.8  # A text with a larger cosine of its state to a task's state is taken for that task.
 
 T = TypeVar("T")
 
@@ -58,13 +58,13 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchedDrafter(Drafter):
-    """Drafts in a round, or decodes it plainly, as `drafts` says when the round begins.
+    """Drafts by `method` in a round, or decodes it plainly, as `drafts` says when the round begins.
 
-    The request's own method is known only after its prefill: whoever handles its `Prefilled` sets `method`.
+    The method may change until the prompt was read.
     """
 
-    def __init__(self, typical: Method, drafts: Callable[[], bool]) -> None:
-        self.method, self._drafts = typical, drafts
+    def __init__(self, method: Method, drafts: Callable[[], bool]) -> None:
+        self.method, self._drafts = method, drafts
 
     @property
     def layer_set(self) -> LayerSet | None:
@@ -74,15 +74,15 @@ class SwitchedDrafter(Drafter):
         return self.method.drafter.max_rows(room)
 
     def start(self) -> None:
-        self._drafter, self._plain = (own.drafter.begin(self.context) for own in (self.method, PLAIN))
-        self._now = self._plain
+        self._drafter, self._plain = (method.drafter.begin(self.context) for method in (self.method, PLAIN))
+        self._current = self._plain
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        self._now = self._drafter if self._drafts() else self._plain
-        return (yield from self._now.draft(room))
+        self._current = self._drafter if self._drafts() else self._plain
+        return (yield from self._current.draft(room))
 
     def observe(self, outcome: Outcome) -> None:
-        self._now.observe(outcome)
+        self._current.observe(outcome)
 
 
 class BackgroundQueries:
@@ -127,6 +127,84 @@ class BackgroundQueries:
         self.take()
 
 
+class ServedRequest:
+    """One request while it is decoded: what its client gets, and what is learnt from it.
+
+    Its task is known once its prompt was read, where the request names none: `handle` of `Prefilled` begins its rounds.
+
+    Args: task: whose drafts; None: the task whose prompts are most similar. learns: whether ways are compared on the
+          request, and the search may use it. counts: whether its rounds are part of the task's figures.
+    """
+
+    def __init__(
+        self, traffic: Traffic, session: Session, prompt: Prompt, task: str | None, learns: bool, counts: bool
+    ) -> None:
+        self._traffic, self._prompt_id, self._name = traffic, prompt.id, task
+        self._learns, self._counts = learns, counts
+        self._text = GrowingText(session, prompt)
+        self._task = traffic.task(task or DEFAULT_TASK)
+        self._rounds: RoundTimings | None = None
+        self._why_plain: WhyPlain | None = None
+        self._read: ReadPrompt | None = None
+        self.drafter = SwitchedDrafter(
+            self._task.search.method, lambda: self._rounds is not None and self._rounds.is_drafted
+        )
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether its prompt was read, so that it counts as running."""
+        return self._rounds is not None
+
+    def handle(self, event: Any) -> Work[None]:
+        """Yield what the client gets of an event of the decoding, and search for better drafts after it."""
+        self._traffic.take_stored()
+        match event:
+            case Prefilled(context=context):
+                self._traffic.learn_costs(context.load)
+                self._begin(event)
+            case Round(context=context):
+                self._traffic.learn_costs(context.load)
+                self._begun.add(event)
+            case Turn(completion=completion):
+                yield from self._text.ended(completion)
+                yield self._ended(event)
+                return
+            case _:
+                return
+        yield from self._text.grown(event)
+        if self._learns and self._traffic.may_search(self._task, self._prompt_id) and context.finish is None:
+            yield from intercept(self._traffic.look(self._task, context, self._prompt_id), self._drop)
+        self._traffic.compare(self._begun, context.load)
+
+    def _drop(self, event: Any) -> Iterator[Any]:
+        """Yield nothing of an event of the search, of which the client gets none."""
+        self._traffic.take_stored()
+        return iter(())
+
+    @property
+    def _begun(self) -> RoundTimings:
+        assert self._rounds is not None
+        return self._rounds
+
+    def _begin(self, prefilled: Prefilled) -> None:
+        self._task = self._traffic.task(self._name or self._traffic.nearest_task(prefilled))
+        if self._learns:
+            self._read = self._task.add_prompt(prefilled)
+        self._rounds = self._traffic.begin(self._task, self._learns, prefilled.context.load)
+        self._why_plain = self._task.why_plain
+        self.drafter.method = self._task.search.method
+
+    def _ended(self, turn: Turn) -> Generated:
+        task, rounds = self._task, self._begun
+        if self._counts:
+            task.count_rounds(rounds)
+        if self._learns:
+            self._traffic.learn(task, rounds, turn.completion, self._read)
+        info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version)
+        info = replace(info, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
+        return Generated(replace(turn.prompt, task=task.name), turn.completion, info)
+
+
 class Traffic:
     """All tasks of one model, and how their requests are decoded."""
 
@@ -141,9 +219,9 @@ class Traffic:
     ) -> None:
         self.model, self.runtime, self.store = model, runtime, store
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
-        if store is not None:  # what is stored of it is found under its alias and path, too
-            known = replace(runtime.info, names=(*runtime.info.names, model))
-            patiently(lambda: store.remember_model(known))
+        if store is not None:  # Look-ups then find what is stored under the model's alias and path, too.
+            named = replace(runtime.info, names=(*runtime.info.names, model))
+            patiently(lambda: store.remember_model(named))
         self.costs = self._stored_costs(on_step)
         self._costs_saved_at = time.monotonic()
         runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
@@ -153,18 +231,18 @@ class Traffic:
         # The target's passes of the latest comparison, whose rounds all draft, or none does. All requests take part at
         # once: a plain round beside drafted ones waits for their drafts, so its time is not that of plain decoding.
         self._compared, self._compared_drafts = range(0), False
-        self._n_running = self._n_begun = 0  # requests being decoded; begun since the latest comparison did
+        self._n_running = self._n_begun = 0  # Requests being decoded, and those begun since the latest comparison.
         self._tasks: dict[str, TaskTraffic] = {}
         self._owner = secrets.token_hex(8)
-        self._leases: dict[str, float] = {}  # by task: until when its search is ours, as `time.monotonic` counts
+        self._leases: dict[str, float] = {}  # By task: until when this replica searches, in `time.monotonic` seconds.
         self._queries = BackgroundQueries()
         self._known: tuple[KnownSet, ...] = ()
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
-        for each in self._known:  # the newest first
-            if each.task and each.task not in self._tasks and len(self._tasks) < MAX_TASKS:
-                self._tasks[each.task] = self._new_task(each.task)
-                self._tasks[each.task].shift.total = each.state
+        for known_set in self._known:  # The newest come first.
+            if known_set.task and known_set.task not in self._tasks and len(self._tasks) < MAX_TASKS:
+                self._tasks[known_set.task] = self._new_task(known_set.task)
+                self._tasks[known_set.task].shift.total = known_set.state
 
     def _stored_costs(self, on_step: OnStep) -> ObservedCosts:
         """Return stored costs of the model's passes in all contexts, those of a typical one measured if need be."""
@@ -172,7 +250,7 @@ class Traffic:
         profile = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
         stored: Sequence[CostProfile] = []
         if self.store is not None:
-            with suppress(StoreError):  # the typical context's are enough
+            with suppress(StoreError):  # The typical context's costs are enough.
                 device, dtype = profile.device, profile.dtype
                 stored = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
         alike = (other for other in stored if other.software == profile.software and draft_format in other.formats)
@@ -187,59 +265,16 @@ class Traffic:
         counts: bool = True,
         **options: Any,
     ) -> Work[None]:
-        """Decode one request; yields `TextAdded` and `Generated`.
-
-        Args: task: whose drafts; None: the task whose prompts are most similar. learn: whether ways are compared on
-              the request, and the search may use it. counts: whether its rounds are part of the task's figures.
-        """
-        drafter = SwitchedDrafter(
-            self._task(task or DEFAULT_TASK).search.method, lambda: rounds is not None and rounds.is_drafted
-        )
-        scratch = max(own.search.scratch_rows for own in self._tasks.values()) if learn else 0
-        text = GrowingText(session, prompt)
-        own: TaskTraffic  # and `rounds` are known once the prompt was read
-        rounds: RoundTimings | None = None
-        why_plain: WhyPlain | None = None
-        read: ReadPrompt | None = None
-
-        def handle(event: Any) -> Iterator[Any]:
-            nonlocal own, rounds, why_plain, read
-            self._queries.take()
-            if isinstance(event, Prefilled | Round):
-                self._learn_costs(event.context.load)
-            if isinstance(event, Prefilled):
-                own = self._task(task or self._nearest_task(event))
-                if learn:
-                    read = own.add_prompt(event)
-                rounds, why_plain = self._begin(own, learn, event.context.load), own.why_plain
-                drafter.method = own.search.method
-            assert rounds is not None
-            if isinstance(event, Round):
-                rounds.add(event)
-            elif isinstance(event, Turn):
-                yield from text.ended(event.completion)
-                if counts:
-                    own.count_rounds(rounds)
-                if learn:
-                    self._learn(own, rounds, event.completion, read)
-                info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=own.version)
-                info = replace(info, why_plain=why_plain or rounds.why_plain).of(event.completion)
-                yield Generated(replace(event.prompt, task=own.name), event.completion, info)
-            if isinstance(event, Prefilled | Round):
-                yield from text.grown(event)
-                if learn and self._may_search(own, prompt.id) and event.context.finish is None:
-                    yield from intercept(self._look(own, event.context, prompt.id), handle)
-                rounds.begin(self._compared, self._compared_drafts, event.context.load)
-
-        method = Method("adaptive", drafter)
+        """Decode one request; yields `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
+        served = ServedRequest(self, session, prompt, task, learn, counts)
+        scratch = max(task_known.search.scratch_rows for task_known in self._tasks.values()) if learn else 0
+        method, given = Method("adaptive", served.drafter), {**options, "scratch_rows": scratch, "with_state": True}
         try:
-            yield from intercept(
-                session.request(prompt, method, scratch_rows=scratch, with_state=True, **options), handle
-            )
+            yield from intercept(session.request(prompt, method, **given), served.handle)
         finally:
-            self._n_running -= rounds is not None
+            self._n_running -= served.is_begun
 
-    def _begin(self, task: TaskTraffic, learn: bool, load: Load) -> RoundTimings:
+    def begin(self, task: TaskTraffic, learn: bool, load: Load) -> RoundTimings:
         """Count a request whose prompt was read; once per as many requests as are running, begin a comparison."""
         self._n_running += 1
         self._n_begun += 1
@@ -248,11 +283,19 @@ class Traffic:
         is_over = self._n_running == 1 or load.n_checks >= self._compared.stop
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0
-            first = load.n_checks + (self._n_running > 1)  # rounds of others have begun in this pass
+            first = load.n_checks + (self._n_running > 1)  # Other requests' rounds have begun in this pass.
             self._compared, self._compared_drafts = range(first, first + n_rounds), not rounds.drafts
         return rounds
 
-    def _learn_costs(self, load: Load) -> None:
+    def compare(self, rounds: RoundTimings, load: Load) -> None:
+        """Begin the next round of a request, in the way that the present comparison has, if there is one."""
+        rounds.begin(self._compared, self._compared_drafts, load)
+
+    def take_stored(self) -> None:
+        """Take in what queries of the database have brought."""
+        self._queries.take()
+
+    def learn_costs(self, load: Load) -> None:
         """Let the costs follow the passes that were timed since the last event, and store them from time to time."""
         self.costs.learn(load.take_timings())
         now = time.monotonic()
@@ -268,9 +311,9 @@ class Traffic:
 
     def count(self, event: Generated) -> None:
         """Count a request that has ended, however it was decoded."""
-        self._task(event.prompt.task).count(event.completion)
+        self.task(event.prompt.task).count(event.completion)
 
-    def _look(self, task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:
+    def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:
         """Look at candidates beside a request, and count the seconds of that."""
         before, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
         try:
@@ -282,7 +325,7 @@ class Traffic:
         """The seconds that the next look beside a prompt is expected to take, by measured costs."""
         return self.costs.at().target_pass_s(task.search.rows_ahead(prompt_id))
 
-    def _may_search(self, task: TaskTraffic, prompt_id: str) -> bool:
+    def may_search(self, task: TaskTraffic, prompt_id: str) -> bool:
         if self.paused or self._is_busy() or not task.search.optimising:
             return False
         return task.may_search(self._look_s(task, prompt_id)) and self._has_lease(task.name)
@@ -297,19 +340,20 @@ class Traffic:
 
     def _lease(self, store: Store, task: str, seconds: float = LEASE_S) -> float:
         """Lease the search of a task, or give it back with 0 seconds; returns until when this replica has it."""
-        own = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name, task
+        place = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
         until = time.monotonic() + seconds
-        return until if store.jobs.lock(" ".join(("search", *own)), self._owner, seconds) else -math.inf
+        return until if store.jobs.lock(" ".join(("search", *place, task)), self._owner, seconds) else -math.inf
 
-    def _nearest_task(self, prefilled: Prefilled) -> str:
+    def nearest_task(self, prefilled: Prefilled) -> str:
         """The task whose prompts are most similar to one that was just read, else the default."""
         assert prefilled.state is not None
         state = single(unit(prefilled.state.tolist()))
-        near = {task.name: sum(map(mul, state, task.shift.state)) for task in self._tasks.values() if task.shift.state}
-        best = max(near, key=lambda name: near[name], default=DEFAULT_TASK)
-        return best if near.get(best, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
+        states = {task.name: task.shift.state for task in self._tasks.values()}
+        cosines = {name: sum(map(mul, state, of_task)) for name, of_task in states.items() if of_task}
+        nearest = max(cosines, key=lambda name: cosines[name], default=DEFAULT_TASK)
+        return nearest if cosines.get(nearest, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
 
-    def _learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read: ReadPrompt | None) -> None:
+    def learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read: ReadPrompt | None) -> None:
         if (shifted := task.shifted_by(completion, read)) is not None:
             task.drop_pairs()
             task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests + 1)
@@ -327,7 +371,7 @@ class Traffic:
 
         self._queries.ask("version", task.name, partial(self.store.add_layer_set, record), take)
 
-    def _task(self, name: str) -> TaskTraffic:
+    def task(self, name: str) -> TaskTraffic:
         """The task, with the newest plan known by now that any replica has stored for it."""
         self._queries.take()
         if name not in self._tasks and len(self._tasks) >= MAX_TASKS and not self._drop_task():
@@ -347,11 +391,11 @@ class Traffic:
 
         Requests of it that are being decoded go on with its drafts.
         """
-        known = {DEFAULT_TASK, *(each.task for each in self._known)}
-        untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in known]
+        stored = {DEFAULT_TASK, *(known_set.task for known_set in self._known)}
+        untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in stored]
         if not untuned:
             return False
-        task = min(untuned, key=lambda each: (bool(each.search.trials), each.used_at))
+        task = min(untuned, key=lambda candidate: (bool(candidate.search.trials), candidate.used_at))
         task.search.close()
         del self._tasks[task.name]
         self._leases.pop(task.name, None)
@@ -362,20 +406,20 @@ class Traffic:
         """The plan that `best` means for a task here, if it is a layer set for adaptive drafts in our format."""
         runtime = self.runtime
         try:
-            found = store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
+            plan = store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
         except LayerSetNotFound:
             return None
-        record = found.plan.layer_set
-        if record is None or found.plan.method != "adaptive" or found.fallback is not None:
+        record = plan.plan.layer_set
+        if record is None or plan.plan.method != "adaptive" or plan.fallback is not None:
             return None
-        return None if self.costs.missing(record.layer_set) else found
+        return None if self.costs.missing(record.layer_set) else plan
 
     def _use_stored(self, task: TaskTraffic, stored: FoundPlan | None) -> None:
         task.looked_up = True
         if stored is None or stored.plan.layer_set is None:
             return
         before, task.best = task.best, stored.version
-        if stored.version not in (before, task.version):  # `best` was moved: by another replica, or by hand
+        if stored.version not in (before, task.version):  # Another replica, or a person, has moved `best`.
             task.use_plan(stored, self._new_task(task.name, stored.plan.layer_set.layer_set).search)
 
     def _new_task(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
@@ -386,9 +430,9 @@ class Traffic:
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
         if verb == "pin":
-            own = self._task(task or DEFAULT_TASK)
-            before, own.pinned = own.drafts, way
-            own.since = own.since if own.drafts == before else time.time()
+            steered = self.task(task or DEFAULT_TASK)
+            before, steered.pinned = steered.drafts, way
+            steered.since = steered.since if steered.drafts == before else time.time()
         else:
             self.paused = verb == "pause"
 
@@ -409,9 +453,9 @@ class Traffic:
         for task in self._tasks.values():
             task.search.close()
         if self.store is not None:
-            with suppress(StoreError):  # the next engine measures again
+            with suppress(StoreError):  # The next engine measures again.
                 self._save_costs(self.store, self.costs.refined())
         for name, until in self._leases.items():
             if self.store is not None and time.monotonic() < until:
-                with suppress(StoreError):  # it ends by itself
+                with suppress(StoreError):  # The lease ends by itself.
                     self._lease(self.store, name, 0.0)

@@ -36,7 +36,7 @@ from .recipes import stamped, stored_costs
 
 SHOW_S = 1.0  # between two updates of the figures that others read
 CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
-SHORT_PATIENCE_S = 5.0  # with a database that is away, while other users of the model wait
+SHORT_PATIENCE_S = 5.0  # How long to wait for the database while other users of the model wait.
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -124,9 +124,9 @@ class TuningRun:
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
         settings, costs = self._drafts(session, n_positions)
-        known = patiently(lambda: self.store.known_sets(runtime.info.fingerprint))
+        known_sets = patiently(lambda: self.store.known_sets(runtime.info.fingerprint))
         memory = memory_for_texts(runtime) if request.concurrency > 1 else None
-        self.tuner = Tuner(session, settings, costs, request.model, known, request.concurrency, memory)
+        self.tuner = Tuner(session, settings, costs, request.model, known_sets, request.concurrency, memory)
         finished: list[TaskFinished] = []
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
             for event in self._in_turns(events):
@@ -208,10 +208,10 @@ class TuningRun:
         self._obey(can_save=isinstance(event, TrialsDone | PromptFinished | Progress))
 
     def _obey(self, can_save: bool) -> None:
-        wanted = self._keeper.wanted or self._wanted
+        verb_now = self._keeper.wanted or self._wanted
         if self._keeper.lost:
             raise LeaseLost(f"attempt {self._lease.attempt} of job {self._lease.job} was replaced: leave it")
-        leave = HandedBack if self._ending() else Paused if wanted == "pause" else None
+        leave = HandedBack if self._ending() else Paused if verb_now == "pause" else None
         if leave is not None and (can_save or self.tuner is None):
             if self.tuner is not None:
                 self._checkpoint()
@@ -259,11 +259,15 @@ class TuningRun:
         """Store a task's layer set, the event, and the snapshot in which the task is finished, if it is."""
         assert self.tuner is not None
         self._write()
-        own = replace(task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job))
+        stamped_task = replace(
+            task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job)
+        )
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot = self._snapshot if promotion == "never" else self.tuner.snapshot()
         number = self._n_checkpoints + 1
-        stored = patiently(lambda: self._jobs.finish_task(self._lease, number, own, method, promotion, snapshot))
+        stored = patiently(
+            lambda: self._jobs.finish_task(self._lease, number, stamped_task, method, promotion, snapshot)
+        )
         self._n_checkpoints, self._snapshot = number, snapshot
         self._on_event(stored)
         return stored

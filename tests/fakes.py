@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.costs import CostProfile, FormatCosts
+from swiftopt.core.messages import Ready
 from swiftopt.decoding.engine import Work, side_by_side
 from swiftopt.models.runtime import Runtime
 
@@ -67,6 +68,9 @@ def worded_runtime(family: str = "llama", dtype: torch.dtype = torch.float64) ->
     tokenizer.eos_token_id = None
     runtime.tokenizer = tokenizer
     return runtime
+
+
+READY = Ready(64, "v1:0", exact=True, device="cpu", dtype="float32", has_chats=False)  # of a model that is loaded
 
 
 @cache

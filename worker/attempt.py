@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 MOST_IN_A_ROW = 100  # attempts of one child
 LOOK_S = 1.0  # between two looks for jobs of an engine's model
-HOLD_S = 30.0  # that these are kept from the workers of this machine, unless renewed
-HAND_BACK_S = 5.0  # after SIGTERM, until the next checkpoint; without one the job continues from its last
+HOLD_S = 30.0  # The workers of this machine leave these to the engine for so long, unless renewed.
+HAND_BACK_S = 5.0  # The next checkpoint must come so soon after SIGTERM; else the job continues from its last one.
 NOOP_STEP_S = 0.05
 ENDING = "its worker is ending"
 PASSING = (DeviceMissing, HubUnreachable)  # another worker may have the one, and the other may come back
@@ -147,7 +147,7 @@ class Attempts:
     def _following(self, done: Delivery) -> Delivery | None:
         """Return the queue's next attempt if the one before succeeded and the next wants its model, else None."""
         jobs = self.store.jobs
-        following = next((each for each in jobs.due() if each.queue == self.context.queue), None)
+        following = next((attempt_due for attempt_due in jobs.due() if attempt_due.queue == self.context.queue), None)
         if following is None or jobs.get(done.job).state != "succeeded":
             return None
         return following if self.wants_loaded(jobs.get(following.job)) else None
@@ -160,9 +160,9 @@ class Attempts:
     def _load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
         from ..tasks.tune import load_model
 
-        wanted = model_of(request)
-        if self._runtime is None or self._loaded != wanted:
-            self._loaded, self._runtime = wanted, None  # frees the memory of the previous one first
+        model_asked = model_of(request)
+        if self._runtime is None or self._loaded != model_asked:
+            self._loaded, self._runtime = model_asked, None  # frees the memory of the previous one first
             self._runtime = load_model(request, on_step)
         return self._runtime
 
@@ -254,7 +254,7 @@ class EngineJobs(Attempts):
 
     def _due(self) -> Iterator[Delivery]:
         """Yield the attempts that wait for this model."""
-        due = [each for each in self.store.jobs.due() if each.queue == DEFAULT_QUEUE]
+        due = [attempt_due for attempt_due in self.store.jobs.due() if attempt_due.queue == DEFAULT_QUEUE]
         self._others &= {delivery.job for delivery in due}
         for delivery in due:
             if delivery.job not in self._others and not self.ending.is_set():

@@ -44,9 +44,9 @@ def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
         request = TuneRequest.from_json(job.request)
     except InvalidInput:  # its attempt reports it
         return False
-    wanted = _model_part(engine_lock(request))
-    locks = [engine_lock(as_request(model)) for model in served if model.tune] + jobs.locks(wanted)
-    devices = {lock.removeprefix(wanted) for lock in locks if _model_part(lock) == wanted}
+    model_part = _model_part(engine_lock(request))
+    locks = [engine_lock(as_request(model)) for model in served if model.tune] + jobs.locks(model_part)
+    devices = {lock.removeprefix(model_part) for lock in locks if _model_part(lock) == model_part}
     return request.device in devices or (request.device == "auto" and bool(devices))
 
 

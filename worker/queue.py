@@ -47,10 +47,10 @@ TASK = "swiftopt.worker.attempt.Attempts.run"  # a name for rq's records; the wo
 UNLIMITED = -1  # rq's own default ends a job after 180 s; leases end ours
 FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose process died
 SOCKET_TIMEOUT_S = 5.0
-RETRIES = 2  # of one command, on a broken connection
+RETRIES = 2  # Retries of one command on a broken connection.
 
 PERIOD_S = 5.0  # between two passes
-LOCK_S = 15.0  # after which another process may reconcile in place of one that died
+LOCK_S = 15.0  # Another process may reconcile after so long, in place of one that died.
 # An attempt that left its queue and is not claimed within this time was lost on the way; a worker needs far less.
 CLAIM_S = 8.0
 # After an outage of the database, workers that could not renew their leases get this long to do so.
@@ -128,8 +128,8 @@ class RedisQueue:
 
     def waiting(self, queue: str) -> set[str]:
         with _errors(self.url):
-            found: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
-            return {entry.decode(errors="replace") for entry in found}  # anybody may have put anything there
+            ids_waiting: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
+            return {entry.decode(errors="replace") for entry in ids_waiting}  # anybody may have put anything there
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
         with _errors(self.url):
@@ -158,8 +158,8 @@ class RedisQueue:
     def workers(self) -> list[WorkerFacts]:
         """Return every registered worker; dead ones are included until their key expires."""
         with _errors(self.url):
-            found: Sequence[Any] = RqWorker.all(connection=self.connection, serializer=SERIALIZER)
-            return [WorkerFacts.of(worker) for worker in found]
+            rq_workers: Sequence[Any] = RqWorker.all(connection=self.connection, serializer=SERIALIZER)
+            return [WorkerFacts.of(worker) for worker in rq_workers]
 
     def close(self) -> None:
         self.connection.close()
@@ -208,10 +208,10 @@ class JobService:
         """
         if verb == "retry" and (problem := retry_problem(self.store, self.get(job))):
             raise Conflict(f"job {job} cannot be retried: {problem}")
-        found = self.store.jobs.act(job, verb)
-        log_state(Lease(found.id, found.attempt), found.state, verb=verb)
-        self.deliver(found)
-        return found
+        job_after = self.store.jobs.act(job, verb)
+        log_state(Lease(job_after.id, job_after.attempt), job_after.state, verb=verb)
+        self.deliver(job_after)
+        return job_after
 
     def obstacle(self, job: Job) -> str | None:
         """Return why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
@@ -271,9 +271,13 @@ class Reconciler:
             for lost in self._jobs.expire():
                 log_state(lost.lease, lost.state, "LeaseLost", lost.reason)
         due = self._jobs.due()
-        waiting = {found for queue in {delivery.queue for delivery in due} for found in self._queue.waiting(queue)}
+        waiting = {
+            attempt_id for queue in {delivery.queue for delivery in due} for attempt_id in self._queue.waiting(queue)
+        }
         missing = {delivery.id: delivery for delivery in due if delivery.id not in waiting}
-        self._missing_since = {found: since for found, since in self._missing_since.items() if found in missing}
+        self._missing_since = {
+            attempt_id: since for attempt_id, since in self._missing_since.items() if attempt_id in missing
+        }
         for delivery in missing.values():
             try:
                 self._deliver(delivery)

@@ -1,10 +1,8 @@
-"""One model's engine in a process of its own: requests come as JSON lines, and their events go back as JSON lines.
+"""One model's engine in a process of its own: questions come to its standard input, answers go to its standard output.
 
-Standard input brings `{"op": "decode", "id": …, "request": CompletionRequest}`, `cancel`, `tokenize`, `detokenize` and
-`tuning`; standard output carries `{"id": …, "event": …}`, and `{"id": null, "event": "ready"}` once the model is there.
-Jobs of the model that wait in the queue run in the engine as well, while nothing is decoded. `swiftopt serve` starts
-the process as `python -m swiftopt.worker.serving NAME LEVEL`, the level being that of its log, and sends what it serves
-as the first line.
+Both are lines of `core/messages.py`. Jobs of the model that wait in the queue run in the engine as well, while nothing
+is decoded. `swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL`, the level being that
+of its log.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ if __name__ == "__main__":
 
     collector.start()
 
-import json
 import logging
 import os
 import re
@@ -29,13 +26,44 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..core.errors import Conflict, ContextOverflow, InvalidInput, NotFound, OutputError, StreamError, SwiftoptError
-from ..core.events import ModelTuning, TuningVerb, Way
+from ..core.errors import (
+    Conflict,
+    ContextOverflow,
+    InvalidInput,
+    NotFound,
+    OutputError,
+    SettingsError,
+    StreamError,
+    SwiftoptError,
+)
+from ..core.events import ModelTuning
+from ..core.messages import (
+    AnswerDone,
+    AnswerText,
+    Cancel,
+    Decode,
+    Detokenize,
+    Failed,
+    FromEngine,
+    FromServer,
+    Loading,
+    PieceLogprob,
+    PromptRead,
+    PromptTokens,
+    Ready,
+    Serve,
+    Steer,
+    Tokenize,
+    TokensText,
+    TuningNow,
+    encoded,
+    from_server,
+)
 from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
 from ..core.settings import LOG_FORMAT
 from ..core.streams import LineWriter, parse_stream, stream_lines
@@ -52,48 +80,47 @@ from ..tasks.model import Model, Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
 
-LONG_LINE = 1 << 16  # characters of a request, beyond which its text is read beside the others
-TAIL = 16  # tokens at a prompt's end that show whether it has begun a thought
-ANSWER_SHARE = 3 / 4  # of the memory that a prompt leaves, that an answer may take which is to end nowhere
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabularies of sentencepiece
-# in vocabularies of bytes, which write each as a character
+LEAST_LOGPROB = -9999.0  # OpenAI's API writes it for minus infinity, which JSON does not have.
+LONG_LINE = 1 << 16  # A request of more bytes is read in another thread.
+TAIL = 16  # The last tokens of a prompt show whether it has begun a thought.
+ANSWER_SHARE = 3 / 4  # An answer without a length may take this share of the memory that its prompt leaves.
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # The vocabularies of sentencepiece write a byte so.
+# Vocabularies of bytes write each byte as a character.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
-logger = logging.getLogger("swiftopt.worker.serving")  # whose own name is "__main__"
+logger = logging.getLogger("swiftopt.worker.serving")  # The module's own name is "__main__".
 
 
-class Wire:
-    """Writes events as lines; any thread may."""
+class MessageWriter:
+    """Writes messages as lines; any thread may."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: BinaryIO) -> None:
         self._out, self._lock = out, threading.Lock()
 
-    def send(self, number: int | None, event: str, **values: Any) -> None:
-        """Write one event of a request, or of the engine (None)."""
-        line = json.dumps({"id": number, "event": event, **values})
+    def send(self, message: FromEngine) -> None:
+        line = encoded(message)
         with self._lock:
-            self._out.write(line + "\n")
+            self._out.write(line)
             self._out.flush()
 
     def fail(self, number: int | None, error: BaseException) -> None:
         """Write why a request failed, or the engine (None); an unexpected error goes to the log with its traceback."""
-        known = isinstance(error, SwiftoptError)
-        if not known:
+        if not isinstance(error, SwiftoptError):
             traceback.print_exception(error)
-        words = str(error) if known else f"the engine failed at this request ({type(error).__name__}): see its log"
-        kind, param = type(error).__name__ if known else "SwiftoptError", getattr(error, "param", None)
-        self.send(number, "failed", kind=kind, message=words, param=param)
+            words = f"the engine failed at this request ({type(error).__name__}): see its log"
+            error = SwiftoptError(words)
+        self.send(Failed.of(number, error))
 
 
-class _Sent(Ticket):
-    """A request whose events go over the wire; a request that only reads its prompt sends no token.
+class SentCompletion(Ticket):
+    """A request whose answer goes over the wire; a request that only reads its prompt sends no token.
 
     `on_end` gets its last event; a request with a trace, which is the playground's, is not counted.
     """
 
     def __init__(
         self,
-        wire: Wire,
+        wire: MessageWriter,
         number: int,
         request: CompletionRequest,
         piece_of: Callable[[int], Piece],
@@ -108,42 +135,42 @@ class _Sent(Ticket):
         if self.request.max_new_tokens == 0:
             event = _without_text(event)
         if isinstance(event, TextAdded):
-            values: dict[str, Any] = {"text": event.text, "n_tokens": event.n_tokens}
-            if self.request.logprobs is not None:
-                values["logprobs"] = [self._logprob(each) for each in event.logprobs]
-                values["prompt_logprobs"] = [self._logprob(each) for each in event.prompt_logprobs]
-            if self.request.trace:
-                values["trace"] = [
-                    (self._piece_of(token.token_id), token.source, [*map(self._piece_of, token.rejected)])
-                    for token in event.traced
-                ]
-            self._wire.send(self.number, "text", **values)
-        else:
-            if self.counts:
-                self._on_end(event)
-            waited_s = time.perf_counter() - self._asked_at
-            self._wire.send(
-                self.number,
-                "done",
-                queued_s=max(0.0, waited_s - event.completion.timings.total_s),
-                task=event.prompt.task,
-                completion=event.completion.to_json(),
-                decoded_with=event.info.method,
-                version=event.info.version,
-                why_plain=None if event.info.why_plain is None else event.info.why_plain.to_json(),
-            )
+            self._wire.send(self._text(event))
+            return
+        if self.counts:
+            self._on_end(event)
+        waited_s = time.perf_counter() - self._asked_at
+        done, info = event.completion, event.info
+        queued_s = max(0.0, waited_s - done.timings.total_s)
+        decoded_with = info.method, info.version, info.why_plain
+        self._wire.send(AnswerDone(self.number, queued_s, event.prompt.task, done, *decoded_with))
 
-    def _logprob(self, token: TokenLogprob) -> list[Any]:
+    def _text(self, added: TextAdded) -> AnswerText:
+        has_logprobs = self.request.logprobs is not None
+        traced = added.traced if self.request.trace else ()
+        return AnswerText(
+            self.number,
+            added.text,
+            added.n_tokens,
+            logprobs=tuple(map(self._logprob, added.logprobs)) if has_logprobs else (),
+            prompt_logprobs=tuple(map(self._logprob, added.prompt_logprobs)) if has_logprobs else None,
+            trace=tuple(
+                (self._piece_of(token.token_id), token.source, tuple(map(self._piece_of, token.rejected)))
+                for token in traced
+            ),
+        )
+
+    def _logprob(self, token: TokenLogprob) -> PieceLogprob:
         """Return a token's text or bytes, its log probability, and both of its alternatives."""
-        top = [(self._piece_of(own), value) for own, value in token.top]
-        return [self._piece_of(token.token_id), token.logprob, top]
+        top = tuple((self._piece_of(token_id), max(LEAST_LOGPROB, value)) for token_id, value in token.top)
+        return self._piece_of(token.token_id), max(LEAST_LOGPROB, token.logprob), top
 
     def end(self, error: BaseException | None = None) -> None:
         super().end(error)
         if isinstance(error, ContextOverflow):
             error.param = error.param or prompt_field(self.request)
         elif isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
-            error = InvalidInput(str(error), "method")  # the method cannot be used, or not with such a request
+            error = InvalidInput(str(error), "method")  # The method cannot be used, or not for such a request.
         if error is not None:
             self._wire.fail(self.number, error)
 
@@ -173,12 +200,12 @@ class Tokens:
 
     def piece(self, token_id: int) -> Piece:
         """Return what a token adds to a text."""
-        own = self._bytes(token_id)
+        in_bytes = self._bytes(token_id)
         try:
-            return str(self._tokenizer.decode([token_id])) if own is None else own.decode()
+            return str(self._tokenizer.decode([token_id])) if in_bytes is None else in_bytes.decode()
         except UnicodeDecodeError:
-            assert own is not None
-            return list(own)
+            assert in_bytes is not None
+            return list(in_bytes)
 
     def _bytes(self, token_id: int) -> bytes | None:
         """Return a token's bytes; None where the vocabulary has none."""
@@ -186,7 +213,7 @@ class Tokens:
             return None
         word = self._tokenizer.convert_ids_to_tokens(token_id)
         if self._has_bytes:
-            return bytes(BYTE_OF[each] for each in word) if word and all(each in BYTE_OF for each in word) else None
+            return bytes(map(BYTE_OF.__getitem__, word)) if word and all(letter in BYTE_OF for letter in word) else None
         if (byte := _BYTE.fullmatch(word or "")) is not None:
             return bytes([int(byte[1], 16)])
         return None if word is None else word.replace("▁", " ").encode()
@@ -196,8 +223,8 @@ class Tokens:
         """The token that ends a thought; None: the model's chat template knows none."""
         if THOUGHT not in str(getattr(self._tokenizer, "chat_template", None)):
             return None
-        found = self._tokenizer.get_vocab().get(THOUGHT)
-        return None if found is None else int(found)
+        token_id = self._tokenizer.get_vocab().get(THOUGHT)
+        return None if token_id is None else int(token_id)
 
     def ends_in_thought(self, token_ids: Sequence[int]) -> bool:
         """Return whether a prompt leaves a thought open, which the completion then continues."""
@@ -207,11 +234,11 @@ class Tokens:
 class EngineHost:
     """Serves one model to the process that writes the lines."""
 
-    def __init__(self, served: ServedModel, wire: Wire) -> None:
+    def __init__(self, served: ServedModel, wire: MessageWriter) -> None:
         self._wire = wire
 
         def loading(step: str) -> None:
-            wire.send(None, "loading", step=step)
+            wire.send(Loading(step))
 
         self.traffic: Traffic | None = None
         on_cpu = served.device == "cpu" or not torch.cuda.is_available()
@@ -222,7 +249,7 @@ class EngineHost:
             runtime, store = self.model.runtime, self.model.store
             if served.tune:
                 self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
-        with suppress(InvalidInput):  # a request reports it; the first grammar is slow and must not delay rounds
+        with suppress(InvalidInput):  # A request reports it. The first grammar is slow, so it is made before any round.
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
         if not served.tune:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
@@ -230,31 +257,31 @@ class EngineHost:
         self.model.turn = self.engine.turn
         self._jobs = EngineJobs(served, store, runtime, self.engine.turn) if served.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
-        self._tickets: dict[int, _Sent] = {}
+        self._tickets: dict[int, SentCompletion] = {}
         self._long = ThreadPoolExecutor(1, "long")
         self._kept: LineWriter | None = None
         self._keeping = threading.Lock()
         if served.keep_prompts is not None:
             self._kept = LineWriter(Path(served.keep_prompts), what="prompts", option="--keep-prompts")
 
-    def run(self, lines: Iterator[str]) -> None:
-        """Handle line by line, until there are none."""
+    def run(self, lines: Iterator[bytes]) -> None:
+        """Answer line by line, until there are none."""
         runtime = self.model.runtime
         self._wire.send(
-            None,
-            "ready",
-            max_positions=runtime.max_positions,
-            fingerprint=runtime.info.fingerprint,
-            exact=runtime.exact,
-            device=machine_name(runtime),
-            dtype=runtime.dtype_name,
-            chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
+            Ready(
+                max_positions=runtime.max_positions,
+                fingerprint=runtime.info.fingerprint,
+                exact=runtime.exact,
+                device=machine_name(runtime),
+                dtype=runtime.dtype_name,
+                has_chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
+            )
         )
         try:
             for line in lines:
-                if self.engine.is_closed:  # its thread has failed: a new process is what helps
+                if self.engine.is_closed:  # Its thread has failed, and a new process can go on.
                     raise SystemExit(1)
-                self._handle(json.loads(line), is_long=len(line) > LONG_LINE)
+                self._handle(from_server(line), is_long=len(line) > LONG_LINE)
         finally:
             self._long.shutdown(wait=False, cancel_futures=True)
             if self._jobs is not None:
@@ -265,31 +292,26 @@ class EngineHost:
             if self.traffic is not None:
                 self.traffic.close()
 
-    def _handle(self, asked: Mapping[str, Any], is_long: bool) -> None:
-        number = asked["id"]
-        try:
-            match asked["op"]:
-                case "decode":
-                    request = CompletionRequest.from_json(asked["request"])
-                    self._tickets = {own: ticket for own, ticket in self._tickets.items() if not ticket.is_done}
-                    on_end = self.traffic.count if self.traffic is not None else _not_counted
-                    self._tickets[number] = _Sent(self._wire, number, request, self._tokens.piece, on_end)
-                    self._read(number, is_long, partial(self._decode, self._tickets[number]))
-                case "cancel":
-                    if (ticket := self._tickets.pop(number, None)) is not None:
-                        ticket.cancel()
-                case "tokenize":
-                    request = CompletionRequest.from_json(asked["request"])
-                    self._read(number, is_long, partial(self._tokenize, number, request))
-                case "detokenize":
-                    self._read(number, is_long, partial(self._detokenize, number, asked["token_ids"]))
-                case "tuning":
-                    verb, task, way = (asked.get(key) for key in ("verb", "task", "way"))
-                    if verb is not None and self.traffic is None:
-                        raise Conflict("this server learns nothing: start it without --no-tune to steer it")
-                    self.engine.call(partial(self._send_tuning, number, verb, task, way))
-        except Exception as error:
-            self._wire.fail(number, error)
+    def _handle(self, message: FromServer, is_long: bool) -> None:
+        match message:
+            case Decode(request, number):
+                self._tickets = {id: ticket for id, ticket in self._tickets.items() if not ticket.is_done}
+                on_end = self.traffic.count if self.traffic is not None else _not_counted
+                ticket = self._tickets[number] = SentCompletion(self._wire, number, request, self._tokens.piece, on_end)
+                self._read(number, is_long, partial(self._decode, ticket))
+            case Cancel(number):
+                if (cancelled := self._tickets.pop(number, None)) is not None:
+                    cancelled.cancel()
+            case Tokenize(request, number):
+                self._read(number, is_long, partial(self._tokenize, number, request))
+            case Detokenize(token_ids, number):
+                self._read(number, is_long, partial(self._detokenize, number, token_ids))
+            case Steer(verb, _, _, number):
+                if verb is not None and self.traffic is None:
+                    words = "this server learns nothing: start it without --no-tune to steer it"
+                    self._wire.fail(number, Conflict(words))
+                else:
+                    self.engine.call(partial(self._send_tuning, message))
 
     def _read(self, number: int, is_long: bool, work: Callable[[], None]) -> None:
         """Read a text; long ones one after the other in a thread of their own, so that no other request waits."""
@@ -310,11 +332,11 @@ class EngineHost:
     def _tokenize(self, number: int, request: CompletionRequest) -> None:
         session = Session(self.model.runtime, request.sampling, 1)
         ids = token_ids_of(session, request)
-        self._wire.send(number, "tokens", token_ids=ids, max_positions=session.runtime.max_positions)
+        self._wire.send(PromptTokens(number, tuple(ids), session.runtime.max_positions))
 
     def _detokenize(self, number: int, token_ids: Sequence[int]) -> None:
         check_vocabulary(token_ids, self.model.runtime, "tokens")
-        self._wire.send(number, "detokenized", text=self.model.runtime.tokenizer.decode(token_ids))
+        self._wire.send(TokensText(number, self.model.runtime.tokenizer.decode(token_ids)))
 
     def _refresh_plans(self) -> None:
         """Follow what `best` means; where the database is away, go on as before."""
@@ -323,16 +345,20 @@ class EngineHost:
             with suppress(SwiftoptError):
                 self.model.refresh_plans()
 
-    def _send_tuning(self, number: int, verb: TuningVerb | None, task: str | None, way: Way | None) -> None:
+    def _send_tuning(self, steer: Steer) -> None:
         """Obey a verb, if there is one, and send what is in use and being tried; in the engine's thread."""
-        found = ModelTuning(paused=True)
-        if self.traffic is not None:
-            if verb is not None:
-                self.traffic.steer(verb, task, way)
-            found = self.traffic.status()
-        self._wire.send(number, "tuning", **found.to_json())
+        tuning = ModelTuning(paused=True)
+        try:
+            if self.traffic is not None:
+                if steer.verb is not None:
+                    self.traffic.steer(steer.verb, steer.task, steer.way)
+                tuning = self.traffic.status()
+        except Exception as error:
+            self._wire.fail(steer.id, error)
+        else:
+            self._wire.send(TuningNow(steer.id, tuning))
 
-    def _decode(self, ticket: _Sent) -> None:
+    def _decode(self, ticket: SentCompletion) -> None:
         request = ticket.request
         if self._is_cancelled(ticket):
             return
@@ -349,12 +375,14 @@ class EngineHost:
         self._send_prompt(ticket.number, request, prompt.token_ids)
         if self.traffic is None or request.method is not None or request.version is not None:
             work = partial(self._run_planned, ticket, session, prompt, options)
-            threading.Thread(target=work, name="plan", daemon=True).start()  # the database may be slow
+            threading.Thread(target=work, name="plan", daemon=True).start()
         else:
             options |= {"learn": request.learn, "counts": ticket.counts}
             self._run(ticket, self.traffic.work(session, prompt, request.task, **options))
 
-    def _run_planned(self, ticket: _Sent, session: Session, prompt: Prompt, options: Mapping[str, Any]) -> None:
+    def _run_planned(
+        self, ticket: SentCompletion, session: Session, prompt: Prompt, options: Mapping[str, Any]
+    ) -> None:
         """Decode a request by its plan, which is looked up and built in a thread of its own."""
         try:
             planned = self.model.plan_for(prompt.task, ticket.request.method, ticket.request.version)
@@ -362,27 +390,28 @@ class EngineHost:
         except Exception as error:
             ticket.end(error)
 
-    def _run(self, ticket: _Sent, work: Work[None]) -> None:
+    def _run(self, ticket: SentCompletion, work: Work[None]) -> None:
         self.engine.run(work, ticket)
-        if self._is_cancelled(ticket):  # before it could be
+        if self._is_cancelled(ticket):  # It was cancelled before the engine had it.
             ticket.cancel()
 
-    def _is_cancelled(self, ticket: _Sent) -> bool:
+    def _is_cancelled(self, ticket: SentCompletion) -> bool:
         return self._tickets.get(ticket.number) is not ticket
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
         """Send the prompt's length before anything is decoded, with its text or its thought where these matter."""
-        values: dict[str, Any] = {}
+        read = PromptRead(number, len(token_ids))
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
-            values = {"text": text, "first": self._tokens.piece(token_ids[0])}
+            read = replace(read, text=text, first=self._tokens.piece(token_ids[0]))
         if request.messages and (end_of_thought := self._tokens.end_of_thought) is not None:
-            values = {"end_of_thought": end_of_thought, "in_thought": self._tokens.ends_in_thought(token_ids)}
-        self._wire.send(number, "prompt", n_tokens=len(token_ids), **values)
+            in_thought = self._tokens.ends_in_thought(token_ids)
+            read = replace(read, end_of_thought=end_of_thought, in_thought=in_thought)
+        self._wire.send(read)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one and a stream's line can hold the prompt."""
-        is_plain = all(set(each) == {"role", "content"} for each in request.messages)
+        is_plain = all(set(message) == {"role", "content"} for message in request.messages)
         if self._kept is None or request.token_ids or request.tools or not (is_plain and request.special_tokens):
             return
         task, text = request.task or DEFAULT_TASK, None if request.messages else request.text
@@ -393,7 +422,7 @@ class EngineHost:
                 self._kept.write(line.rstrip("\n"))
         except StreamError:
             return
-        except OutputError as error:  # the client has asked for its answer, not for this
+        except OutputError as error:  # The client's answer does not depend on that file.
             logger.warning("prompt=not kept reason=%r", str(error))
 
 
@@ -416,7 +445,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     ids, source = token_ids_of(session, request), prompt_field(request)
     room = model.runtime.max_positions - len(ids)
     left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
-    unasked = min(room, left) if left > 0 else room  # a prompt that memory does not hold is refused by the engine
+    unasked = min(room, left) if left > 0 else room  # The engine refuses a prompt that memory does not hold.
     session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
@@ -467,16 +496,21 @@ def about(param: str) -> Iterator[None]:
 def main() -> None:
     """Serve the model that the first line describes, until SIGTERM; what others print goes to standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    wire = Wire(out)
+    wire = MessageWriter(out)
     logging.basicConfig(stream=sys.stderr, level=sys.argv[2], format=LOG_FORMAT)
+    lines = iter(sys.stdin.buffer.readline, b"")
     try:
-        host = EngineHost(ServedModel.from_json(json.loads(sys.stdin.readline())), wire)
+        match from_server(next(lines)):
+            case Serve(served):
+                host = EngineHost(served, wire)
+            case other:
+                raise SettingsError(f"the first message is {type(other).__name__}: the server begins with Serve")
     except SwiftoptError as error:
         wire.fail(None, error)
         sys.exit(2)
-    host.run(iter(sys.stdin.readline, ""))
+    host.run(lines)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 
 MONITOR_S = 5.0  # between two heartbeats while a child works
 BEAT_S = 1.0  # between two heartbeats while jobs come and go
 LONGEST_WAIT_S = 5.0  # between two tries to reach a Redis that is away
-RESTART_S = 1.0  # after rq gave up on Redis, before the next try
+RESTART_S = 1.0  # The wait before the next try when rq gave up on Redis.
 TIDY_S = 600.0  # between two clean-ups of rq's own records
 ENDING = (signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_PDEATHSIG = 1  # An option of prctl(2).
 POLL_S = 0.02  # between two looks at a child, where the system does not report its end
 
 T = TypeVar("T")
@@ -150,11 +150,11 @@ class JobWorker(Worker):
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Wait for the child's end with heartbeats meanwhile; errors of Redis are ignored."""
-        while (found := wait_for(self._horse_pid, MONITOR_S)) is None:
+        while (ended := wait_for(self._horse_pid, MONITOR_S)) is None:
             with suppress(RedisError):
                 self.maintain_heartbeats(job)
         pid, self._horse_pid = self._horse_pid, 0
-        status, usage = found
+        status, usage = ended
         latest = _latest(self._begun[0]) or job.id
         if status != os.EX_OK:
             self.child_died(latest, pid, death_of(status, usage.ru_maxrss))
@@ -264,8 +264,8 @@ def wait_for(pid: int, seconds: float) -> tuple[int, resource.struct_rusage] | N
         finally:
             os.close(descriptor)
     while True:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if found:
+        ended_pid, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended_pid:
             return status, usage
         if time.monotonic() >= deadline:
             return None

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ..engine import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
-MOST_GUESSES = 3  # that a draft pass checks at once: quantised passes cost more with every row
-BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # of the draft's confidence, between classes
+MOST_GUESSES = 3  # The most guesses of one draft pass: quantised passes cost more with every row.
+BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Bounds of the draft's confidence between classes.
 PRIOR = 4.0  # observations that a prior counts for
 FADING = 0.1  # weight of the latest round in a running mean
 MEMORY = 256.0  # observations after which the old ones fade
@@ -93,7 +93,7 @@ class PassCosts:
 
     def __init__(self, costs: CostSource, drafts: DraftModel | LayerSet | None) -> None:
         self._costs, self._drafts = costs, drafts
-        self._lookups: dict[int, _Lookups] = {}  # by context bucket
+        self._lookups: dict[int, _Lookups] = {}  # By context bucket.
         self.load = 1
         self._use(costs.at())
 
@@ -103,19 +103,20 @@ class PassCosts:
         self._use(self._costs.at(n_positions))
 
     def _use(self, profile: CostProfile) -> None:
-        known = self._lookups.get(profile.context_bucket)
-        if known is None or known.profile is not profile:
-            known = _Lookups(profile, cache(profile.draft_cost), cache(profile.verify_cost))
-            self._lookups[profile.context_bucket] = known
-        self._draft_cost, self._verify_cost = known.draft_cost, known.verify_cost
+        lookups = self._lookups.get(profile.context_bucket)
+        if lookups is None or lookups.profile is not profile:
+            lookups = _Lookups(profile, cache(profile.draft_cost), cache(profile.verify_cost))
+            self._lookups[profile.context_bucket] = lookups
+        self._draft_cost, self._verify_cost = lookups.draft_cost, lookups.verify_cost
 
     def draft(self, n_rows: int) -> float:
         """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
         return self._draft_of(n_rows * self.load)
 
     def _draft_of(self, n_rows: int) -> float:
-        own = self._drafts if self._drafts is None or isinstance(self._drafts, LayerSet) else self._drafts.layer_set
-        return float("inf") if own is None else self._draft_cost(own, n_rows)
+        drafts = self._drafts
+        layer_set = drafts if drafts is None or isinstance(drafts, LayerSet) else drafts.layer_set
+        return float("inf") if layer_set is None else self._draft_cost(layer_set, n_rows)
 
     @property
     def shared(self) -> float:
@@ -234,9 +235,9 @@ class Joining:
         Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
             much of that part does not depend on its joining, in tokens.
         """
-        own, others = max(0.0, gain + shared), self.gain
-        self.gain = faded(self.gain, own)
-        return own > 0 and own + (load - 1) * others >= load * shared
+        gain_alone, others = max(0.0, gain + shared), self.gain
+        self.gain = faded(self.gain, gain_alone)
+        return gain_alone > 0 and gain_alone + (load - 1) * others >= load * shared
 
 
 def faded(mean: float, latest: float) -> float:
@@ -452,14 +453,14 @@ class AdaptiveDrafter(Drafter):
         for i, row in enumerate(logits):
             if at_once:
                 scores, (token_id, confidence) = row, at_once[i]
-            else:  # penalties read the text, which grows from row to row
+            else:  # Penalties read the text, which grows from row to row.
                 scores = self.context.noisy_scores(chain.token_ids, row)
                 token_id, confidence = rule.confidence(scores)
             chance = learned.acceptance.of(confidence)
             if self._pays_second(chain, chance, rate):
-                found = rule.candidates(scores, token_id, 2)
-                if len(found) > 1:
-                    chain.seconds[len(chain.token_ids)] = found[1]
+                candidates = rule.candidates(scores, token_id, 2)
+                if len(candidates) > 1:
+                    chain.seconds[len(chain.token_ids)] = candidates[1]
             chain.add(token_id, chance, confidence)
             cursor.move(token_id)
             if i == len(guesses) or guesses[i] != token_id:

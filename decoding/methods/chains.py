@@ -164,12 +164,12 @@ class StopRule:
         if rule is None or self.threshold is None or not n_drafted:
             return
         self._rate = rule.rate_memory * self._rate + (1 - rule.rate_memory) * n_accepted / n_drafted
-        wanted = self.threshold
+        threshold = self.threshold
         if self._rate <= rule.target_acceptance:
-            wanted += rule.threshold_step
+            threshold += rule.threshold_step
         elif n_drafted < self.max_draft_length:
-            wanted -= rule.threshold_step
-        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * wanted)
+            threshold -= rule.threshold_step
+        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * threshold)
 
 
 class ChainDrafter(Drafter):

@@ -202,8 +202,8 @@ class PipelineDrafter(Drafter):
         yield from ()  # each layer reads its own weights: there is nothing to share but the head's
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
-        known = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
-        if known != [(root, slot)] or self._buffer is not context.buffer:
+        in_flight = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
+        if in_flight != [(root, slot)] or self._buffer is not context.buffer:
             self._flights, self._buffer = [self._start(root, slot)], context.buffer
         while self._flights[0].depth < context.runtime.n_layers:
             self._predict(slot + room)

@@ -94,9 +94,9 @@ class LookaheadDrafter(Drafter):
         self.settings = settings
 
     def max_rows(self, room: int) -> int:
-        own = self.settings
-        n_extra = max(n * (own.window + own.ngram - 1 - n) - 1 for n in range(1, own.ngram))
-        return 1 + own.guesses * min(room, own.ngram - 1) + n_extra
+        settings = self.settings
+        n_extra = max(n * (settings.window + settings.ngram - 1 - n) - 1 for n in range(1, settings.ngram))
+        return 1 + settings.guesses * min(room, settings.ngram - 1) + n_extra
 
     def start(self) -> None:
         self.pool = NgramPool(self.settings.guesses)
@@ -129,11 +129,11 @@ class NgramPool:
 
     def add(self, ngram: Sequence[int]) -> None:
         """Put an n-gram in as the latest; the oldest of its first token makes room."""
-        rest, known = tuple(ngram[1:]), self._rest.setdefault(ngram[0], {})
-        known.pop(rest, None)
-        known[rest] = None
-        if len(known) > self.size:
-            del known[next(iter(known))]
+        rest, continuations = tuple(ngram[1:]), self._rest.setdefault(ngram[0], {})
+        continuations.pop(rest, None)
+        continuations[rest] = None
+        if len(continuations) > self.size:
+            del continuations[next(iter(continuations))]
 
     def continuations(self, first: int) -> list[tuple[int, ...]]:
         """Return what followed that token, latest first."""
@@ -201,15 +201,15 @@ def guess_mask(n_levels: int, width: int) -> Tensor:
 def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
     """Return the tree of all continuations, at most `room` deep, equal beginnings merged; the first one comes first."""
     token_ids, parents, depth = [root], [-1], 0
-    known: dict[tuple[int, int], int] = {}
+    nodes: dict[tuple[int, int], int] = {}
     for continuation in continuations:
         node = 0
         for step, token_id in enumerate(continuation[:room], 1):
-            if (node, token_id) not in known:
-                known[node, token_id] = len(token_ids)
+            if (node, token_id) not in nodes:
+                nodes[node, token_id] = len(token_ids)
                 token_ids.append(token_id)
                 parents.append(node)
-            node, depth = known[node, token_id], max(depth, step)
+            node, depth = nodes[node, token_id], max(depth, step)
     return DraftTree(tuple(token_ids), tuple(parents), depth)
 
 

@@ -82,8 +82,8 @@ class SequencesDrafter(Drafter):
             drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart)
             following = grown.grow(drawn[:, None].unbind() if late else drawn.tolist())
             for row, (node, of_node) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
-                own, tried = (following[node], None) if same is None else (grown.newest, same[row])
-                offers[node] = Offer(tuple(own), of_node, self.replacement, tried)
+                tokens_after, tried = (following[node], None) if same is None else (grown.newest, same[row])
+                offers[node] = Offer(tuple(tokens_after), of_node, self.replacement, tried)
             if late:
                 unread.append(drawn)
             if same is not None:
@@ -105,8 +105,8 @@ class SequencesDrafter(Drafter):
         rule, n = self.context.rule, len(of)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
         if apart:
-            found = most_probable(scores[0], n) if probs is None else draw_apart(rule, probs[0], n)
-            return found[0].long() if self.model.reads_late else possible(found), probs
+            tokens_drawn = most_probable(scores[0], n) if probs is None else draw_apart(rule, probs[0], n)
+            return tokens_drawn[0].long() if self.model.reads_late else possible(tokens_drawn), probs
         index = uploaded(of, scores.device)
         if probs is None:
             return scores.max(dim=-1).indices[index], None
@@ -126,14 +126,14 @@ class _Growth:
         Equal sequences share nodes, unless their tokens are not known yet.
         """
         before, self.newest = self.newest, []
-        known, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}
+        nodes, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}
         for node, token in zip(before, tokens, strict=False):
             token_id = token if isinstance(token, int) else UNKNOWN
-            if token_id == UNKNOWN or (node, token_id) not in known:
-                known[node, token_id] = len(self.token_ids)
+            if token_id == UNKNOWN or (node, token_id) not in nodes:
+                nodes[node, token_id] = len(self.token_ids)
                 self.token_ids.append(token_id)
                 self.parents.append(node)
                 self.paths.append([*self.paths[node], token])
-            self.newest.append(known[node, token_id])
+            self.newest.append(nodes[node, token_id])
             following[node].append(self.newest[-1])
         return following

@@ -191,8 +191,8 @@ async def _unknown_address(request: Request, error: Exception) -> Response:
 
 async def _error_page(request: Request, refused: Refused) -> Response:
     if refused.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
-        wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return RedirectResponse(f"/login?next={quote(wanted)}", 303)
+        address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"/login?next={quote(address)}", 303)
     session = _known_session(request, (await state_of(request)).settings.keys)
     return page(request, session, "problem.html", refused.status_code, title="Not possible", detail=refused.detail)
 

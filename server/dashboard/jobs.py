@@ -48,11 +48,11 @@ EVENTS_SHOWN = 100
 ATTEMPTS_SHOWN = 50  # changes of state
 OUTPUTS_SHOWN = 5
 WORKERS_SHOWN = 200
-NAMES_OFFERED = 200  # of models and streams, while one types
+NAMES_OFFERED = 200  # The most names offered while one types.
 TEXT_SHOWN = 300  # characters of a completion
 ENGINE = "-engine"  # how the name of a served model's engine ends, as a worker
 WANTED = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
-LABELS = {  # of fields whose names do not say enough
+LABELS = {  # Labels of fields whose names do not say enough.
     "limit": "Take only the first prompts",
     "max_new_tokens": "Tokens per completion",
     "concurrency": "Prompts decoded at once",
@@ -165,17 +165,17 @@ def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
 
     Raises: StoreError: the database is away.
     """
-    found, why = _registered(app)
-    known = {worker.name for worker in found}
+    registered, why = _registered(app)
+    names = {worker.name for worker in registered}
     running = [job for job in app.store.jobs.latest("running", WORKERS_SHOWN) if job.worker]
     standings = app.store.jobs.standings([job.id for job in running])
     for job in running:
         name = str(job.worker)
-        if name not in known:
+        if name not in names:
             what = "engine of a served model" if name.endswith(ENGINE) else "not in Redis"
             sign = place_shown(job, standings.get(job.id))
-            found.append(WorkerSeen(name, job.queue or "none", job.id, what, sign))
-    return found, why
+            registered.append(WorkerSeen(name, job.queue or "none", job.id, what, sign))
+    return registered, why
 
 
 def _registered(app: State) -> tuple[list[WorkerSeen], str]:
@@ -185,30 +185,33 @@ def _registered(app: State) -> tuple[list[WorkerSeen], str]:
         workers = app.queue.workers()[:WORKERS_SHOWN]
     except ServiceUnreachable as error:
         return [], f"Redis is away, so jobs wait for workers in the database: {error}."
-    found = []
+    workers_seen = []
     for worker in workers:
         job = worker.job.rpartition("-a")[0] if worker.job else None
         age = worker.heartbeat_age_s
         sign = "none yet" if age == float("inf") else f"{seconds(max(0.0, age))} ago"
-        found.append(WorkerSeen(worker.name, worker.queue, job or None, worker.state, sign))
-    return found, ""
+        workers_seen.append(WorkerSeen(worker.name, worker.queue, job or None, worker.state, sign))
+    return workers_seen, ""
 
 
 def event_words(event: JobEvent, n_prompts: int) -> str:
     """Return an event in words; one that cannot be read is named."""
-    match found := event.event:
+    match happened := event.event:
         case None:
             return f"{event.type}: changed by hand, or of a newer swiftopt"
         case TrialsDone():
-            n, known = len(found.trials), [trial.matchness for trial in found.trials if trial.matchness is not None]
-            best = max(known, default=None)
-            return f"{found.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
+            n, matchnesses = (
+                len(happened.trials),
+                [trial.matchness for trial in happened.trials if trial.matchness is not None],
+            )
+            best = max(matchnesses, default=None)
+            return f"{happened.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
         case PromptStarted():
-            return f"{found.task}: prompt {found.index + 1} of {found.n_prompts} ({found.prompt_id}) begins"
+            return f"{happened.task}: prompt {happened.index + 1} of {happened.n_prompts} ({happened.prompt_id}) begins"
         case StateChanged(state="failed"):
-            return f"failed: {found.detail}"
+            return f"failed: {happened.detail}"
         case _:
-            return event_line(found, n_prompts) or event.type
+            return event_line(happened, n_prompts) or event.type
 
 
 def listed_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
@@ -241,7 +244,7 @@ def figures_of(job: Job) -> list[tuple[str, str]]:
 def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in request.items():
         if name in ("settings", "sampling") and isinstance(value, Mapping):
-            yield from ((f"{name}.{own}", each) for own, each in value.items())
+            yield from ((f"{name}.{leaf}", inner) for leaf, inner in value.items())
         else:
             yield name, value
 
@@ -249,11 +252,11 @@ def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def request_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return a job's request in words: the values that were chosen, and those at their defaults."""
     usual = dict(_flat(TuneRequest("", "").to_json()))
-    found: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    words_by_kind: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     for name, value in _flat(request):
         if name != "out":
-            found[name in usual and usual[name] == value].append((label(name), _value_words(value)))
-    return found
+            words_by_kind[name in usual and usual[name] == value].append((label(name), _value_words(value)))
+    return words_by_kind
 
 
 def _value_words(value: Any) -> str:
@@ -305,22 +308,22 @@ class Option:
 def options_of(kind: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record that is a single value; `names` choose some."""
     choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS), "dtype": DTYPES}
-    hints, found = get_type_hints(kind), []
-    for each in fields(kind):
-        name, hint = f"{prefix}{each.name}", hints[each.name]
-        default = "" if each.default is MISSING or each.default is None else each.default
+    hints, options_found = get_type_hints(kind), []
+    for field_ in fields(kind):
+        name, hint = f"{prefix}{field_.name}", hints[field_.name]
+        default = "" if field_.default is MISSING or field_.default is None else field_.default
         kinds = {hint, *get_args(hint)}
-        if names and each.name not in names:
+        if names and field_.name not in names:
             continue
         if hint is bool:
-            found.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
-        elif get_origin(hint) is Literal or each.name in choices:
-            found.append(Option(name, str(default), "choice", choices.get(each.name, get_args(hint))))
+            options_found.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
+        elif get_origin(hint) is Literal or field_.name in choices:
+            options_found.append(Option(name, str(default), "choice", choices.get(field_.name, get_args(hint))))
         elif kinds & {int, float} and get_origin(hint) is not tuple:
-            found.append(Option(name, f"{default:g}" if default != "" else "", "number"))
+            options_found.append(Option(name, f"{default:g}" if default != "" else "", "number"))
         elif hint is str:
-            found.append(Option(name, str(default), "text"))
-    return found
+            options_found.append(Option(name, str(default), "text"))
+    return options_found
 
 
 FIRST = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
@@ -348,8 +351,8 @@ def submitted_values(form: FormData, stream: str) -> dict[str, Any]:
     for name, option in OPTIONS.items():
         text = _text(form, name)
         if text not in ("", option.value):
-            group, _, own = name.rpartition(".")
-            (values.setdefault(group, {}) if group else values)[own] = option.read(text)
+            group, _, leaf = name.rpartition(".")
+            (values.setdefault(group, {}) if group else values)[leaf] = option.read(text)
     return values
 
 
@@ -371,19 +374,21 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
     if isinstance(error, SwiftoptError):
         about = "model" if isinstance(error, ModelNotFound | UnsupportedModel) else "stream"
         return [(error.param or about, str(error))]
-    found = []
-    for each in error.errors():
-        name = ".".join(str(part) for part in each["loc"][:2])
+    problems_found = []
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"][:2])
         name = "stream" if name.startswith("stream") else name
-        found.append((name, explained([label(name)] if name else [], each["type"], each["msg"], each["input"])))
-    return found
+        problems_found.append(
+            (name, explained([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
+        )
+    return problems_found
 
 
 def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the values of the form: its texts, its errors, and suggestions of names."""
-    known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
+    models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
     with suppress(StoreError):  # names are a help only
-        known |= dict.fromkeys(app.store.model_names())
+        models_known |= dict.fromkeys(app.store.model_names())
     folders = app.settings.stream_folders
     return {
         "typed": {name: _text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
@@ -391,8 +396,10 @@ def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) ->
         "wrong_at": {name for name, _ in wrong},
         "first": FIRST,
         "rest": REST,
-        "opened": any(name not in ("", "model", "task", "stream", *(each.name for each in FIRST)) for name, _ in wrong),
-        "models": list(known)[:NAMES_OFFERED],
+        "opened": any(
+            name not in ("", "model", "task", "stream", *(field_.name for field_ in FIRST)) for name, _ in wrong
+        ),
+        "models": list(models_known)[:NAMES_OFFERED],
         "streams": api.stream_names(folders)[:NAMES_OFFERED],
         "has_folders": bool(folders),
     }
@@ -409,18 +416,18 @@ def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict
 
     Raises: StoreError: the database is away.
     """
-    found = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
-    shown, states = found[:PER_PAGE], app.store.jobs.states()
+    newest = app.store.jobs.latest(state, PER_PAGE + 1, (at - 1) * PER_PAGE)
+    shown, states = newest[:PER_PAGE], app.store.jobs.states()
     standings = app.store.jobs.standings([job.id for job in shown])
     workers, why = workers_of(app)
     n = sum(states.values()) if state is None else states.get(state, 0)
     return {
         "rows": [(job, standings.get(job.id)) for job in shown],
-        "filters": [(None, sum(states.values())), *((each, states.get(each, 0)) for each in STATES)],
+        "filters": [(None, sum(states.values())), *((state_, states.get(state_, 0)) for state_ in STATES)],
         "state": state,
         "at": at,
         "n_pages": max(1, -(-n // PER_PAGE)),
-        "more": len(found) > PER_PAGE,
+        "more": len(newest) > PER_PAGE,
         "workers": workers,
         "why": why,
         "engines": [engine.served.name for engine in app.engines.of.values() if engine.served.tune],
@@ -455,31 +462,31 @@ def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
 
     Raises: NotFound: no such job. StoreError: the database is away.
     """
-    found, jobs = app.board.get(job), app.store.jobs
-    standing = jobs.standings([found.id]).get(found.id)
+    shown_job, jobs = app.board.get(job), app.store.jobs
+    standing = jobs.standings([shown_job.id]).get(shown_job.id)
     outputs: list[PromptFinished] = []
     problem = ""
     try:
-        outputs = jobs.outputs(found.id, OUTPUTS_SHOWN)
+        outputs = jobs.outputs(shown_job.id, OUTPUTS_SHOWN)
     except StoreUnavailable:
         raise
     except StoreError as error:
         problem = str(error)
-    events = jobs.newest_events(found.id, EVENTS_SHOWN)
-    changes = jobs.newest_events(found.id, ATTEMPTS_SHOWN, "state_changed")
-    chosen, defaults = request_words(found.request)
-    retry = retry_problem(app, found)
+    events = jobs.newest_events(shown_job.id, EVENTS_SHOWN)
+    changes = jobs.newest_events(shown_job.id, ATTEMPTS_SHOWN, "state_changed")
+    chosen, defaults = request_words(shown_job.request)
+    retry = retry_problem(app, shown_job)
     return {
-        **{"job": found, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
-        "verbs": verbs_of(found, standing, retry),
+        **{"job": shown_job, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
+        "verbs": verbs_of(shown_job, standing, retry),
         "retry_problem": retry,
-        "figures": figures_of(found),
-        "attempts": [(each.created_at, to) for each in changes if isinstance(to := each.event, StateChanged)],
-        "events": listed_events(events, found.n_prompts),
+        "figures": figures_of(shown_job),
+        "attempts": [(change.created_at, to) for change in changes if isinstance(to := change.event, StateChanged)],
+        "events": listed_events(events, shown_job.n_prompts),
         "has_older": len(events) == EVENTS_SHOWN,
         "outputs": outputs,
         "outputs_problem": problem,
-        "why": app.board.obstacle(found) or "",
+        "why": app.board.obstacle(shown_job) or "",
     }
 
 
@@ -498,5 +505,5 @@ def ask_cancel(app: Shared, job: JobId) -> dict[str, Any]:
 @router.post("/jobs/{job}/{verb}")
 async def act(app: Shared, session: FormSession, job: JobId, verb: Verb) -> Response:
     """Pause, resume, stop, cancel or retry a job."""
-    found = await run_in_threadpool(app.board.act, job, verb)
-    return RedirectResponse(f"/jobs/{found.id}", 303)
+    job_after = await run_in_threadpool(app.board.act, job, verb)
+    return RedirectResponse(f"/jobs/{job_after.id}", 303)

@@ -17,6 +17,7 @@ from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
+from ...core.messages import Steer
 from ...core.records import PlanVersion
 from ...core.types import KINDS, Kind, LayerSet, SubLayer
 from ...store import Store
@@ -30,15 +31,21 @@ Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f
 NameField = Annotated[Name, Form()]
 
 SELDOM_S = 10.0  # between two updates of a table that changes seldom
-CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # of a layer map, in its own units
+CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # Sizes of a layer map, in its own units.
 PER_BLOCK = 32  # layers side by side
-MARKS = {  # in cells
+MARKS = {  # Marks in cells.
     "int8": "M{x} {m}h10",
     "fp8": "M{x} {m}h4m2 0h4",
     "int4": "M{x} {a}h10M{x} {b}h10",
     "skipped": "M{x} {t}l10 10m0 -10l-10 10",
 }
-STATES = ("kept", "int8", "fp8", "int4", "skipped")  # of a sub-layer, as the style sheet and the legend name them
+STATES = (
+    "kept",
+    "int8",
+    "fp8",
+    "int4",
+    "skipped",
+)  # States of a sub-layer; the style sheet and the legend have the same names.
 NOTICES = {
     "promoted": "This version is the best one now.",
     "rolled-back": "The last choice was taken back.",
@@ -101,13 +108,13 @@ def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
 
 def spans(layers: Iterable[int]) -> str:
     """Return numbers in words: 1–3, 7."""
-    found: list[list[int]] = []
+    runs_of_layers: list[list[int]] = []
     for layer in sorted(layers):
-        if found and found[-1][1] == layer - 1:
-            found[-1][1] = layer
+        if runs_of_layers and runs_of_layers[-1][1] == layer - 1:
+            runs_of_layers[-1][1] = layer
         else:
-            found.append([layer, layer])
-    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in found)
+            runs_of_layers.append([layer, layer])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs_of_layers)
 
 
 def map_words(layer_set: LayerSet) -> str:
@@ -201,17 +208,19 @@ class Evidence:
 
 def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     """Return the evidence of a version."""
-    own = found.own_set
-    if own is None:
+    stored_set = found.own_set
+    if stored_set is None:
         return _compared(store, found)
     pairs: list[tuple[tuple[int, float], tuple[int, float] | None]]
     pairs = [
-        ((n, plain_s), (m, drafted_s)) for n, plain_s, m, drafted_s in own.evidence if None not in (plain_s, drafted_s)
+        ((n, plain_s), (m, drafted_s))
+        for n, plain_s, m, drafted_s in stored_set.evidence
+        if None not in (plain_s, drafted_s)
     ]
-    if own.job is None:
+    if stored_set.job is None:
         words = "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
         return Evidence(words, [JudgedText(f"request {i}", *pair) for i, pair in enumerate(pairs, 1)])
-    finished, held_out = store.jobs.evidence(own.job, found.task)
+    finished, held_out = store.jobs.evidence(stored_set.job, found.task)
     reason = "no verdict is stored" if finished is None else finished.verdict.reason or "no reason is stored"
     texts = [(event.prompt.id, event.completion.text) for event in held_out]
     if not pairs:  # of a version before they were stored; the plain halves are the job's output
@@ -221,7 +230,7 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     # An open verdict goes on behind the held-out prompts with served ones, whose texts are told elsewhere.
     texts += [(f"text {i}", "") for i in range(len(texts) + 1, len(pairs) + 1)]
     judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
-    return Evidence(f"Job {own.job}, on prompts that its search did not score: {reason}.", judged, finished)
+    return Evidence(f"Job {stored_set.job}, on prompts that its search did not score: {reason}.", judged, finished)
 
 
 def _compared(store: Store, found: PlanVersion) -> Evidence:
@@ -235,12 +244,12 @@ def _compared(store: Store, found: PlanVersion) -> Evidence:
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
     """Return per model and task the version that look-ups find, or else the newest, and how many there are."""
-    counts = Counter((each.model, each.task) for each in versions)
+    counts = Counter((version.model, version.task) for version in versions)
     shown: dict[tuple[str, str], PlanVersion] = {}
-    for each in versions:
-        now = shown.setdefault((each.model, each.task), each)
-        if each.plan.engine is None and (now.plan.engine is not None or _since(each) > _since(now)):
-            shown[each.model, each.task] = each
+    for version in versions:
+        now = shown.setdefault((version.model, version.task), version)
+        if version.plan.engine is None and (now.plan.engine is not None or _since(version) > _since(now)):
+            shown[version.model, version.task] = version
     return [(shown[key], counts[key]) for key in sorted(shown)]
 
 
@@ -255,16 +264,16 @@ def chosen(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
     """
     if number is None:
         return overview_of(versions)[0][0]
-    for each in versions:
-        if each.version == number:
-            return each
-    known = ", ".join(str(each.version) for each in versions)
-    raise Refused(404, "layer-set-not-found", f"there is no version {number} here: stored are {known}")
+    for version in versions:
+        if version.version == number:
+            return version
+    numbers = ", ".join(str(version.version) for version in versions)
+    raise Refused(404, "layer-set-not-found", f"there is no version {number} here: stored are {numbers}")
 
 
 def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
     """Return the figures of a version, each with its name."""
-    plan, own = found.plan, found.plan.layer_set
+    plan, stored_set = found.plan, found.plan.layer_set
     low, high = plan.measured_interval or (None, None)
     interval = "" if low is None else f" ({number(low)}–{number(high)})"
     heads = plan.learned
@@ -276,11 +285,11 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
         ("α, acceptance rate", number(plan.acceptance_rate)),
         ("M, tokens per pass", number(plan.mean_generated_length)),
     ]
-    if own is not None:
+    if stored_set is not None:
         rows += [
-            ("Expected ratio", number(own.expected_speedup, 2, "x")),
-            ("Matchness", number(own.matchness)),
-            ("r, share skipped", number(own.skip_ratio)),
+            ("Expected ratio", number(stored_set.expected_speedup, 2, "x")),
+            ("Matchness", number(stored_set.matchness)),
+            ("r, share skipped", number(stored_set.skip_ratio)),
         ]
     rows += [
         (heads.kind.capitalize() if heads else "", f"version {heads.version} of {heads.task}" if heads else None),
@@ -306,7 +315,7 @@ async def engines_serving(app: State, found: PlanVersion) -> list[tuple[EnginePr
         if engine.served.name in found.names or (found.fingerprint or "") == engine.card()["fingerprint"]:
             tuning = await engine.ask_tuning()
             tasks = [task for task in tuning.tasks if task.task == found.task]
-            serving += [(engine, each) for each in ([tuning.unavailable] if tuning.unavailable else tasks)]
+            serving += [(engine, shown) for shown in ([tuning.unavailable] if tuning.unavailable else tasks)]
     return serving
 
 
@@ -333,24 +342,26 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
     Raises: LayerSetNotFound: nothing is stored for it; Refused: 404, there is no such version.
     """
     versions = versions_of(store, model, task)
-    found, moves = chosen(versions, number), store.alias_moves(model, task)
-    others = sorted((each for each in versions if each is not found), key=lambda each: not each.best_for)
+    version_shown, moves = chosen(versions, number), store.alias_moves(model, task)
+    others = sorted(
+        (version for version in versions if version is not version_shown), key=lambda version: not version.best_for
+    )
     valid = [move for move in moves if not (move.is_rollback or move.taken_back)]
-    record = found.plan.layer_set
+    record = version_shown.plan.layer_set
     try:
-        evidence = evidence_of(store, found)
+        evidence = evidence_of(store, version_shown)
     except StoreError as error:
         evidence = Evidence(str(error))
     return {
-        "model": found.model,
+        "model": version_shown.model,
         "task": task,
         "versions": versions,
-        "found": found,
+        "found": version_shown,
         "other": next(iter(others), None),  # to compare with: the best one, else the newest
-        "map": _map(found),
+        "map": _map(version_shown),
         "map_words": None if record is None else map_words(record.layer_set),
-        "figures": figures_of(found),
-        "settings": settings_of(found),
+        "figures": figures_of(version_shown),
+        "settings": settings_of(version_shown),
         "evidence": evidence,
         "moves": moves,
         "back_to": next(iter(valid[1:]), None),  # what a rollback would restore
@@ -391,17 +402,17 @@ def compare(app: Shared, model: Name, task: Name, left: Depth, right: Depth) -> 
     """
     versions = versions_of(app.store, model, task)
     pair = [chosen(versions, left), chosen(versions, right)]
-    sets = [each.plan.layer_set.layer_set for each in pair if each.plan.layer_set is not None]
+    sets = [version.plan.layer_set.layer_set for version in pair if version.plan.layer_set is not None]
     marked = differing(*sets) if len(sets) == 2 else []
     rows = []
-    for values in ([dict(figures_of(each)) for each in pair], [settings_of(each) for each in pair]):
+    for values in ([dict(figures_of(version)) for version in pair], [settings_of(version) for version in pair]):
         names = dict.fromkeys([*values[0], *values[1]])
-        rows.append([(name, *(each.get(name, "–") for each in values)) for name in names])
+        rows.append([(name, *(version.get(name, "–") for version in values)) for name in names])
     return {
         "model": pair[0].model,
         "task": task,
         "pair": pair,
-        "maps": [_map(each, marked) for each in pair],
+        "maps": [_map(version, marked) for version in pair],
         "figures": rows[0],
         "settings": [row for row in rows[1] if row[1] != row[2]],
         "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS.items()],
@@ -429,8 +440,8 @@ async def promote(
 @router.post("/plans/rollback")
 async def roll_back(app: Shared, session: FormSession, model: NameField, task: NameField) -> Response:
     """Undo the last choice of the best version."""
-    found = await run_in_threadpool(app.store.rollback, model, task)
-    return RedirectResponse(address(model, task, version=found.version, said="rolled-back"), 303)
+    rolled_back = await run_in_threadpool(app.store.rollback, model, task)
+    return RedirectResponse(address(model, task, version=rolled_back.version, said="rolled-back"), 303)
 
 
 @router.post("/plans/pin")
@@ -444,5 +455,5 @@ async def pin(
 ) -> Response:
     """Pin a served task to plain decoding or to its drafts, or let it be judged again."""
     engine = app.engines.find(served)
-    await engine.steer(verb="pin", task=task, way=None if way == "judged" else way)
+    await engine.steer(Steer("pin", task, None if way == "judged" else way))
     return RedirectResponse(address(model, task, said=way), 303)

@@ -27,11 +27,11 @@ from . import CurrentSession, live, pages, render, shown_page
 from .plans import SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
 from .served import served_now
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # of a chart
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Sizes of a chart.
 MOST_DOTS = 400  # beyond which trials are drawn as a band
-N_GROUPS = 160  # of a band
+N_GROUPS = 160  # The most groups of a band.
 BAR = 44  # height of a row of bars
-MOST_ROWS = 10  # of a table of trials
+MOST_ROWS = 10  # The most rows of a table of trials.
 DOT, DIAMOND = "h0", "m0 -6l6 6l-6 6l-6 -6z"  # a dot is the round end of a line without length
 
 Point = tuple[float, float]
@@ -48,7 +48,7 @@ def ticks(low: float, high: float) -> list[float]:
         return [low]
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(each * unit for each in (1, 2, 5, 10) if each * unit >= rough)
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
@@ -117,7 +117,7 @@ def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], flo
 
     Args: top: as of `Plot`.
     """
-    points = [(float(each.step), value(each)) for each in tried]
+    points = [(float(trial.step), value(trial)) for trial in tried]
     best: list[Point] = []
     for step, reached in points:
         if not best or reached > best[-1][1]:
@@ -136,9 +136,9 @@ def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], flo
         values = [[reached for _, reached in group] for group in groups]
         low, high = (list(zip(middles, map(end, values), strict=True)) for end in (min, max))
         plot.line("band", [*low, *reversed(high)], "z")
-        plot.line("mean", [(x, sum(each) / len(each)) for x, each in zip(middles, values, strict=True)])
+        plot.line("mean", [(x, sum(trial) / len(trial)) for x, trial in zip(middles, values, strict=True)])
     plot.steps("best", [*best[:: -(-len(best) // MOST_DOTS)], (last[0], highest[1])])
-    plot.marks("adopted", [(each.step, value(each)) for each in tried if each.adopted][-MOST_DOTS:], DIAMOND)
+    plot.marks("adopted", [(trial.step, value(trial)) for trial in tried if trial.adopted][-MOST_DOTS:], DIAMOND)
     return plot.draw()
 
 
@@ -162,15 +162,15 @@ def share_map(n_layers: int, shares: dict[str, list[float]], title: str) -> Mark
 
 def skip_shares(tried: Sequence[Tried]) -> dict[str, list[float]]:
     """Return per sub-layer in how many of the trials it was left out, as a share."""
-    found = {}
+    shares = {}
     for kind, texts in (("attn", Counter(t.skip_attn for t in tried)), ("mlp", Counter(t.skip_mlp for t in tried))):
         counts = [0] * tried[0].n_layers
         for text, n in texts.items():
             for layer in json.loads(text):
                 if type(layer) is int and 0 <= layer < len(counts):  # else the trial was changed by hand
                     counts[layer] += n
-        found[kind] = [count / len(tried) for count in counts]
-    return found
+        shares[kind] = [count / len(tried) for count in counts]
+    return shares
 
 
 class TriedSet(NamedTuple):
@@ -186,20 +186,20 @@ class TriedSet(NamedTuple):
 def tried_sets(tried: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
     """Return the sets that were tried and whose costs are known, cheapest first."""
     sums: dict[tuple[str, str, str | None], list[Any]] = {}  # first trial, number, matchness, score
-    for each in tried:
-        if (own := sums.get(each.key)) is None:
-            sums[each.key] = [each, 1, each.matchness, each.score]
+    for tried_trial in tried:
+        if (set_sum := sums.get(tried_trial.key)) is None:
+            sums[tried_trial.key] = [tried_trial, 1, tried_trial.matchness, tried_trial.score]
         else:
-            own[1:] = own[1] + 1, own[2] + each.matchness, own[3] + each.score
+            set_sum[1:] = set_sum[1] + 1, set_sum[2] + tried_trial.matchness, set_sum[3] + tried_trial.score
     prices: dict[str | None, Callable[[str, str], float] | None] = {}
-    found = []
+    sets_found = []
     for (attn, mlp, formats), (trial, n, matchness, score) in sums.items():
         if formats not in prices:
             whole = replace(trial.layer_set, skip_attn=frozenset(), skip_mlp=frozenset())
             prices[formats] = None if costs.missing(whole) else cost_of(costs, whole)
         if (cost := prices[formats]) is not None:
-            found.append(TriedSet(trial, cost(attn, mlp), matchness / n, score / n, n))
-    return sorted(found, key=lambda each: (each.cost, -each.matchness))
+            sets_found.append(TriedSet(trial, cost(attn, mlp), matchness / n, score / n, n))
+    return sorted(sets_found, key=lambda tried_trial: (tried_trial.cost, -tried_trial.matchness))
 
 
 def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
@@ -221,20 +221,20 @@ def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
 def front_of(found: Sequence[TriedSet]) -> list[TriedSet]:
     """Return those that nothing cheaper matches as well, cheapest first."""
     front: list[TriedSet] = []
-    for each in found:
-        if not front or each.matchness > front[-1].matchness:
-            front.append(each)
+    for point in found:
+        if not front or point.matchness > front[-1].matchness:
+            front.append(point)
     return front
 
 
 def cost_chart(found: Sequence[TriedSet], front: Sequence[TriedSet]) -> Markup:
     """Draw matchness over draft cost, with the front."""
-    points = [(each.cost, each.matchness) for each in found]
+    points = [(point.cost, point.matchness) for point in found]
     words = f"{len(found)} layer sets, {len(front)} of them on the front: nothing cheaper has as high a matchness."
     x_label = "c, draft pass / plain pass"
     plot = Plot("Matchness over cost", words, x_label, "mean matchness", points, 1.0)
     plot.marks("dots", points[:: -(-len(points) // MOST_DOTS)], DOT)
-    best = [(each.cost, each.matchness) for each in front]
+    best = [(point.cost, point.matchness) for point in front]
     plot.steps("best", best)
     plot.marks("adopted", best, DIAMOND)
     return plot.draw()
@@ -242,65 +242,69 @@ def cost_chart(found: Sequence[TriedSet], front: Sequence[TriedSet]) -> Markup:
 
 def costs_of(store: Store, job: Job) -> CostProfile | None:
     """Return the measured costs of a job's model: of the device that it ran on where that is known, else the newest."""
-    own = job.layer_sets[0] if job.layer_sets else None
-    fingerprint = own.fingerprint if own is not None else None
+    stored_set = job.layer_sets[0] if job.layer_sets else None
+    fingerprint = stored_set.fingerprint if stored_set is not None else None
     if fingerprint is None:
         fingerprint = next((info.fingerprint for info in store.models() if job.model in info.names), None)
     profiles = store.cost_profiles(fingerprint) if fingerprint is not None else []
-    same = [each for each in profiles if own is not None and (each.device, each.dtype) == (own.device, own.dtype)]
+    same = [
+        profile
+        for profile in profiles
+        if stored_set is not None and (profile.device, profile.dtype) == (stored_set.device, stored_set.dtype)
+    ]
     return next(iter(same or profiles), None)
 
 
 def parts_of(costs: CostProfile) -> list[dict[str, Any]]:
     """Return the costs of a pass's parts, for the model's own weights and each format."""
     whole = costs.target_pass_s(1)
-    own = FormatCosts(costs.attn_s, costs.mlp_s, costs.head_s, costs.fixed_s)
+    model_costs = FormatCosts(costs.attn_s, costs.mlp_s, costs.head_s, costs.fixed_s)
     return [
         {
             "weights": name,
-            "costs": each,
-            "attn_share": each.attn_s / whole,
-            "mlp_share": each.mlp_s / whole,
-            "cost": costs.draft_cost(LayerSet(costs.n_layers).filled(STORED if each is own else name)),
+            "costs": format_costs,
+            "attn_share": format_costs.attn_s / whole,
+            "mlp_share": format_costs.mlp_s / whole,
+            "cost": costs.draft_cost(LayerSet(costs.n_layers).filled(STORED if format_costs is model_costs else name)),
         }
-        for name, each in (("the model's own", own), *costs.formats.items())
+        for name, format_costs in (("the model's own", model_costs), *costs.formats.items())
     ]
 
 
 def trial_values(tried: Sequence[Tried], label: str) -> dict[str, Any]:
     """Return the values of the trials' charts and tables; `label` names their score."""
-    ranked = sorted(tried, key=lambda each: -each.score)
+    ranked = sorted(tried, key=lambda trial: -trial.score)
     tenth = ranked[: -(-len(ranked) // 10)]
     shares = skip_shares(tenth)
     title = f"How often each sub-layer was left out in the best {len(tenth)} of {len(tried)} trials"
     return {
         "charts": [
-            trial_chart(tried, "matchness", lambda each: each.matchness, 1.0),
-            trial_chart(tried, label, lambda each: each.score),
+            trial_chart(tried, "matchness", lambda trial: trial.matchness, 1.0),
+            trial_chart(tried, label, lambda trial: trial.score),
         ],
         "is_band": len(tried) > MOST_DOTS,
         "tables": [
-            (name, [(each, *_skipped(each)) for each in trials[:MOST_ROWS]])
+            (name, [(trial, *_skipped(trial)) for trial in trials[:MOST_ROWS]])
             for name, trials in (("Best", ranked), ("Latest", tried[::-1]))
         ],
         "shares": shares,
         "share_map": share_map(tried[0].n_layers, shares, title),
         "n_best": len(tenth),
-        "seconds": sum(each.seconds for each in tried),
-        "n_adopted": sum(each.adopted for each in tried),
+        "seconds": sum(trial.seconds for trial in tried),
+        "n_adopted": sum(trial.adopted for trial in tried),
     }
 
 
 def cost_values(tried: Sequence[Tried], costs: CostProfile | None) -> dict[str, Any]:
     """Return the values of the part on costs; None: none are stored."""
-    found = [] if costs is None else tried_sets(tried, costs)
-    front = front_of(found)
+    points_found = [] if costs is None else tried_sets(tried, costs)
+    front = front_of(points_found)
     return {
         "costs": costs,
         "parts": [] if costs is None else parts_of(costs),
-        "cost_chart": cost_chart(found, front) if found else None,
-        "front": [(each, *_skipped(each.trial)) for each in front[:: -(-len(front) // 20) or 1]],
-        "n_sets": len(found),
+        "cost_chart": cost_chart(points_found, front) if points_found else None,
+        "front": [(point, *_skipped(point.trial)) for point in front[:: -(-len(front) // 20) or 1]],
+        "n_sets": len(points_found),
     }
 
 
@@ -331,23 +335,28 @@ def search(app: Shared, job: str, task: Name | None = None) -> dict[str, Any]:
     Raises: NotFound: there is no such job; Refused: 404, it has no trials for the task.
     """
     store = app.store
-    found, searches = store.jobs.get(job), store.searches(job)
-    mine = next((each for each in searches if task in (None, each.task)), None)
+    searched_job, searches = store.jobs.get(job), store.searches(job)
+    mine = next((trial for trial in searches if task in (None, trial.task)), None)
     if mine is None and searches:
         words = f"job {job} has no trials for this task: it has some for {', '.join(s.task for s in searches)}"
         raise Refused(404, "not-found", words)
-    values: dict[str, Any] = {"job": found, "searches": searches, "search": mine, "live": found.state in UNFINISHED}
+    values: dict[str, Any] = {
+        "job": searched_job,
+        "searches": searches,
+        "search": mine,
+        "live": searched_job.state in UNFINISHED,
+    }
     if mine is None:
         return values
-    settings = found.request.get("settings")
+    settings = searched_job.request.get("settings")
     by_speed = not isinstance(settings, dict) or settings.get("objective", "expected_speedup") == "expected_speedup"
     finished = None if values["live"] else store.jobs.evidence(job, mine.task)[0]
     values |= {"ended": finished and finished.stopped_because}
     values |= {"score_label": "expected speed, plain = 1" if by_speed else "score"}
-    tried = [each for each in store.tried(job, mine.task) if math.isfinite(each.score + each.matchness)]
+    tried = [trial for trial in store.tried(job, mine.task) if math.isfinite(trial.score + trial.matchness)]
     if not tried:
         return {**values, "search": None}
-    return {**values, **trial_values(tried, values["score_label"]), **cost_values(tried, costs_of(store, found))}
+    return {**values, **trial_values(tried, values["score_label"]), **cost_values(tried, costs_of(store, searched_job))}
 
 
 @router.get("/live/searches/{job}")
@@ -368,6 +377,10 @@ async def search_live(app: Shared, session: CurrentSession, job: str, task: Name
 
 def is_news(before: Sequence[StoredSearch], now: Sequence[StoredSearch]) -> bool:
     """Return whether a job has another state or task, or so many more trials that its charts show them."""
-    if [(each.task, each.state) for each in before] != [(each.task, each.state) for each in now]:
+    if [(search_state.task, search_state.state) for search_state in before] != [
+        (search_state.task, search_state.state) for search_state in now
+    ]:
         return True
-    return sum(each.n_trials for each in now) > 1.01 * sum(each.n_trials for each in before)
+    return sum(search_state.n_trials for search_state in now) > 1.01 * sum(
+        search_state.n_trials for search_state in before
+    )

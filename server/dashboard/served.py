@@ -23,19 +23,21 @@ from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import InvalidInput, StoreError, SwiftoptError
 from ...core.events import ModelTuning
+from ...core.messages import Answer, AnswerDone, AnswerText, Decode, TracedPiece
 from ...core.requests import CompletionRequest, Piece
 from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
-from ..engines import NOW_S, EngineProcess, Period, Reply, next_event
+from ..engines import EngineProcess, Reply, Restarted, next_answer
 from ..errors import Refused, refused_by
+from ..metrics import NOW_S, Period
 from ..middleware import Shared, State
 from ..schemas import Task, Word
 from . import LIVE_S, CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
-POINTS = 60  # of a chart
-POSITIONS = 8  # of a draft, whose acceptance is shown
-MOST_TRIES = 32  # in memory
-MOST_TOKENS = 1024  # of a completion
+POINTS = 60  # The points of a chart.
+POSITIONS = 8  # The positions of a draft whose acceptance is shown.
+MOST_TRIES = 32  # The most tries in memory.
+MOST_TOKENS = 1024  # The most tokens of a completion.
 PERIOD_S = 0.2  # between two updates
 FIRST = {"form": "chat", "tokens": "128", "temperature": "0"}  # defaults of the form
 PLANS = ("adaptive", "prompt-lookup", "swift")  # suggested methods, besides stored versions
@@ -49,7 +51,6 @@ SOURCES: Mapping[TokenSource, str] = {
 assert set(SOURCES) == set(get_args(TokenSource))
 TaskName: TypeAdapter[str] = TypeAdapter(Annotated[Task, StringConstraints(strip_whitespace=True)])
 
-TracedToken = tuple[Piece, TokenSource, list[Piece]]  # a token, its source, and the draft that was rejected for it
 
 router = pages()
 
@@ -83,17 +84,19 @@ async def served_now(app: State) -> list[ServedNow]:
 
 def alarms(served: list[ServedNow], store_error: str) -> list[str]:
     """Return what needs attention, a sentence each."""
-    found = [f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable]
+    alarms_found = [
+        f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable
+    ]
     if store_error:
-        found.append(store_error)
+        alarms_found.append(store_error)
     for one in served:
         for task in one.tuning.tasks:
             if task.in_use == "plain" and task.pinned is None and task.requests:
                 measured = "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
                 why = task.shifts.latest or measured
                 since = time.strftime("%H:%M", time.localtime(task.since))
-                found.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
-    return found
+                alarms_found.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
+    return alarms_found
 
 
 @shown_page(router, "/", "overview", LIVE_S, live_path="/live/overview")
@@ -141,21 +144,28 @@ def charts(periods: list[Period], length_s: float) -> list[Chart]:
     """Return the charts of a task's traffic."""
 
     def values(figure: Callable[[Period], float | None]) -> list[float | None]:
-        found = [figure(period) for period in periods]
-        return [None if value is None else round(value, 4) for value in found]
+        figures_by_period = [figure(period) for period in periods]
+        return [None if value is None else round(value, 4) for value in figures_by_period]
 
     speeds = {
-        "decoding, one request": values(lambda own: own.decode_tok_s),
-        "throughput, all requests": values(lambda own: own.throughput(length_s)),
+        "decoding, one request": values(lambda part_figures: part_figures.decode_tok_s),
+        "throughput, all requests": values(lambda part_figures: part_figures.throughput(length_s)),
     }
     parts = [seconds_by_part(period.spent) for period in periods]
-    by_part: dict[str, list[float | None]] = {name: [round(own[name], 4) for own in parts] for name in parts[0]}
+    by_part: dict[str, list[float | None]] = {
+        name: [round(part_figures[name], 4) for part_figures in parts] for name in parts[0]
+    }
     return [
         Chart("Tokens per second", "", speeds),
-        Chart("Time to first token", "s", {"mean": values(lambda own: own.mean_first_token_s)}),
-        Chart("Time per token", "s", {"mean": values(lambda own: own.mean_between_tokens_s)}),
-        Chart("Acceptance", "", {"accepted / drafted": values(lambda own: own.acceptance_rate)}, 1.0),
-        Chart("Prompt tokens read before", "", {"cached / prompt": values(lambda own: own.cached_share)}, 1.0),
+        Chart("Time to first token", "s", {"mean": values(lambda part_figures: part_figures.mean_first_token_s)}),
+        Chart("Time per token", "s", {"mean": values(lambda part_figures: part_figures.mean_between_tokens_s)}),
+        Chart("Acceptance", "", {"accepted / drafted": values(lambda part_figures: part_figures.acceptance_rate)}, 1.0),
+        Chart(
+            "Prompt tokens read before",
+            "",
+            {"cached / prompt": values(lambda part_figures: part_figures.cached_share)},
+            1.0,
+        ),
         Chart("Where the requests' time went", "s", by_part),
     ]
 
@@ -196,7 +206,7 @@ class Side:
 
     name: str
     request: CompletionRequest
-    traced: list[TracedToken] = field(default_factory=list)
+    traced: list[TracedPiece] = field(default_factory=list)
     sent_at: float | None = None
     first_at: float | None = None
     completion: Completion | None = None
@@ -208,9 +218,9 @@ class Side:
         until, self.sent_at = time.monotonic() + within_s, time.perf_counter()
         reply: Reply | None = None
         try:
-            reply = engine.ask("decode", request=self.request)
+            reply = engine.ask(Decode(self.request))
             while self.completion is None:
-                self._take((await next_event(reply.events, until - time.monotonic()))[1])
+                self._take((await next_answer(reply.answers, until - time.monotonic()))[1])
         except TimeoutError:
             self.problem = f"it has taken longer than {within_s:g} s: ask for fewer tokens, or raise --timeout"
         except SwiftoptError as error:
@@ -222,17 +232,16 @@ class Side:
             if reply is not None:
                 engine.drop(reply)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        match event["event"]:
-            case "text":
+    def _take(self, answer: Answer | Restarted) -> None:
+        match answer:
+            case AnswerText():
                 self.first_at = self.first_at or time.perf_counter()
-                self.traced += event["trace"]
-            case "restarted":
+                self.traced += answer.trace
+            case Restarted():
                 self.traced, self.first_at = [], None
-            case "done":
-                version = event["version"]
-                self.decoded_with = event["decoded_with"] + (f", version {version}" if version else "")
-                self.completion = Completion.from_json(event["completion"])
+            case AnswerDone(decoded_with=method, version=version):
+                self.decoded_with = method + (f", version {version}" if version else "")
+                self.completion = answer.completion
 
     @property
     def tok_s(self) -> float | None:
@@ -335,12 +344,12 @@ def request_of(typed: Mapping[str, str], earlier: Try | None) -> CompletionReque
 
 def _number(typed: Mapping[str, str], name: str, least: int, most: int) -> float:
     try:
-        found = float(typed[name])
+        number_typed = float(typed[name])
     except ValueError:
-        found = least - 1
-    if not least <= found <= most:
+        number_typed = least - 1
+    if not least <= number_typed <= most:
         raise InvalidInput(f"{name} is {typed[name]!r}: give a number from {least} to {most}", name)
-    return found
+    return number_typed
 
 
 async def form_values(app: State, typed: Mapping[str, str]) -> dict[str, Any]:
@@ -349,10 +358,10 @@ async def form_values(app: State, typed: Mapping[str, str]) -> dict[str, Any]:
     engine = app.engines.of.get(typed["model"])
     versions: list[int] = []
     if engine is not None and engine.about is not None and typed["task"]:
-        fingerprint = engine.about["fingerprint"]
+        fingerprint = engine.about.fingerprint
         try:
-            found = await run_in_threadpool(app.store.plan_versions, fingerprint, typed["task"])
-            versions = [each.version for each in found]
+            stored_versions = await run_in_threadpool(app.store.plan_versions, fingerprint, typed["task"])
+            versions = [plan_version.version for plan_version in stored_versions]
         except (StoreError, InvalidInput):  # suggestions only
             pass
     return {"typed": typed, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
@@ -364,16 +373,16 @@ def _typed(values: Mapping[str, Any], app: State) -> dict[str, str]:
     names = ("model", "task", "plan", "prompt", "form", "tokens", "temperature", "after")
     first = {**dict.fromkeys(names, ""), **FIRST, "model": model}
     if "form" not in values and (engine := app.engines.of.get(str(values.get("model", model)))) is not None:
-        first["form"] = "chat" if (engine.about or {}).get("chats") else "text"
+        first["form"] = "chat" if engine.about is not None and engine.about.has_chats else "text"
     return first | {name: str(values[name]) for name in names if name in values}
 
 
 def _try_of(app: State, session: DashboardSession, number: str) -> Try:
     """Raises: Refused: 404, there is none, or it is another's."""
-    found: Try | None = app.tries.get(number)
-    if found is None or found.owner != session.owner:
+    try_found: Try | None = app.tries.get(number)
+    if try_found is None or try_found.owner != session.owner:
         raise Refused(404, "no-such-try", "this try is no longer remembered: start another one at /playground")
-    return found
+    return try_found
 
 
 @shown_page(router, "/playground", "playground")
@@ -397,7 +406,10 @@ async def start(request: Request, app: Shared, session: FormSession) -> Response
         return page(request, session, "playground.html", refused.status_code, **values, tried=earlier, wrong=str(error))
     number = secrets.token_hex(6)
     plain = replace(asked, method="plain", version=None)
-    sides = [Side(name, replace(own, salt=f"{number}-{name}")) for name, own in (("The plan", asked), ("Plain", plain))]
+    sides = [
+        Side(name, replace(side_request, salt=f"{number}-{name}"))
+        for name, side_request in (("The plan", asked), ("Plain", plain))
+    ]
     tried = Try(number, session.owner, typed, (sides[0], sides[1]))
     tried.work = asyncio.create_task(tried.run(engine, app.settings.timeout_s))
     while len(app.tries) >= MOST_TRIES:

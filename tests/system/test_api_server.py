@@ -80,7 +80,7 @@ def ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
 def test_connection_of_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "UNREAD_S", 1)
+    monkeypatch.setattr(app, "CLIENT_STALL_TIMEOUT_S", 1)
     with listen("127.0.0.1", 0, ServerSettings()) as bound, socket.create_connection(bound.getsockname()):
         connection, _ = bound.accept()
         with connection, pytest.raises(TimeoutError) as ended:

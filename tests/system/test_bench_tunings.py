@@ -9,7 +9,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.bench import tunings
-from swiftopt.bench.tunings import TuningBench, TuningRun, settings_of
+from swiftopt.bench.tunings import TuningBench, WayRun, settings_of
 from swiftopt.cli.main import run
 from swiftopt.core.settings import PRESETS, TuningSettings
 
@@ -54,7 +54,7 @@ def test_ways_are_words_and_ctrl_c_times_what_was_found(
 ) -> None:
     tuned = TuningBench.tuned
 
-    def interrupted(bench: TuningBench, way: str, seed: int) -> TuningRun:
+    def interrupted(bench: TuningBench, way: str, seed: int) -> WayRun:
         if way == "random":
             raise KeyboardInterrupt
         return tuned(bench, way, seed)
@@ -81,7 +81,7 @@ def test_way_is_the_defaults_a_preset_or_another_strategy() -> None:
 
 
 def test_curve_keeps_its_ends() -> None:
-    run_of = TuningRun.__new__(TuningRun)
+    run_of = WayRun.__new__(WayRun)
     run_of.plans = [(float(at), None) for at in range(9)]  # type: ignore[misc]
     run_of.thinned()
     assert len(run_of.plans) == tunings.MOST_POINTS and (run_of.plans[0][0], run_of.plans[-1][0]) == (0.0, 8.0)

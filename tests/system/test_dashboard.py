@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 from api import client_of, filled, token
+from fakes import READY
 from starlette.testclient import TestClient
 
 from swiftopt.core.errors import Busy, InvalidInput
-from swiftopt.core.requests import ServedModel
+from swiftopt.core.messages import Decode, Steer, TracedPiece
+from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
 from swiftopt.server.dashboard.served import ServedNow, Side, Try, charts, request_of
-from swiftopt.server.engines import KEPT_S, EngineProcess, Engines, History, Period
+from swiftopt.server.engines import EngineProcess, Engines
+from swiftopt.server.metrics import KEPT_S, History, Period
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService
@@ -148,7 +151,7 @@ def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytes
 
 def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatch) -> None:
     history, now = History(), 1_000_000.0
-    monkeypatch.setattr("swiftopt.server.engines.time.time", lambda: now)
+    monkeypatch.setattr("swiftopt.server.metrics.time.time", lambda: now)
     history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
     history.add("a", "notes", ended(20, 0, 0), 0.1, 2.0)
     now += 60
@@ -169,8 +172,8 @@ def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatc
 
 def test_history_keeps_the_tasks_of_the_latest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     history, now = History(), 1_000_000.0
-    monkeypatch.setattr("swiftopt.server.engines.time.time", lambda: now)
-    monkeypatch.setattr("swiftopt.server.engines.MOST_HISTORIES", 3)
+    monkeypatch.setattr("swiftopt.server.metrics.time.time", lambda: now)
+    monkeypatch.setattr("swiftopt.server.metrics.MOST_HISTORIES", 3)
     for task in ("a", "b", "c", "a", "d"):
         now += 20
         history.add("m", task, ended(10, 8, 4), 0.5, 1.4)
@@ -199,12 +202,12 @@ def test_vendored_files_are_what_the_list_says() -> None:
 
 def test_full_queue_turns_completions_away_and_no_questions() -> None:
     engine = EngineProcess(ServedModel("tiny", "tiny", concurrency=1), 1)
-    engine.about = {"event": "ready"}
+    engine.about = READY
     for _ in range(2):
-        engine.ask("decode")
+        engine.ask(Decode(CompletionRequest()))
     with pytest.raises(Busy, match="2 requests run or wait already for tiny"):
-        engine.ask("decode")
-    engine.ask("tuning")
+        engine.ask(Decode(CompletionRequest()))
+    engine.ask(Steer())
 
 
 # --- playground
@@ -246,8 +249,13 @@ def test_playground_asks_for_what_was_typed_and_learns_nothing() -> None:
 
 def test_halves_of_a_character_are_shown_as_one() -> None:
     euro = list("€".encode())
-    told = [("a", "target", []), (euro[:2], "draft", [euro[:1]]), (euro[2:], "text", ["b"]), ([255], "text", [])]
-    side = Side("Plain", request_of(TYPED, None), traced=told)  # type: ignore[arg-type]
+    told: list[TracedPiece] = [
+        ("a", "target", ()),
+        (euro[:2], "draft", (euro[:1],)),
+        (euro[2:], "text", ("b",)),
+        ([255], "text", ()),
+    ]
+    side = Side("Plain", request_of(TYPED, None), traced=told)
     assert [text for text, _, _ in side.tokens] == ["a", "", "€", "\ufffd"]
     assert [rejected for _, _, rejected in side.tokens] == ["", "\ufffd", "b", ""]
     assert side.by_source == [("the model itself", 1), ("its draft", 1), ("earlier text", 2)]
@@ -267,7 +275,7 @@ def test_try_of_another_key_is_not_shown(store: Store, keys: tuple[str, Path]) -
     client, (key, _) = guarded(store, keys[1]), keys
     client.post("/login", data={"key": key})
     tries = client.app.state.swiftopt.tries  # type: ignore[attr-defined]
-    side = Side("The plan", request_of(TYPED, None), traced=[("<script>", "draft", ["<b>"])])
+    side = Side("The plan", request_of(TYPED, None), traced=[("<script>", "draft", ("<b>",))])
     for owner in ("ann", "bob"):
         tries[owner] = Try(owner, owner, {**TYPED, "model": "m", "after": ""}, (side, side))
     mine, theirs = client.get("/playground/ann"), client.get("/playground/bob")

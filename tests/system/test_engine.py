@@ -29,8 +29,8 @@ from swiftopt.core.errors import ContextOverflow
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter
+from swiftopt.decoding.draft_trials import DraftTrials
 from swiftopt.decoding.engine import (
-    DraftTrials,
     Engine,
     PassGenerator,
     Request,
@@ -737,7 +737,7 @@ def test_request_that_is_cancelled_frees_its_memory_for_those_that_wait() -> Non
     holds, waits = (engine.add(request(own, PLAIN, words(n, 20), SAMPLINGS[0], 20)) for n in (1, 2))
     for _ in range(3):
         list(engine.step())
-    assert isinstance(waits.wanted, Slots)
+    assert isinstance(waits.pending, Slots)
     engine.cancel(holds)
     finish(engine)
     assert waits.result.token_ids == by_itself(own, PLAIN, words(2, 20), SAMPLINGS[0], 20)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from io import StringIO
+from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,7 +32,7 @@ import openai
 import psutil
 import pytest
 from api import Served, serving
-from fakes import letter_tokenizer
+from fakes import READY, letter_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
 from tiny_files import save
 from tokenizers import Tokenizer
@@ -42,14 +42,28 @@ import swiftopt
 from swiftopt.bench.disturbed_start import N_WARM, start
 from swiftopt.core.errors import Busy, ContextOverflow, EngineGone, InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
+from swiftopt.core.messages import (
+    AnswerDone,
+    Cancel,
+    Decode,
+    Detokenize,
+    Failed,
+    FromEngine,
+    PromptRead,
+    Question,
+    Steer,
+    TokensText,
+    encoded,
+    from_engine,
+)
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import Prompt
 from swiftopt.models.rows import Pass, Rows
-from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess
+from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess, Reply, Restarted
 from swiftopt.server.settings import new_key
 from swiftopt.store import Store
-from swiftopt.worker.serving import LONG_LINE, EngineHost, Wire, _Sent, session_of
+from swiftopt.worker.serving import LONG_LINE, EngineHost, MessageWriter, SentCompletion, session_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
@@ -412,7 +426,7 @@ def test_requests_that_wait_for_a_model_are_bounded_and_told_when_the_server_end
         engine.give_up()
         assert await asyncio.gather(*waiting) == [True, True] and engine.n_until_loaded == 0
         with pytest.raises(EngineGone):
-            engine.ask("decode")
+            engine.ask(Decode(CompletionRequest()))
 
     asyncio.run(wait())
 
@@ -1037,11 +1051,10 @@ def test_prompt_alone_is_scored(client: openai.OpenAI, server: Served) -> None:
 
 @pytest.mark.parametrize("method", [None, "plain"])
 def test_prompt_that_memory_does_not_hold_is_named_whatever_the_method(method: str | None) -> None:
-    out = StringIO()
+    out = BytesIO()
     request = CompletionRequest(messages=({"role": "user", "content": "w1"},), method=method)
-    _Sent(Wire(out), 1, request, str, lambda done: None).end(ContextOverflow("too long"))
-    failed = json.loads(out.getvalue())
-    assert (failed["kind"], failed["message"], failed["param"]) == ("ContextOverflow", "too long", "messages")
+    SentCompletion(MessageWriter(out), 1, request, str, lambda done: None).end(ContextOverflow("too long"))
+    assert from_engine(out.getvalue()) == Failed(1, "ContextOverflow", "too long", "messages")
 
 
 @pytest.mark.parametrize("token_id", [-1, 99999999, 1 << 70])
@@ -1320,26 +1333,26 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
 def test_request_that_engines_die_of_is_given_up_after_a_few(is_read: bool) -> None:
     """The process that would be killed is left out: what is asked is what becomes of the request."""
 
-    async def lives() -> list[str]:
+    async def lives() -> list[type[object]]:
         engine = EngineProcess(ServedModel("tiny", "tiny"), most_waiting=1)
-        engine.about = {}
-        reply = engine.ask("decode", request={})
+        engine.about = READY
+        reply = engine.ask(Decode(CompletionRequest()))
         for _ in range(1 + MOST_RESTARTS):
             if is_read:
-                engine._receive({"id": reply.number, "event": "prompt", "n_tokens": 1})
+                engine._receive(PromptRead(reply.question.id, 1))
             engine._fail_replies()
         assert engine.n_requests == 0
-        return [reply.events.get_nowait()[1]["event"] for _ in range(reply.events.qsize())]
+        return [type(reply.answers.get_nowait()[1]) for _ in range(reply.answers.qsize())]
 
-    read = ["prompt"] * is_read
-    assert asyncio.run(lives()) == [*[*read, "restarted"] * MOST_RESTARTS, *read, "failed"]
+    read = [PromptRead] * is_read
+    assert asyncio.run(lives()) == [*[*read, Restarted] * MOST_RESTARTS, *read, Failed]
 
 
 def test_engine_that_dies_while_it_writes_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it has written ends in the middle of a line."""
-    start, command = asyncio.create_subprocess_exec, (sys.executable, "-c", """print('{"id": null, "eve', end="")""")
+    start, command = asyncio.create_subprocess_exec, (sys.executable, "-c", """print('loading {"st', end="")""")
     monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **options: start(*command, **options))
     monkeypatch.setattr("swiftopt.server.engines.BACKOFF_S", (0.0, 0.0))
 
@@ -1361,13 +1374,13 @@ def test_request_that_waits_for_its_plan_or_is_long_to_read_holds_up_nobody(
     folder: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it decoded where it was cancelled meanwhile."""
-    lines, told = SimpleQueue[str | None](), SimpleQueue[tuple[int | None, str]]()
+    lines, told = SimpleQueue[bytes | None](), SimpleQueue[tuple[int | None, type[object]]]()
     answering, lookup = threading.Event(), Store.lookup
     slow_text = TEXT + " " * LONG_LINE * (what == "long text")
 
-    class Told(Wire):
-        def send(self, number: int | None, event: str, **values: Any) -> None:
-            told.put((number, event))
+    class Told(MessageWriter):
+        def send(self, message: FromEngine) -> None:
+            told.put((getattr(message, "id", None), type(message)))
 
     def slow(store: Store, fingerprint: str, task: str, *more: Any) -> Any:
         assert task != "slow" or answering.wait(60)
@@ -1377,7 +1390,7 @@ def test_request_that_waits_for_its_plan_or_is_long_to_read_holds_up_nobody(
         assert len(request.text) <= LONG_LINE or answering.wait(60)
         return session_of(model, request, *more)
 
-    def until(*last: Any) -> list[tuple[int | None, str]]:
+    def until(*last: Any) -> list[tuple[int | None, type[object]]]:
         found = [told.get(timeout=30)]
         while found[-1] != last:
             found.append(told.get(timeout=30))
@@ -1387,35 +1400,36 @@ def test_request_that_waits_for_its_plan_or_is_long_to_read_holds_up_nobody(
     monkeypatch.setattr("swiftopt.worker.serving.session_of", slow_session)
     monkeypatch.setattr(EngineHost, "_refresh_plans", lambda host: None)
     served = ServedModel("tiny", str(folder), dtype="float32", db=str(tmp_path / "a.db"), tune=False)
-    host = EngineHost(served, Told(sys.stderr))
+    host = EngineHost(served, Told(sys.stderr.buffer))
     serving = threading.Thread(target=host.run, args=(iter(lines.get, None),))
     serving.start()
     for number, task in enumerate(("slow", "slow", "quick"), start=1):
         text = slow_text if task == "slow" else TEXT
-        request = CompletionRequest(text=text, task=task, max_new_tokens=4).to_json()
-        lines.put(json.dumps({"op": "decode", "id": number, "request": request}))
-    until(3, "done")
-    lines.put(json.dumps({"op": "cancel", "id": 2}))
-    lines.put(json.dumps({"op": "detokenize", "id": 4, "token_ids": [3]}))
-    until(4, "detokenized")
+        lines.put(encoded(Decode(CompletionRequest(text=text, task=task, max_new_tokens=4), number)))
+    until(3, AnswerDone)
+    lines.put(encoded(Cancel(2)))
+    lines.put(encoded(Detokenize((3,), 4)))
+    until(4, TokensText)
     answering.set()
-    assert (2, "done") not in until(1, "done")
+    assert (2, AnswerDone) not in until(1, AnswerDone)
     lines.put(None)
     serving.join(30)
-    assert not serving.is_alive() and (2, "done") not in [told.get() for _ in range(told.qsize())]
+    assert not serving.is_alive() and (2, AnswerDone) not in [told.get() for _ in range(told.qsize())]
 
 
-def test_requests_are_counted_while_others_come() -> None:
+def test_requests_are_counted_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape of the metrics counts them in a thread of its own."""
-
-    class Meanwhile(dict[str, Any]):
-        def __getitem__(self, key: str) -> Any:
-            engine.ask("tuning")
-            return super().__getitem__(key)
-
     engine = EngineProcess(ServedModel("tiny", "tiny"), most_waiting=1)
-    engine.about = {}
-    engine.ask("decode").request = Meanwhile(op="decode")
+    engine.about = READY
+    reply = engine.ask(Decode(CompletionRequest()))
+
+    class Meanwhile(Reply):
+        @property
+        def question(self) -> Question:  # type: ignore[override]
+            engine.ask(Steer())
+            return reply.question
+
+    engine._replies[reply.question.id] = Meanwhile.__new__(Meanwhile)
     assert engine.n_requests == 1
 
 

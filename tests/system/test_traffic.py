@@ -129,7 +129,7 @@ def test_what_is_learnt_under_a_served_name_is_found_by_the_names_of_its_model(
 ) -> None:
     traffic = Traffic("assistant", model.runtime, store, SETTINGS)
     answers(traffic, model.runtime, "code")
-    traffic._store_version(traffic._task("code"))
+    traffic._store_version(traffic.task("code"))
     await_answers(traffic)
     (known,) = store.models()
     assert set(known.names) == {"assistant", *model.runtime.info.names} and known.n_parameters
@@ -350,7 +350,7 @@ def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
 
 def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: swiftopt.Model, store: Store) -> None:
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
-    task = traffic._task("code")
+    task = traffic.task("code")
     for _ in range(MIN_PAIRS + 2):
         if learnt(task, 1.0, 0.4):
             traffic._store_version(task)
@@ -359,31 +359,31 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     assert record.verdict == "use" and record.measured_speedup == pytest.approx(2.5) and task.version == record.version
     assert (record.acceptance_rate, record.mean_generated_length) == (0.75, 1.0)
     second = Traffic("tiny", model.runtime, store, SETTINGS)
-    other = second._task("code")
+    other = second.task("code")
     await_answers(second)
     assert (other.version, other.word, other.search.layer_set) == (record.version, "use", record.layer_set)
     assert other.search.optimising, "what a server has stored while it searched goes on being searched"
     assert len(other.pairs) == MIN_PAIRS and other.status().ratio == pytest.approx(2.5)
     with_more = Traffic("tiny", model.runtime, store, SETTINGS)
-    task = with_more._task("code")
+    task = with_more.task("code")
     await_answers(with_more)
     store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
-    with_more._task("code")
+    with_more.task("code")
     assert not with_more._queries._open  # it was looked up a moment ago
     with_more._queries._asked["plan", "code"] -= REFRESH_S
-    with_more._task("code")
+    with_more.task("code")
     await_answers(with_more)
     assert task.version == 2
     store.rollback("tiny", "code")
     with_more._queries._asked["plan", "code"] -= REFRESH_S
-    with_more._task("code")
+    with_more.task("code")
     await_answers(with_more)
     assert task.version == 1, "what was rolled back is left"
 
 
 def test_plan_of_a_job_is_not_searched_again(model: swiftopt.Model) -> None:
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
-    task, own = traffic._task("code"), LayerSet(model.runtime.n_layers).filled("int4")
+    task, own = traffic.task("code"), LayerSet(model.runtime.n_layers).filled("int4")
     record = swiftopt.LayerSetRecord("tiny", "code", own, job="0123", evidence=((8, 1.0, 8, 0.4),) * MIN_PAIRS)
     plan = Plan("adaptive", record, verdict="use", measured_speedup=2.0, measured_interval=(1.8, 2.2))
     task.use_plan(FoundPlan(plan, 3, "best"), traffic._new_task("code", own).search)
@@ -402,7 +402,7 @@ def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
     first = Traffic("tiny", model.runtime, store, SETTINGS)
     answers(first, model.runtime, "code")
     verdict = Verdict("use", 2.5, (2.0, 3.0))
-    store.add_layer_set(first._task("code").record("tiny", model.runtime, verdict, []))
+    store.add_layer_set(first.task("code").record("tiny", model.runtime, verdict, []))
     first.close()
     second = Traffic("tiny", model.runtime, store, SETTINGS)
     answers(second, model.runtime, None)
@@ -444,15 +444,15 @@ def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
 ) -> None:
     monkeypatch.setattr("swiftopt.tasks.traffic.MAX_TASKS", 3)
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
-    assert [traffic._task(name).name for name in ("a", "b", "c", "a", "d", "a")] == ["a", "b", "c", "a", "d", "a"]
+    assert [traffic.task(name).name for name in ("a", "b", "c", "a", "d", "a")] == ["a", "b", "c", "a", "d", "a"]
     assert {task.task for task in traffic.status().tasks} == {"a", "c", "d"}, "b was used least recently"
     await_answers(traffic)
     assert {task for _, task in traffic._queries._asked} == {"a", "c", "d"}
     traffic.steer("pin", "c", "plain")
-    traffic._task("a").word, traffic._task("d").version = "use", 3
-    assert traffic._task("e").name == "default" and len(traffic.status().tasks) == 4, "all others are tuned"
+    traffic.task("a").word, traffic.task("d").version = "use", 3
+    assert traffic.task("e").name == "default" and len(traffic.status().tasks) == 4, "all others are tuned"
     traffic.steer("pin", "c", None)
-    assert traffic._task("e").name == "e"
+    assert traffic.task("e").name == "e"
     assert {task.task for task in traffic.status().tasks} == {"a", "d", "default", "e"}
     traffic.close()
 
@@ -511,7 +511,7 @@ def test_no_round_waits_for_the_database(
     monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
     with Store.open(f"{sqlite_url}?timeout=600") as patient:
         first = Traffic("tiny", model.runtime, store, SETTINGS)
-        task = first._task("notes")
+        task = first.task("notes")
         for _ in range(MIN_PAIRS + 2):
             if learnt(task, 1.0, 0.4):
                 first._store_version(task)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from swiftopt.core.plainly import why_nothing_was_drafted
 from swiftopt.core.types import Completion
-from swiftopt.tasks.plainly import why_nothing_was_drafted
 
 PLAIN = Completion(tuple(range(9)), "", "length", "adaptive", target_passes=8, first_tokens=1)
 

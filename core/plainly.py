@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.serialization import Record
-from ..core.types import Completion
+from .serialization import Record
+from .types import Completion
 
-Chosen = Literal["requested", "pinned", "verdict", "unmeasured", "no_plan", "unusable_plan"]  # before it began
+Chosen = Literal[
+    "requested", "pinned", "verdict", "unmeasured", "no_plan", "unusable_plan"
+]  # The reason was known when decoding began.
 NotDrafted = Literal["one_token", "comparison", "crowded", "no_gain"]  # drafts were in use
 
 

@@ -1,0 +1,248 @@
+"""What crosses the border between a server and the process of a model's engine: one message per line, each a record.
+
+A line is the message's name, a blank, and its JSON object. The server opens with `Serve`; the engine answers `Loading`
+until it is `Ready`, then each question, by its `id`, with one message or with those of a completion: `PromptRead`,
+`AnswerText`, …, `AnswerDone`. `Failed` may end any of these.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self, get_args
+
+from . import errors
+from .errors import InvalidInput, SettingsError, SwiftoptError
+from .events import ModelTuning, TuningVerb, Way
+from .plainly import WhyPlain
+from .requests import CompletionRequest, Piece, ServedModel
+from .serialization import Record, adapter
+from .types import Completion, TokenSource
+
+VERSION = 1  # Raise it when a message changes.
+MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
+
+# A token's text, its log probability (None: it has none), and those of the likeliest in its place.
+PieceLogprob = tuple[Piece, float | None, tuple[tuple[Piece, float], ...]]
+# A token's text, its source, and the rejected draft in its place.
+TracedPiece = tuple[Piece, TokenSource, tuple[Piece, ...]]
+
+
+# --- from the server
+
+
+@dataclass(frozen=True, slots=True)
+class Serve(Record):
+    """Load this model and serve it; the first message."""
+
+    model: ServedModel
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(Record):
+    """Complete a prompt."""
+
+    request: CompletionRequest
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Record):
+    """Forget a question; nothing answers this."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize(Record):
+    """Tell the tokens of a request's prompt."""
+
+    request: CompletionRequest
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize(Record):
+    """Tell the text of tokens."""
+
+    token_ids: tuple[int, ...]
+    id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Steer(Record):
+    """Tell the tuning as it is, after obeying a verb if there is one: `pin` concerns a task, and a way or None."""
+
+    verb: TuningVerb | None = None
+    task: str | None = None
+    way: Way | None = None
+    id: int = 0
+
+
+Question = Decode | Tokenize | Detokenize | Steer
+FromServer = Serve | Question | Cancel
+
+
+# --- from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(Record):
+    """A step of loading the model, in words."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Record):
+    """The model is loaded: how many positions it has, and whether its drafted outputs are exact and it has chats."""
+
+    max_positions: int
+    fingerprint: str
+    exact: bool
+    device: str
+    dtype: str
+    has_chats: bool
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Record):
+    """A question failed, or the loading (`id` None): the class of the error, its words, and the field it is about."""
+
+    id: int | None
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, id: int | None, error: SwiftoptError) -> Self:
+        return cls(id, type(error).__name__, str(error), getattr(error, "param", None))
+
+    @property
+    def error(self) -> SwiftoptError:
+        """The error as the engine's process had it."""
+        kind: type[SwiftoptError] = getattr(errors, self.kind, SwiftoptError)
+        return kind(self.message, self.param)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead(Record):
+    """The prompt's length, before anything is decoded.
+
+    `text` and its `first` token are there where the answer begins with it, the token `end_of_thought` where the model's
+    chats may begin with a thought; `in_thought`: the prompt has begun one.
+    """
+
+    id: int
+    n_tokens: int
+    text: str = ""
+    first: Piece | None = None
+    end_of_thought: int | None = None
+    in_thought: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText(Record):
+    """More of the completion, with what was asked for of its tokens and, once, of the prompt's."""
+
+    id: int
+    text: str
+    n_tokens: int
+    logprobs: tuple[PieceLogprob, ...] = ()
+    prompt_logprobs: tuple[PieceLogprob, ...] | None = None
+    trace: tuple[TracedPiece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDone(Record):
+    """The completion's end: how long it waited, its task, the method and the plan's version, or why it was plain."""
+
+    id: int
+    queued_s: float
+    task: str
+    completion: Completion
+    decoded_with: str
+    version: int | None
+    why_plain: WhyPlain | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens(Record):
+    """The tokens of a prompt."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensText(Record):
+    """The text of tokens."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TuningNow(Record):
+    """What is in use and being tried."""
+
+    id: int
+    tuning: ModelTuning
+
+
+Answer = PromptRead | AnswerText | AnswerDone | PromptTokens | TokensText | TuningNow | Failed
+FromEngine = Loading | Ready | Answer
+
+KINDS: dict[str, Any] = {
+    re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower(): kind
+    for kind in (*get_args(FromServer), *get_args(FromEngine))
+}
+_NAMES: dict[Any, str] = {kind: name for name, kind in KINDS.items()}
+
+
+def encoded(message: FromServer | FromEngine) -> bytes:
+    """Return a message's line.
+
+    Raises: InvalidInput: a text has half of a character, or objects are nested too deeply.
+    """
+    kind: Any = type(message)
+    try:
+        return _NAMES[kind].encode() + b" " + adapter(kind).dump_json(message, warnings=False) + b"\n"
+    except ValueError as error:
+        if "surrogate" in str(error):
+            words = "a text in the body has half of a character (a surrogate without the other): send whole ones"
+        else:
+            words = "the body has too many objects within each other: send it with fewer"
+        raise InvalidInput(words) from None
+
+
+def from_server(line: bytes) -> FromServer:
+    """Return the message of a line; raises as `_decoded`."""
+    message = _decoded(line)
+    if not isinstance(message, FromServer):
+        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the engine): restart the server")
+    return message
+
+
+def from_engine(line: bytes) -> FromEngine:
+    """Return the message of a line; raises as `_decoded`."""
+    message = _decoded(line)
+    if not isinstance(message, FromEngine):
+        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the server): restart the server")
+    return message
+
+
+def _decoded(line: bytes) -> FromServer | FromEngine:
+    """Raises: SettingsError: the line is no message, or the other process has another version of them."""
+    name, _, values = line.partition(b" ")
+    try:
+        kind = KINDS[name.decode()]
+        message: FromServer | FromEngine = adapter(kind).validate_json(values)
+    except (KeyError, ValueError) as error:
+        raise SettingsError(f"{MISMATCH} ({str(error).splitlines()[0]}): restart the server") from error
+    if isinstance(message, Serve | Ready) and message.version != VERSION:
+        raise SettingsError(f"{MISMATCH} (version {message.version}, not {VERSION}): restart the server")
+    return message

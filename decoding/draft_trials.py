@@ -1,0 +1,80 @@
+"""Trials of drafting beside other requests: whether it pays there, by measured time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+PLAIN_ROUNDS = 3  # The rounds of a trial of plain decoding.
+DRAFTED_ROUNDS = 64  # The rounds of a trial of drafts, summed over all sequences.
+FIRST_WAIT, LAST_WAIT = 128, 512  # The rounds between two trials of the way that is not in use.
+LEAST_GAIN = 1.1  # A smaller gain is lost again, because sequences then end, and prompts are read, at different times.
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """Tokens and seconds of rounds of one kind, of which old ones fade; `n` since the latest trial began."""
+
+    n: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float, memory: float = 0.97) -> None:
+        self.n += 1
+        self.tokens, self.seconds = memory * self.tokens + tokens, memory * self.seconds + seconds
+
+    def try_again(self) -> None:
+        self.n, self.tokens, self.seconds = 0, self.tokens / 4, self.seconds / 4
+
+
+@dataclass(slots=True)
+class DraftTrials:
+    """Whether drafts pay with `n_sequences` side by side, by measured time.
+
+    The more rows a pass has, the less drafts pay, and a sequence cannot know from where on: that depends on what the
+    others add, and all wait for those that draft. So rounds in which any sequence drafted are compared with plain ones.
+    The first few are plain; then the faster way is used, and the other tried ever more rarely while it stays slower.
+    `paid`: drafts won the latest comparison. `idle` are the rounds since the latest trial, and `wait` those until the
+    next.
+    """
+
+    n_sequences: int
+    plain: _Rounds = field(default_factory=_Rounds)
+    drafted: _Rounds = field(default_factory=_Rounds)
+    paid: bool = True
+    idle: int = 0
+    wait: int = FIRST_WAIT
+
+    @classmethod
+    def beginning(cls, n_sequences: int, others: Iterable[DraftTrials]) -> Self:
+        """Return the trials of a new number of sequences; none is due where drafts lost with nearly as many."""
+        trials = cls(n_sequences)
+        tried = [other for other in others if other.drafted.seconds]
+        nearest = min(tried, key=lambda other: abs(other.n_sequences - n_sequences), default=trials)
+        if not nearest.paid and 4 * abs(nearest.n_sequences - n_sequences) <= n_sequences:
+            trials.paid, trials.drafted.n = False, DRAFTED_ROUNDS
+        return trials
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next round may draft."""
+        return self.plain.n >= PLAIN_ROUNDS and (self.paid or self._tries_drafts)
+
+    @property
+    def _tries_drafts(self) -> bool:
+        return self.drafted.n * self.n_sequences < DRAFTED_ROUNDS
+
+    def add(self, drafted: bool, tokens: int, seconds: float) -> None:
+        """Learn from a round of all sequences."""
+        (self.drafted if drafted else self.plain).add(tokens, seconds)
+        if self.plain.n < PLAIN_ROUNDS or self._tries_drafts:
+            return
+        gain = self.drafted.tokens * self.plain.seconds - LEAST_GAIN * self.plain.tokens * self.drafted.seconds
+        before, self.paid = self.paid, gain > 0
+        self.idle += 1
+        if before != self.paid:
+            self.idle, self.wait = 0, FIRST_WAIT
+        elif self.idle >= self.wait:
+            self.idle, self.wait = 0, min(2 * self.wait, LAST_WAIT)
+            (self.plain if self.paid else self.drafted).try_again()

@@ -1,0 +1,282 @@
+"""What requests took, in periods of the latest hours and since the server's start, and as Prometheus' metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product, zip_longest
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..core.events import ModelTuning, TaskTuning
+from ..core.requests import ServedModel
+from ..core.types import Completion, Timings
+
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+WAITS = (
+    ("time_to_first_token_seconds", "From a request to its first text."),
+    ("inter_token_latency_seconds", "Per token after the first text."),
+    ("e2e_request_latency_seconds", "From a request to its end."),
+)
+# Names, words, and the sum of `Period` that each counter is.
+COUNTERS = (
+    ("prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
+    ("generation_tokens", "Tokens of completions.", "tokens"),
+    ("prefix_cache_queries", "Tokens of prompts looked up in what was read before.", "prompt_tokens"),
+    ("prefix_cache_hits", "Tokens of prompts that were found there.", "cached_tokens"),
+    ("spec_decode_num_drafts", "Rounds that drafted.", "drafts"),
+    ("spec_decode_num_draft_tokens", "Draft steps.", "drafted"),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
+)
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+SUCCESS, ERROR = "vllm:request_success", "error"
+ENDINGS = ("stop", "length", ERROR)
+# Gauges of a task; None: not known yet.
+OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
+    ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
+    ("version", "The stored plan in use.", lambda of: of.version),
+    ("ratio", "Plain seconds / drafted seconds, as measured.", lambda of: of.ratio),
+    ("ratio_low", "The lower end of the ratio's interval.", lambda of: of.interval and of.interval[0]),
+    ("ratio_high", "The upper end of the ratio's interval.", lambda of: of.interval and of.interval[1]),
+    ("plain_tokens_per_second", "Of plain decoding, in the pairs of the ratio.", lambda of: of.plain_tok_s),
+    ("drafted_tokens_per_second", "With drafts, in the pairs of the ratio.", lambda of: of.drafted_tok_s),
+    ("saved_seconds", "That plain decoding would have taken longer, since the start.", lambda of: of.all_saved_s),
+)
+# Counters of a task since the start of the engine's process.
+SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
+    ("requests", "Requests that have ended.", lambda of: of.requests),
+    ("tokens", "Tokens of these.", lambda of: of.tokens),
+    ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
+    ("search_seconds", "Seconds that the search has taken beside these.", lambda of: of.search.seconds),
+)
+
+PERIOD_S = 10  # The length of a period of the history.
+NOW_S = 60  # How far `History.now` looks back.
+KEPT_S = 6 * 3600  # How far the history goes back.
+MOST_HISTORIES = 64  # Only the tasks of the latest requests have a history.
+
+
+@dataclass(slots=True)
+class Period:
+    """Sums over requests that ended within one period, which begins `at` seconds since 1970, and their figures.
+
+    `decoded` are the tokens of rounds, `drafts` the rounds that drafted. `first_token_s` and, of the `n_timed` requests
+    with more than one token, `between_tokens_s` are what their clients waited, on average per request. What each figure
+    means is a table in docs/serving.md.
+    """
+
+    at: int
+    requests: int = 0
+    tokens: int = 0
+    decoded: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    first_token_s: float = 0.0
+    n_timed: int = 0
+    between_tokens_s: float = 0.0
+    spent: Timings = field(default_factory=Timings)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, at: int, done: Completion, first_token_s: float, whole_s: float) -> Period:
+        """Return the sums of one request; seconds are those that its client waited."""
+        n_between = done.n_tokens - 1
+        return cls(
+            at,
+            requests=1,
+            tokens=done.n_tokens,
+            decoded=done.n_decoded,
+            prompt_tokens=done.n_prompt_tokens,
+            cached_tokens=done.n_cached,
+            drafts=sum(map(sum, done.by_draft_length.values())),
+            drafted=done.drafted,
+            accepted=done.accepted,
+            first_token_s=first_token_s,
+            n_timed=int(n_between > 0),
+            between_tokens_s=(whole_s - first_token_s) / n_between if n_between > 0 else 0.0,
+            spent=done.timings,
+            accepted_per_position=list(done.accepted_per_position),
+        )
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second of decoding: those of rounds / the rounds' seconds, of one request."""
+        return _quotient(self.decoded, self.spent.decode_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """α: accepted / drafted tokens."""
+        return _quotient(self.accepted, self.drafted)
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that were read before."""
+        return _quotient(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def mean_first_token_s(self) -> float | None:
+        return _quotient(self.first_token_s, self.requests)
+
+    @property
+    def mean_between_tokens_s(self) -> float | None:
+        return _quotient(self.between_tokens_s, self.n_timed)
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of the rounds that drafted in which each position of the draft was accepted."""
+        return [n / self.drafts for n in self.accepted_per_position] if self.drafts else []
+
+    def throughput(self, length_s: float) -> float | None:
+        """Tokens per second of all requests, idle time included; None where none ended, or it has just begun.
+
+        Args: length_s: seconds of the whole period, which may not be over.
+        """
+        passed_s = min(length_s, time.time() - self.at)
+        return self.tokens / passed_s if self.requests and passed_s >= PERIOD_S else None
+
+    def __add__(self, other: Period) -> Period:
+        """Return the sums of both, from the beginning of this one."""
+        sums = {sum_.name: getattr(self, sum_.name) + getattr(other, sum_.name) for sum_ in fields(self)[1:-1]}
+        both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
+
+
+def _quotient(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+class History:
+    """The latest traffic by model and task, in periods of PERIOD_S, and the sums of each model since the start."""
+
+    def __init__(self) -> None:
+        self._periods: dict[tuple[str, str], deque[Period]] = {}
+        self._totals: dict[str, Period] = {}
+
+    @property
+    def tasks(self) -> list[tuple[str, str]]:
+        """The models and tasks of which a request ended."""
+        return list(self._periods)
+
+    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> Period:
+        """Count a request that has ended; return its sums."""
+        at = int(time.time()) // PERIOD_S * PERIOD_S
+        ended = Period.of(at, done, first_token_s, whole_s)
+        self._totals[model] = self.total(model) + ended
+        if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
+            del self._periods[min(self._periods, key=lambda key: self._periods[key][-1].at)]
+        periods = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
+        if periods and periods[-1].at == at:
+            periods[-1] += ended
+        else:
+            periods.append(ended)
+        return ended
+
+    def total(self, model: str) -> Period:
+        """Return a model's traffic since the server's start."""
+        return self._totals.get(model, Period(0))
+
+    def last(self, span_s: int, n: int, model: str | None = None, task: str | None = None) -> list[Period]:
+        """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first."""
+        length = max(PERIOD_S, span_s // n)
+        end = int(time.time()) // length * length + length
+        sums = [Period(at) for at in range(end - n * length, end, length)]
+        for (of_model, of_task), periods in self._periods.items():
+            for period in reversed(periods if model in (None, of_model) and task in (None, of_task) else ()):
+                if period.at < sums[0].at:
+                    break
+                sums[(period.at - sums[0].at) // length] += period
+        return sums
+
+    def now(self, model: str) -> Period:
+        """Return the traffic of a model in the last NOW_S seconds, up to a period fewer: the newest has just begun."""
+        first, *rest = self.last(NOW_S, NOW_S // PERIOD_S, model)
+        return sum(rest, first)
+
+
+def metric(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    words: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric from its values, each with those of its labels."""
+    family = kind(name, words, labels=labels)
+    for of, value in values:
+        family.add_metric(of, value)
+    return family
+
+
+class MeasuredEngine(Protocol):
+    """What the metrics read of an engine: its starts, its requests, those that wait for its model, and its tuning."""
+
+    served: ServedModel
+    n_starts: int
+    n_until_loaded: int
+    tuning: ModelTuning
+
+    @property
+    def n_requests(self) -> int: ...
+
+
+class EngineMetrics(Collector):
+    """The engines' metrics, under vLLM's names; and their latest `history`."""
+
+    def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
+        self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
+        given: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
+        self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
+        self._counters = {name: Counter(f"vllm:{name}", words, **given) for name, words, _ in COUNTERS}
+        given["labelnames"] = ["model_name", "finished_reason"]
+        self._ended = Counter(SUCCESS, "Requests that ended.", **given)
+        for name, reason in product(engines, ENDINGS):  # Beginning at 0 makes the first failure an increase.
+            self._ended.labels(name, reason)
+        given["labelnames"] = ["model_name", "position"]
+        self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **given)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        label, engines = ["model_name"], self._engines.items()
+        running = [([name], min(engine.n_requests, engine.served.concurrency)) for name, engine in engines]
+        waiting = [
+            ([name], max(0, engine.n_requests - engine.served.concurrency) + engine.n_until_loaded)
+            for name, engine in engines
+        ]
+        starts = [([name], engine.n_starts) for name, engine in engines]
+        yield metric(GaugeMetricFamily, "vllm:num_requests_running", "Requests that are decoded.", label, running)
+        yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that wait.", label, waiting)
+        yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of an engine.", label, starts)
+        tasks = [(name, task) for name, engine in engines for task in engine.tuning.tasks]
+        for kind, figures in ((GaugeMetricFamily, OF_TASK), (CounterMetricFamily, SINCE_START)):
+            for figure, words, value_of in figures:
+                values = [([name, task.task], value_of(task)) for name, task in tasks]
+                measured = [(labels, float(value)) for labels, value in values if value is not None]
+                yield metric(kind, f"swiftopt_serving_{figure}", words, ["model_name", "task"], measured)
+        yield from self._counted.collect()
+
+    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
+        """Count a request that has ended; seconds are those that its client waited."""
+        ended = self.history.add(model, task, done, first_token_s, whole_s)
+        waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": whole_s}
+        if ended.n_timed:
+            waits["inter_token_latency_seconds"] = ended.between_tokens_s
+        for name, seconds in waits.items():
+            self._waits[name].labels(model).observe(seconds)
+        for name, _, total in COUNTERS:
+            self._counters[name].labels(model).inc(getattr(ended, total))
+        reason = "length" if done.finish_reason == "length" else "stop"
+        self._ended.labels(model, reason).inc()
+        for position, n in enumerate(done.accepted_per_position):
+            self._per_position.labels(model, str(position)).inc(n)
+
+    def fail(self, model: str, n: int) -> None:
+        """Count requests that have failed."""
+        self._ended.labels(model, ERROR).inc(n)
