@@ -24,7 +24,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("levels", ROOT / "models" / "kernels" / "levels.py")
 levels = importlib.util.module_from_spec(_spec)
-sys.modules["levels"] = levels  # where its dataclasses look themselves up
+sys.modules["levels"] = levels  # Its dataclasses look themselves up there.
 _spec.loader.exec_module(levels)
 
 
@@ -55,7 +55,7 @@ def wanted() -> Platform | None:
     here = (platform.system(), platform.machine())
     if given is None and platform.libc_ver()[0] != "glibc" and here[0] == "Linux":
         return None
-    return PLATFORMS[given] if given else next((each for each in PLATFORMS.values() if each[:2] == here), None)
+    return PLATFORMS[given] if given else next((target for target in PLATFORMS.values() if target[:2] == here), None)
 
 
 def compile_library(place: Platform, folder: Path, cache: str, variant: tuple[str, tuple[str, ...]]) -> Path:

@@ -68,8 +68,8 @@ def ablate(
     able = {BASE: decoder(session, PLAIN)}
     for one in built:
         if one.by is not None:
-            own = Session(runtime, one.variant.sampling, request.max_new_tokens)
-            able[one.variant.label] = decoder(own, one.by)
+            variant_session = Session(runtime, one.variant.sampling, request.max_new_tokens)
+            able[one.variant.label] = decoder(variant_session, one.by)
     meter = EnergyMeter.of(runtime.device)
     runs = Interleaved(able, prompts, meter, on_run)
     finished = runs.run()
@@ -106,11 +106,11 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
     head = {"label": variant.label, "base": variant.base, **variant.values}
     search = built.by if isinstance(built.by, Search) else None
     method = built.by.method if isinstance(built.by, Search) else built.by
-    known = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
+    figures_so_far = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
     if built.error is not None:
         return {
             **head,
-            **known.missing(len(prompts), built.error).to_json(),
+            **figures_so_far.missing(len(prompts), built.error).to_json(),
             "heads": None,
             "consistency": None,
         }
@@ -118,9 +118,15 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
     def nll_of(number: int, token_ids: tuple[int, ...]) -> float:
         return nll(session.runtime, session.encode(prompts[number]), token_ids)
 
-    own = runs.runs[variant.label]
-    plain = figures(known, own, runs.runs[BASE], len(prompts), nll_of, predicts_early=built.heads is not None)
-    base = plain if variant.base == BASE else figures(known, own, runs.runs[variant.base], len(prompts), None)
+    variant_runs = runs.runs[variant.label]
+    plain = figures(
+        figures_so_far, variant_runs, runs.runs[BASE], len(prompts), nll_of, predicts_early=built.heads is not None
+    )
+    base = (
+        plain
+        if variant.base == BASE
+        else figures(figures_so_far, variant_runs, runs.runs[variant.base], len(prompts), None)
+    )
     n_heads, n_added = built.n_added
     consistency = plain.identical / plain.prompts if variant.sampling.greedy and plain.identical is not None else None
     return {
@@ -129,7 +135,7 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
         "extra_parameters": n_added,
         "heads": n_heads,
         "consistency": consistency,
-        **_search_figures(search, own.by_prompt.values()),
+        **_search_figures(search, variant_runs.by_prompt.values()),
     }
 
 

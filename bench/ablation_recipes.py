@@ -50,9 +50,9 @@ from ..training.features import Features, features_of
 from ..training.settings import HeadSettings, ignore
 from ..training.trainer import HeadObjective, Trainer, train
 
-MIXED_TASK = "mixed"  # of heads that were trained on several streams
+MIXED_TASK = "mixed"  # The task of heads that were trained on several streams.
 HOPS = 3
-CHOICES = 2  # of a head, that are drafted
+CHOICES = 2  # A head drafts so many tokens.
 
 HeadsOf = Callable[[], Heads]
 HopsOf = Callable[[], Sequence[Heads]]
@@ -66,15 +66,15 @@ class AblationRecipes(MakingRecipes):
 
     def search(self, **settings: Any) -> Search:
         """Start SWIFT's search as published, but for those settings."""
-        own = replace(SwiftSettings(**PRESETS["swift"].tuning), **settings)
-        return Search("", self.runtime.n_layers, own, own.start_skip_ratio(self.runtime.info.n_parameters), None)
+        tuning = replace(SwiftSettings(**PRESETS["swift"].tuning), **settings)
+        return Search("", self.runtime.n_layers, tuning, tuning.start_skip_ratio(self.runtime.info.n_parameters), None)
 
     def self_sd(self, steps: int) -> Method:
         """Search Self-SD's set in so many steps, on as many prompts as a brief search has."""
         self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
         session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
-        found = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
-        return build("self-sd", Resources(self.runtime, found.best.layer_set), AdaptiveThreshold())
+        result = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
+        return build("self-sd", Resources(self.runtime, result.best.layer_set), AdaptiveThreshold())
 
     def branching(self) -> Method:
         """Return Self-SD's set and threshold rule, each position with SWIFT's candidates."""
@@ -102,10 +102,10 @@ class AblationRecipes(MakingRecipes):
 
     def added_by_trees(self, hops: HopsOf, early: bool) -> Heads:
         """Return what trees add to the model, to count it: without `early` the last layer's later hops."""
-        found = hops()
-        depths = found[0].depths
+        added = hops()
+        depths = added[0].depths
         used = [(depth, hop) for hop in range(HOPS) for depth in depths if early or depth == depths[-1]]
-        kept = [found[hop].transforms[depth] for depth, hop in used if (depth, hop) != (depths[-1], 0)]
+        kept = [added[hop].transforms[depth] for depth, hop in used if (depth, hop) != (depths[-1], 0)]
         return Heads(dict(enumerate(kept)))
 
     def heads(self) -> Heads:
@@ -144,7 +144,7 @@ class AblationRecipes(MakingRecipes):
         budget_s = HOPS * HEADS_S
         self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {budget_s:.0f} s of training")
         session = Session(self.runtime, Sampling(), max(LEAST_TOKENS, self.session.max_new_tokens))
-        began, texts, found = monotonic(), list[Features](), list[Heads]()
+        began, texts, heads = monotonic(), list[Features](), list[Heads]()
         for prompt in self.prompts:
             if not texts or monotonic() - began < budget_s / 2:
                 texts.append(features_of(session, prompt, depths))
@@ -154,8 +154,8 @@ class AblationRecipes(MakingRecipes):
             left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
             trainer = Trainer(objective, HeadSettings(epochs=BRIEF_EPOCHS), max(1.0, left_s))
             trainer.run(ignore)
-            found.append(objective.model(trainer.weights))
-        return found
+            heads.append(objective.model(trainer.weights))
+        return heads
 
 
 class HopDrafter(Drafter):
@@ -195,7 +195,7 @@ class HopDrafter(Drafter):
         if not predicted and self._state is not None:
             predicted = self._later(context.runtime.n_layers, self._state)
         choices = [logits.topk(CHOICES).indices.tolist() for logits in predicted]
-        first, places = [own[0] for own in choices], range(len(choices))
+        first, places = [firsts[0] for firsts in choices], range(len(choices))
         paths = [first, *([*first[:i], choices[i][1], *first[i + 1 :]] for i in places)] if first else []
         tree = merged(root, paths, room)
         return Draft(tree, staged=self._checked(tree, depth, hidden))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "swiftopt.ablation/1"
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)
-EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # of the depth: layers 2, 3, 4, 6 and 8 of 16
+EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # Shares of the depth: layers 2, 3, 4, 6 and 8 of 16.
 SPD_LENGTHS, SPD_THRESHOLDS = (2, 8, 14), (0.3, 0.5, 0.8)
 WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (k, p)
 SAMPLED = Sampling(temperature=1.0)

@@ -120,12 +120,12 @@ def _against_expected(
     where neither is there, or no target pass came after the prefill.
     """
     expected = expected_of(costs, own)
-    if expected is None or not all(sum(done.target_passes for done in each) for each in (own, base)):
+    if expected is None or not all(sum(done.target_passes for done in side) for side in (own, base)):
         return None, None
     speeds = [
-        sum(done.n_tokens - done.first_tokens for done in each)
-        / sum(done.timings.total_s - done.prefill_s - done.timings.optimise_s for done in each)
-        for each in (own, base)
+        sum(done.n_tokens - done.first_tokens for done in side)
+        / sum(done.timings.total_s - done.prefill_s - done.timings.optimise_s for done in side)
+        for side in (own, base)
     ]
     return speeds[0] / speeds[1], expected
 

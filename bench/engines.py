@@ -29,10 +29,10 @@ from ..models.costs import device_name
 from ..models.sources import local_folder, resolve
 from .peers import all_rows, exported_rows, report_of
 
-TASK = "engines"  # of all lines, so that one layer set is tuned for them
-TUNED_TOKENS = "64"  # of each prompt that is tuned on
-REFERENCE = "transformers"  # whose checkpoint swiftopt reads, too
-TRANSFORMERS_CONFIDENCE = 0.4  # where an assistant's settings have none
+TASK = "engines"  # All lines have this task, so that one layer set is tuned for them.
+TUNED_TOKENS = "64"  # The new tokens of each prompt to tune on.
+REFERENCE = "transformers"  # Its checkpoint can be read by swiftopt, too.
+TRANSFORMERS_CONFIDENCE = 0.4  # The confidence of an assistant whose settings name none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class EngineChecks:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        own, theirs = self.own.get("acceptance"), self.exported.get("acceptance")
+        ours, theirs = self.own.get("acceptance"), self.exported.get("acceptance")
         if self.exported["reason"] is not None:
             return (self.engine, *"–––––", f"not run: {self.exported['reason']}")
         counts = "–" if theirs is None else f"{self.exported['accepted']} / {self.exported['drafted']}"
@@ -65,8 +65,8 @@ class EngineChecks:
             self.engine,
             counts,
             number(theirs, 3),
-            number(own, 3),
-            number(theirs / own if theirs is not None and own else None, 3),
+            number(ours, 3),
+            number(theirs / ours if theirs is not None and ours else None, 3),
             number(self.ngram.get("acceptance"), 3),
             f"{self.exported['identical']} of {self.exported['of']}",
         )
@@ -91,12 +91,12 @@ def main(words: Sequence[str] | None = None) -> int:
             export = ["export", f"{args.model}/{TASK}", "--to", engine, "--out", str(folders[engine])]
             if code := swiftopt([*export, "--db", db]):
                 return code
-        found = _measured(args, folders, held_out)
+        checks = _measured(args, folders, held_out)
     headings = ("accepted / drafted", "acceptance", "swiftopt's", "÷ swiftopt's", "own n-grams")
     title = f"{args.model}: exported drafts in their engines"
     columns = [folding("engine"), *map(numeric, headings), folding("equal to its own plain")]
-    show(table(columns, [each.cells for each in found], title=title, title_justify="left"))
-    return int(any(each.failed for each in found))
+    show(table(columns, [check.cells for check in checks], title=title, title_justify="left"))
+    return int(any(check.failed for check in checks))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,8 +119,8 @@ def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
     paths = (work / "tuned.jsonl", work / "held-out.jsonl")
     for number_, path in enumerate(paths):
-        own = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[number_::2]]
-        path.write_text("".join(own), encoding="utf-8")
+        task_lines = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[number_::2]]
+        path.write_text("".join(task_lines), encoding="utf-8")
     return paths
 
 
@@ -137,9 +137,9 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
         results: list[dict[str, Any]] = report_of(common, turns.runs, turns.questions, machine, rows[0].name)["results"]
         return results
 
-    known = {row.name: row for row in all_rows()}
-    own: dict[tuple[int, float], dict[str, Any]] = {}
-    found = []
+    rows_by_name = {row.name: row for row in all_rows()}
+    baselines: dict[tuple[int, float], dict[str, Any]] = {}
+    checks = []
     for engine in args.engines.split(","):
         exported = folders[engine]
         row = exported_rows([exported])[0]  # a checkpoint, for every engine
@@ -149,17 +149,17 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
             row = replace(row, options={"draft_tokens": args.draft_tokens})
         elif engine == REFERENCE:
             rule = (rule[0], about["settings"].get("assistant_confidence_threshold", TRANSFORMERS_CONFIDENCE))
-        if row.draft is not None and rule not in own:
+        if row.draft is not None and rule not in baselines:
             checkpoint = folders[REFERENCE] / "draft"
             options = {"draft_tokens": rule[0], "min_confidence": rule[1]}
             name = f"draft-{rule[0]}" + (f"-{rule[1]:g}" if rule[1] else "")
-            (own[rule],) = run(Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint))
+            (baselines[rule],) = run(Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint))
         package = row.engine.name
-        plain, ngram, theirs = run(known[f"{package}/plain"], known[f"{package}/ngram"], row)
-        found.append(EngineChecks(engine, plain, ngram, theirs, own.get(rule, {})))
+        plain, ngram, theirs = run(rows_by_name[f"{package}/plain"], rows_by_name[f"{package}/ngram"], row)
+        checks.append(EngineChecks(engine, plain, ngram, theirs, baselines.get(rule, {})))
         if args.json:  # what is interrupted keeps the engines before
-            args.json.write_text(json.dumps([each.report for each in found], indent=1) + "\n", encoding="utf-8")
-    return found
+            args.json.write_text(json.dumps([check.report for check in checks], indent=1) + "\n", encoding="utf-8")
+    return checks
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ SKIP_RATIO = 0.45
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 LONGEST_DRAFT = 25
 REPEATS, PASS_REPEATS = 3, 20
-FORMATS = ("int8", "fp8", "int4")  # of drafts
+FORMATS = ("int8", "fp8", "int4")  # Formats of drafts.
 LOADS = (1, 4, 16, 32)  # requests at once
 LOAD_REPEATS = 2
-WARM_RUNS = 6  # at most, until one captures no pass: captures take longer than what is measured
+WARM_RUNS = 6  # Warm up at most so often, until no pass is captured: captures take longer than what is measured.
 SPARE = 1.15  # memory wanted, in sizes of the weights
 HALVINGS = 12  # inner sub-layers are scaled by 1 down to 2^-12
 BISECTIONS = 7  # between them
@@ -279,18 +279,18 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
 
     Returns: the figures by format, or why there are none; and the profile with the costs of those that have.
     """
-    found: dict[str, Any] = {}
+    by_format: dict[str, Any] = {}
     for name in FORMATS:
         clock = perf_counter()
         try:
             profile = measure_format(runtime, profile, name)
         except (RuntimeError, SwiftoptError) as error:  # torch has no kernel for this shape or device
-            found[name] = {"reason": str(error).splitlines()[0]}
+            by_format[name] = {"reason": str(error).splitlines()[0]}
             continue
         ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
         pairs = by_turns(runtime, method, n_new)
         done = pairs[0][1]
-        found[name] = {
+        by_format[name] = {
             "ready_s": ready_s,
             "pass_ms": 1e3 * draft_seconds(runtime, LayerSet(runtime.n_layers).filled(name)),
             "acceptance_rate": done.acceptance_rate,
@@ -298,13 +298,13 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
             "expected_ratio": expected_of(profile, [done]),
             "identical": _identical(*pairs[0]),
         }
-    return found, profile
+    return by_format, profile
 
 
 def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str, Any]:
     """Measure the tokens per second of several requests at once, decoded plainly and with adaptive drafts by turns."""
-    name = next((each for each in reversed(FORMATS) if each in profile.formats), STORED)
-    method, found = adaptive(runtime, profile, name), dict[str, Any]()
+    name = next((candidate for candidate in reversed(FORMATS) if candidate in profile.formats), STORED)
+    method, by_load = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
         if runtime.graphs is not None:
             _capture(runtime, method, n_new, n)
@@ -313,8 +313,8 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
             for _ in range(LOAD_REPEATS)
         ]
         plain, ratio = median(slow for slow, _ in pairs), median(fast / slow for slow, fast in pairs)
-        found[str(n)] = {"plain_tokens_per_s": plain, "ratio": ratio}
-    return found
+        by_load[str(n)] = {"plain_tokens_per_s": plain, "ratio": ratio}
+    return by_load
 
 
 def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> None:
@@ -352,9 +352,12 @@ def table(report: dict[str, Any]) -> str:
         ("drafting", f"{draft['length']} tokens at a time, α {draft['acceptance_rate']:.3f}"),
         ("ratio to plain", f"measured {draft['ratio']:.2f}, expected {draft['expected_ratio']:.2f}"),
         ("same tokens", f"{draft['identical']:.0%}"),
-        *((f"{name} drafts", _format_words(own)) for name, own in report["formats"].items()),
-        ("tokens/s by load", ", ".join(f"{n}: {own['plain_tokens_per_s']:.0f}" for n, own in report["load"].items())),
-        ("drafting by load", ", ".join(f"{n}: {own['ratio']:.2f}" for n, own in report["load"].items())),
+        *((f"{name} drafts", _format_words(figures)) for name, figures in report["formats"].items()),
+        (
+            "tokens/s by load",
+            ", ".join(f"{n}: {figures['plain_tokens_per_s']:.0f}" for n, figures in report["load"].items()),
+        ),
+        ("drafting by load", ", ".join(f"{n}: {figures['ratio']:.2f}" for n, figures in report["load"].items())),
     )
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
 
@@ -374,10 +377,10 @@ def obstacle(shape: ModelShape, device: str) -> str | None:
     if not torch.cuda.is_available():
         return "this machine has no CUDA device: pass --device cpu --shape tiny to see the report"
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.inner
-    wanted = SPARE * 2 * (shape.n_layers * per_layer + 2 * shape.vocab * shape.hidden) + 2 * (shape.mebibytes << 20)
+    needed = SPARE * 2 * (shape.n_layers * per_layer + 2 * shape.vocab * shape.hidden) + 2 * (shape.mebibytes << 20)
     free = torch.cuda.mem_get_info(torch.device(device))[0]
-    if free < wanted:
-        return f"the model needs {wanted / 1e9:.0f} GB, and {device} has {free / 1e9:.0f} GB free: use --shape tiny"
+    if free < needed:
+        return f"the model needs {needed / 1e9:.0f} GB, and {device} has {free / 1e9:.0f} GB free: use --shape tiny"
     return None
 
 

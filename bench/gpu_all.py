@@ -26,9 +26,9 @@ from time import perf_counter
 from .tables import ROOT
 
 SCHEMA = "swiftopt.gpu-steps/1"
-TOTAL_S = 530.0  # of all steps
-LEAST_S = 20.0  # with less left a step is not begun
-GRACE_S = 10.0  # from Ctrl-C until a step is killed
+TOTAL_S = 530.0  # The time for all steps.
+LEAST_S = 20.0  # No step begins when less time is left.
+GRACE_S = 10.0  # The time between Ctrl-C and killing a step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,22 @@ def steps(device: str) -> list[DeviceStep]:
 
     # Not of pytest-benchmark, which GPU images have: beside xdist it warns, and warnings are errors here.
     tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(min(6, cpu_count() or 1)))
-    found = [
+    plan = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
         DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
         DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
     ]
     if on_gpu:
-        found += [
+        plan += [
             DeviceStep("13b-graphs", bench("codellama-13b", "graphs"), 110),
             DeviceStep("13b-exact", bench("codellama-13b", "exact"), 100),
             DeviceStep("70b-layers", bench("llama-70b-8-layers", "graphs"), 60),
             DeviceStep("13b-compiled", bench("codellama-13b", "compiled+graphs"), 120),
         ]
     else:
-        found.append(DeviceStep("tiny-eager", bench("tiny", "eager"), 120))
+        plan.append(DeviceStep("tiny-eager", bench("tiny", "eager"), 120))
     size = ("--shape", "llama-1b") if on_gpu else ("--shape", "tiny", "--tokens", "16")
-    return [*found, DeviceStep("peers", ("-m", "swiftopt.bench.gpu_peers", *size, "--device", device), 180)]
+    return [*plan, DeviceStep("peers", ("-m", "swiftopt.bench.gpu_peers", *size, "--device", device), 180)]
 
 
 def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:

@@ -34,10 +34,10 @@ from .gpu import SHAPES, ModelShape, obstacle, permuting_runtime, prompt_of, sca
 from .peers import all_rows, chosen_rows, report_of
 
 ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
-SCALE = 0.0625  # of what inner sub-layers add: with random weights nothing else lets drafts in int4 agree
+SCALE = 0.0625  # Scales what inner sub-layers add; with random weights drafts in int4 agree only so.
 N_PROMPTS = 3
 NEW_TOKENS = 128
-TIMEOUT_S = 75.0  # for an engine to load, vLLM's compilation included, or to answer: others wait for it
+TIMEOUT_S = 75.0  # An engine may take so long to load, vLLM's compilation included, or to answer.
 OFFLINE = {"PIP_NO_INDEX": "1", "npm_config_offline": "true"}
 
 
@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing was measured: {reason}", file=sys.stderr)
         report = {"skipped": reason}
     print(json.dumps(report))
-    own = [result for result in report.get("results", ()) if result["row"].startswith(("swiftopt/", "transformers/"))]
-    return int(any(result["tok_s"] is None for result in own))
+    shown = [result for result in report.get("results", ()) if result["row"].startswith(("swiftopt/", "transformers/"))]
+    return int(any(result["tok_s"] is None for result in shown))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ RANK_SCHEMA = "swiftopt.head-rank/1"
 PASS_REPEATS, STEP_REPEATS = 9, 15
 LARGEST_BATCH = 8  # candidates of one pass
 SKIP_RATIO = 0.45
-N_SETS = 100  # that are looked up
+N_SETS = 100  # The number of sets to look up.
 N_CONNECTIONS = 8
 LOOKUP_RATE = 100  # look-ups a second in the steady part
 NOWHERE = "redis://127.0.0.1:1/0"  # a port on which nothing listens
@@ -294,11 +294,11 @@ def lookups(seconds: float) -> dict[str, Any]:
             for number in range(N_SETS):
                 layer_set = LayerSet(32, frozenset({1 + number % 20, 25}), frozenset({7}))
                 store.add_layer_set(LayerSetRecord("org/model-7b", f"task{number}", layer_set))
-        found = {"no Redis": lookup_times(database, (), seconds)}
-        found["Redis down"] = lookup_times(database, ("--redis", NOWHERE), seconds)
-    for name, row in found.items():
+        by_cache = {"no Redis": lookup_times(database, (), seconds)}
+        by_cache["Redis down"] = lookup_times(database, ("--redis", NOWHERE), seconds)
+    for name, row in by_cache.items():
         click.echo("  ".join([f"{name:<11}", *(f"{key} {value}" for key, value in row.items())]))
-    return {"schema": "swiftopt.bench-lookups/1", "cores": os.cpu_count(), "results": found}
+    return {"schema": "swiftopt.bench-lookups/1", "cores": os.cpu_count(), "results": by_cache}
 
 
 def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[str, Any]:

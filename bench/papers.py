@@ -37,7 +37,7 @@ SHOWN = {  # figures of a row that its cell in the table has
     "rejected": "rejected_share",
     "quality": "quality",
 }
-UNKEPT = ("out", "database", "job")  # of a report: where a file lies on the machine that made it
+UNKEPT = ("out", "database", "job")  # Fields of a report that say where a file lies on one machine.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Repeated:
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
 _CODE = "compare --preset swift --methods plain --template humaneval"
-_PROBLEMS = "examples/problems.jsonl"  # in the form of HumanEval's rows
+_PROBLEMS = "examples/problems.jsonl"  # Its rows have HumanEval's form.
 
 PAPERS: tuple[Repeated, ...] = (
     Repeated(
@@ -222,9 +222,9 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
     if done.returncode:
         return False
     report = {key: value for key, value in json.loads(done.stdout).items() if key not in UNKEPT}
-    found = {"date": now()[:10], "commit": commit, "command": shown, "note": entry.where, "report": report}
+    kept = {"date": now()[:10], "commit": commit, "command": shown, "note": entry.where, "report": report}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"{entry.key}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (FOLDER / f"{entry.key}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return True
 
 

@@ -36,7 +36,7 @@ from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 
-SKIP_RATIOS = (0.2, 0.45, 0.7)  # of the random sets, in turn
+SKIP_RATIOS = (0.2, 0.45, 0.7)  # The random sets take these in turn.
 MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are compared with
 
 

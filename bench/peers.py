@@ -119,17 +119,17 @@ def chosen_rows(words: Iterable[str], rows: Sequence[Row]) -> list[Row]:
     Raises: SettingsError: a word names none.
     """
     words = [word.strip() for word in words if word.strip()]
-    known = {"all", *(row.engine.name for row in rows), *(row.name for row in rows)}
+    words_known = {"all", *(row.engine.name for row in rows), *(row.name for row in rows)}
     for word in words:
-        if word not in known:
-            near = get_close_matches(word, sorted(known), n=1)
+        if word not in words_known:
+            near = get_close_matches(word, sorted(words_known), n=1)
             nearest = f" (nearest: {near[0]})" if near else ""
             names = ", ".join(dict.fromkeys(row.engine.name for row in rows))
             raise SettingsError(f"peer {word!r} is unknown{nearest}: use all, {names}, or rows such as {rows[0].name}")
-    found = [row for row in rows if {"all", row.engine.name, row.name} & set(words)]
-    if not found:
+    chosen = [row for row in rows if {"all", row.engine.name, row.name} & set(words)]
+    if not chosen:
         raise SettingsError(f"no peer was named: use all, or rows such as {rows[0].name}")
-    return found
+    return chosen
 
 
 # --- the report
@@ -213,8 +213,8 @@ def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
     """Return the row that should have the same tokens: for drafting rows their engine's plain one, else swiftopt's."""
     if not row.same_weights:
         return None
-    found = measured.get(f"{row.engine.name}/plain" if row.equals_plain else "swiftopt/plain")
-    return None if found is None or found.row is row else found
+    reference = measured.get(f"{row.engine.name}/plain" if row.equals_plain else "swiftopt/plain")
+    return None if reference is None or reference.row is row else reference
 
 
 def equal_to(result: dict[str, Any]) -> str:
@@ -223,5 +223,5 @@ def equal_to(result: dict[str, Any]) -> str:
         return "other weights"  # the row's name says which
     if result["equal_to"] is None:
         return f"same weights ({result['weights']})"
-    own = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
-    return f"{'its own plain' if own else result['equal_to']} {result['identical']}/{result['of']}"
+    is_same_engine = result["equal_to"].split("/")[0] == result["row"].split("/")[0]
+    return f"{'its own plain' if is_same_engine else result['equal_to']} {result['identical']}/{result['of']}"

@@ -35,8 +35,8 @@ from ..optimizer.search import Search
 SCHEMA = "swiftopt.bench-search/1"
 AT_ONCE = 4  # sets that are judged in one pass
 LAP, BEHIND = 4, 0.02  # windows between two looks at a race, and how far behind a set drops out
-GOAL = 0.95  # of the best objective that any strategy ended with
-BASE = "swift"  # whose passes the others' are compared with
+GOAL = 0.95  # The share of the best final objective that counts as found.
+BASE = "swift"  # The strategy that the others' passes are compared with.
 PAIRS = 96  # pairs of sub-layers that are tried before a set counts as a peak
 KICK = 4  # sub-layers that are flipped at random to leave a peak
 
@@ -146,19 +146,19 @@ class Bench:
             running = list(layer_sets[first : first + AT_ONCE])
             for n in (*range(LAP, self.n_windows, LAP), self.n_windows):
                 self._see(running, n)
-                for own in running:
-                    ratios[own] = self._worth(own, n)[0] / self._worth(current, n)[0]
-                running = [own for own in running if ratios[own] > 1 - BEHIND]
+                for layer_set in running:
+                    ratios[layer_set] = self._worth(layer_set, n)[0] / self._worth(current, n)[0]
+                running = [layer_set for layer_set in running if ratios[layer_set] > 1 - BEHIND]
         return ratios
 
     def _see(self, layer_sets: Sequence[LayerSet], n: int) -> None:
         """Score the sets, side by side, on those of the first `n` windows that they were not scored on yet."""
         for number in range(n):
-            new = [own for own in layer_sets if len(self._seen.get(own, ())) == number]
+            new = [layer_set for layer_set in layer_sets if len(self._seen.get(layer_set, ())) == number]
             if new:
                 scores = alone(score_window(self._windows[number], new, self.window))
-                for own, score in zip(new, scores, strict=True):
-                    self._seen.setdefault(own, []).append(score)
+                for layer_set, score in zip(new, scores, strict=True):
+                    self._seen.setdefault(layer_set, []).append(score)
 
     def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
         """Return the objective over the first `n` windows, on which the set was scored."""
@@ -274,9 +274,9 @@ def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: O
     best = max(report["results"], key=lambda result: result["final"])
     start = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
     search = LongSearch(bench, start, most, on_gain)
-    found = search.run()
-    results = [{**result, "of_long": round(result["final"] / found["best"], 5)} for result in report["results"]]
-    return {**report, "interrupted": search.interrupted, "results": results, "long_search": found}
+    long_search = search.run()
+    results = [{**result, "of_long": round(result["final"] / long_search["best"], 5)} for result in report["results"]]
+    return {**report, "interrupted": search.interrupted, "results": results, "long_search": long_search}
 
 
 class LongSearch:
@@ -316,7 +316,7 @@ class LongSearch:
         while self.n_judged < self.most:
             singles = {(unit,): self._flipped(self.current, [unit]) for unit in range(self.current.n_searched)}
             ratios = self._race(list(singles.values()))
-            by_move = {move: ratios[own] for move, own in singles.items() if own in ratios}
+            by_move = {move: ratios[layer_set] for move, layer_set in singles.items() if layer_set in ratios}
             best_first = sorted(by_move, key=by_move.__getitem__, reverse=True)
             helping = [move for move in best_first if by_move[move] > 1]
             if helping:

@@ -49,14 +49,14 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 
 
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
-    until, told = time.monotonic() + LOAD_S, ""
+    until, logged = time.monotonic() + LOAD_S, ""
     while (state := _state(client)) != "ok":
         failed = not state.startswith("it is loading")  # the server tries again for ever
         if failed or process.poll() is not None or time.monotonic() > until:
             raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
         phase = phase_of(state.partition(": ")[2])
-        if phase != told:
-            told = phase
+        if phase != logged:
+            logged = phase
             on_step(f"load: {phase}")
         time.sleep(0.1)
 
@@ -98,7 +98,7 @@ def measure(
                 n_tokens = sum(n for _, n in texts["best"])
                 n_equal = sum(a == b for a, b in zip(texts["best"], texts["plain"], strict=True))
                 results.append({"requests": len(block), **times, "tokens": n_tokens, "equal": n_equal})
-                n_done = sum(each["requests"] for each in results)
+                n_done = sum(per_block["requests"] for per_block in results)
                 served_s, plain_s = walls["best"], walls["plain"]
                 speeds = f"{n_tokens / served_s:.1f} tok/s as served, {n_tokens / plain_s:.1f} plainly"
                 on_run(f"request {n_done} of {len(prompts)}: {speeds}")
@@ -115,12 +115,12 @@ def measure(
         "device": card["device"],
         "dtype": card["dtype"],
         "concurrency": concurrency,
-        "prompts": sum(each["requests"] for each in results),
+        "prompts": sum(per_block["requests"] for per_block in results),
         "max_new_tokens": max_new_tokens,
         "results": results,
         "window": window,
         "windows": windows(results, window),
-        "equal": sum(each["equal"] for each in results),
+        "equal": sum(per_block["equal"] for per_block in results),
         "shifts": shifts,
         "tuning": tuning,
     }
@@ -133,8 +133,8 @@ def model_card(client: httpx2.Client) -> dict[str, Any]:
 
 
 def model_tuning(client: httpx2.Client) -> dict[str, Any]:
-    (found,) = client.get("/v1/tuning").json()["models"].values()
-    return dict(found)
+    (tuning,) = client.get("/v1/tuning").json()["models"].values()
+    return dict(tuning)
 
 
 def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -155,8 +155,8 @@ def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
     """Return plain seconds / served seconds of every `window` requests, one after the other."""
     size = max(1, window // results[0]["requests"]) if results else 1
     return [
-        round(sum(each["plain_s"] for each in own) / sum(each["served_s"] for each in own), 4)
-        for own in _blocks(results, size)
+        round(sum(run["plain_s"] for run in block) / sum(run["served_s"] for run in block), 4)
+        for block in _blocks(results, size)
     ]
 
 
@@ -181,7 +181,7 @@ def ask(client: httpx2.Client, model: str, max_new_tokens: int, way: str, prompt
         done = client.post("/v1/chat/completions", json={**common, "messages": list(messages)})
     if done.status_code != 200:
         raise ServiceUnreachable(f"the server refused prompt {prompt.id!r}: {done.json()['error']['message']}")
-    found = done.json()
-    choice = found["choices"][0]
+    answer = done.json()
+    choice = answer["choices"][0]
     text = choice["text"] if prompt.text is not None else choice["message"]["content"]
-    return text, found["usage"]["completion_tokens"]
+    return text, answer["usage"]["completion_tokens"]

@@ -20,8 +20,8 @@ from ..optimizer.tuning import Tuner
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
 SETTLED_AFTER = 10  # prompts of a task after which its acceptance must be back
-WITHIN = 0.05  # of the acceptance of the task's own set
-RUNS = ("own", "kept", "adapted")  # of runs: with each task's own set, with the first one's, and as one stream
+WITHIN = 0.05  # The largest gap to the acceptance of the task's own set.
+RUNS = ("own", "kept", "adapted")  # Runs with each task's own set, with the first task's set, and as one stream.
 STREAM = "stream"  # the task under which all are decoded as one
 
 OnStep = Callable[[str], None]
@@ -29,8 +29,8 @@ OnStep = Callable[[str], None]
 
 def acceptance(runs: Sequence[Completion]) -> float | None:
     """Return that of all of them together; None where nothing was drafted."""
-    drafted = sum(each.drafted for each in runs)
-    return sum(each.accepted for each in runs) / drafted if drafted else None
+    drafted = sum(run.drafted for run in runs)
+    return sum(run.accepted for run in runs) / drafted if drafted else None
 
 
 class StreamShift:
@@ -54,7 +54,7 @@ class StreamShift:
         self.tasks: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             self.tasks.setdefault(prompt.task, []).append(replace(prompt, turns=prompt.turns[:1]))
-        self.tasks = {name: own[:n_prompts] for name, own in self.tasks.items()}
+        self.tasks = {name: prompts_of_task[:n_prompts] for name, prompts_of_task in self.tasks.items()}
         self.session = Session(runtime, Sampling(), max_new_tokens)
         self.runs: dict[str, dict[str, list[Completion]]] = {kind: {name: [] for name in self.tasks} for kind in RUNS}
         self.shifts: list[dict[str, Any]] = []
@@ -65,11 +65,11 @@ class StreamShift:
 
         Ctrl-C ends it with what was decoded, once every task has a set of its own.
         """
-        own = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
-        first, interrupted = own[next(iter(own))], False
+        tuned = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
+        first, interrupted = tuned[next(iter(tuned))], False
         try:
             for name, prompts in self.tasks.items():
-                self._decode(self.runs["own"][name], f"{name}, its own set", *own[name], prompts)
+                self._decode(self.runs["own"][name], f"{name}, its own set", *tuned[name], prompts)
             for name, prompts in self.tasks.items():
                 self._decode(self.runs["kept"][name], f"{name}, the first task's set", *first, prompts)
             self._adapt()
@@ -80,7 +80,7 @@ class StreamShift:
         results = []
         for name, prompts in self.tasks.items():
             figures = {kind: self._figures(runs[name]) for kind, runs in self.runs.items()}
-            about = {"task": name, "prompts": len(prompts), "n_skipped": own[name][0].n_skipped}
+            about = {"task": name, "prompts": len(prompts), "n_skipped": tuned[name][0].n_skipped}
             results.append({**about, **figures, **_gap(figures["own"]["settled"], figures["adapted"]["settled"])})
         return {
             "schema": SCHEMA,
@@ -120,7 +120,7 @@ class StreamShift:
 
     def _adapt(self) -> None:
         """Decode all tasks as one stream, and note where shifts were noticed, and the candidates scored."""
-        named = [(name, prompt) for name, own in self.tasks.items() for prompt in own]
+        named = [(name, prompt) for name, prompts_of_task in self.tasks.items() for prompt in prompts_of_task]
         runs = self.runs["adapted"]
         for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named]):
             if isinstance(event, TrialsDone):
@@ -143,7 +143,7 @@ class StreamShift:
             "acceptance": acceptance(runs),
             "settled": acceptance(runs[SETTLED_AFTER:]),
             "expected": expected_of(self.costs, runs[SETTLED_AFTER:]),
-            "by_prompt": [each.acceptance_rate for each in runs],
+            "by_prompt": [run.acceptance_rate for run in runs],
         }
 
     def _tuner(self) -> Tuner:

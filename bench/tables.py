@@ -37,6 +37,7 @@ from .search import SCHEMA as SEARCH_SCHEMA
 from .serving import SCHEMA as SERVE_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
 from .throughput import SCHEMA as THROUGHPUT_SCHEMA
+from .tunings import SCHEMA as TUNE_SCHEMA
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -57,16 +58,16 @@ def table(folder: Path = RESULTS) -> str:
     results = _results(folder)
     parts = []
     for kind in dict.fromkeys(KINDS.values()):
-        own = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
-        if own:
+        of_kind = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
+        if of_kind:
             title = [f"**{kind.title}**", ""] if kind.title else []
             rows = (
                 (*row, _where(result["report"]), _link(path, result, PAGE))
-                for path, result in own
+                for path, result in of_kind
                 for row in kind.rows({**result["report"], "command": result["command"]})
             )
             lines = _markdown((*kind.header, "device" if kind is PEERS_TABLE else "device, dtype", "file"), rows)
-            parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in own)]))
+            parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in of_kind)]))
     return "\n\n".join(parts) or NOTHING
 
 
@@ -78,9 +79,11 @@ def short_table(folder: Path = RESULTS) -> str:
     parts = []
     for path, result in _results(folder):
         if named := result.get("headline"):
-            found = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in named}
+            cells_by_row = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in named}
             parts.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
-            parts.append("\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in found.values()))))
+            parts.append(
+                "\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in cells_by_row.values())))
+            )
     return "\n\n".join(parts) or NOTHING
 
 
@@ -117,16 +120,16 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
 
     Raises: InvalidInput: a file is no result.
     """
-    found = []
+    drawn = []
     results = sorted(_results(folder), key=lambda item: (item[1]["date"], item[0].name))
     if served := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
-        found.append(ManualChart(SERVING_CHART, draw_serving, served[-1]))
+        drawn.append(ManualChart(SERVING_CHART, draw_serving, served[-1]))
     for _, result in results:
         if named := result.get("headline"):
             report = result["report"]
             rows = [row for row in report["results"] if row["row"] in named]
-            found.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
-    return found
+            drawn.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
+    return drawn
 
 
 def out_of_date() -> list[Path]:
@@ -196,7 +199,7 @@ def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         name = EARLIER_NAMES.get(row["method"], row["method"])
         name += " (lossy)" if row.get("lossy") else ", searching" if row.get("optimise_seconds") else ""
-        settings = [each.removeprefix(f"{name}.") for each in given.set if each.startswith(f"{name}.")]
+        settings = [word.removeprefix(f"{name}.") for word in given.set if word.startswith(f"{name}.")]
         figures: tuple[str, ...] = ("not run", "–", "–", "–", "–")
         if row["ratio"] is not None:
             figures = (
@@ -252,10 +255,19 @@ def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
         plain, drafting = row["plain"], row["drafting"]
-        times = (own["per_token_s"][p] for own in (plain, drafting) for p in ("p50", "p95"))
+        times = (way["per_token_s"][p] for way in (plain, drafting) for p in ("p50", "p95"))
         per_token = (number(seconds and 1000 * seconds, 0) for seconds in times)
         speeds = f"{plain['tok_s']:.1f}", f"{drafting['tok_s']:.1f}", f"{row['ratio']:.2f}x"
         yield (_text(report), str(row["concurrency"]), *speeds, *per_token, f"{row['equal']}/{row['compared']}")
+
+
+def _tuned(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for way, figures in report["ways"].items():
+        seconds = [run["search_s"] for run in report["results"] if run["way"] == way]
+        text = f"{report['model']}, tuned on {report['prompts']} prompts, timed on {report['unseen']}"
+        speeds = (f"{ratio:.2f}x" for ratio in (figures["ratio"], *figures["ratios"]))
+        shares = (f"{figures['to_best'][name]:.3f}" for name in ("mean", "worst"))
+        yield (text, way, str(len(seconds)), *speeds, *shares, f"{sum(seconds) / len(seconds):.0f}")
 
 
 def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -272,15 +284,15 @@ def _on_gpu(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     verify, loads = passes["verify"], report["load"]
     drafts = [
         ("left out", passes["draft"], draft),
-        *((name, own.get("pass_ms"), own) for name, own in report["formats"].items()),
+        *((name, figures.get("pass_ms"), figures) for name, figures in report["formats"].items()),
     ]
     yield (
         report["shape"],
         report["speed"],
         f"{plain['tokens_per_s']:.1f}, {plain['share']:.0%}",
         " / ".join(f"{verify[rows]:.2f}" for rows in ("1", "4", "16")),
-        "; ".join(f"{name}: {ms:.2f} ms, {own['ratio']:.2f}x" for name, ms, own in drafts if ms is not None),
-        ", ".join(f"{n}: {own['plain_tokens_per_s']:.0f}, {own['ratio']:.2f}x" for n, own in loads.items()),
+        "; ".join(f"{name}: {ms:.2f} ms, {figures['ratio']:.2f}x" for name, ms, figures in drafts if ms is not None),
+        ", ".join(f"{n}: {figures['plain_tokens_per_s']:.0f}, {figures['ratio']:.2f}x" for n, figures in loads.items()),
     )
 
 
@@ -312,6 +324,11 @@ KINDS = {
         "model | windows | strategy | objective | of a long search's | left out | passes | to 95 % of the best"
         " | to 95 % of swift's",
         _searched,
+    ),
+    TUNE_SCHEMA: Kind(
+        "Ways of tuning: the plans that they find, timed on prompts that none has seen",
+        "model, text | way | runs | to plain, mean | lowest | highest | of the best plan, mean | worst | search s",
+        _tuned,
     ),
     SERVE_SCHEMA: Kind(
         "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",

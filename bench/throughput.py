@@ -51,14 +51,14 @@ def serve(
     for prompt in prompts:
         at += rng.expovariate(rate) if rate else 0.0
         waiting.append((prompt, Served(at)))
-    served = [own for _, own in waiting]
+    served = [client for _, client in waiting]
     engine, requests, started = Engine(at_once=concurrency), list[Request[Any]](), perf_counter()
     while waiting or engine.requests:
         now = perf_counter() - started
         while waiting and waiting[0][1].arrived <= now:
-            prompt, own = waiting.pop(0)
+            prompt, client = waiting.pop(0)
             work = session.request(prompt, method_of(prompt))
-            requests.append(engine.add(intercept(work, partial(own.note, started))))
+            requests.append(engine.add(intercept(work, partial(client.note, started))))
         if engine.requests:
             list(engine.step())
         else:
@@ -130,17 +130,19 @@ def _compared(plain: Sequence[Sequence[Served]], drafting: Sequence[Sequence[Ser
 
 def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
     """All tokens ÷ the time from the first arrival to the last token."""
-    seconds = sum(max(own.times[-1] for own in run) - min(own.arrived for own in run) for run in runs)
-    return sum(len(own.token_ids) for run in runs for own in run) / seconds
+    seconds = sum(max(client.times[-1] for client in run) - min(client.arrived for client in run) for run in runs)
+    return sum(len(client.token_ids) for run in runs for client in run) / seconds
 
 
 def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None]]:
     """Percentiles in seconds: time to first token with the wait for a place, and time per token after it, if any is."""
-    every = [own for run in runs for own in run]
-    long = [own for own in every if len(own.times) > 1]
+    every = [client for run in runs for client in run]
+    long = [client for client in every if len(client.times) > 1]
     return {
-        "first_token_s": _percentiles([own.times[0] - own.arrived for own in every]),
-        "per_token_s": _percentiles([(own.times[-1] - own.times[0]) / (len(own.times) - 1) for own in long]),
+        "first_token_s": _percentiles([client.times[0] - client.arrived for client in every]),
+        "per_token_s": _percentiles(
+            [(client.times[-1] - client.times[0]) / (len(client.times) - 1) for client in long]
+        ),
     }
 
 

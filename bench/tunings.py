@@ -26,7 +26,7 @@ from ..optimizer.verdict import Timed, faster, speed, speed_interval, speed_rati
 from ..tasks.recipes import stored_costs
 
 SCHEMA = "swiftopt.bench-tune/1"
-DEFAULT, PRESET = "default", "preset "  # of the names of ways: other words are strategies
+DEFAULT, PRESET = "default", "preset "  # Names of ways; other words are strategies.
 WAYS = (DEFAULT, "preset swift", "swift", "random")
 MOST_POINTS = 4  # plans of a run that are timed: the first, the last, and between them as many as fit
 N_LAPS = 2  # runs of each prompt with each plan, the fastest of which counts
@@ -60,7 +60,7 @@ class DraftPlan:
 
 
 @dataclass
-class TuningRun:
+class WayRun:
     """One run of a way: the plans that it used, each with the seconds of searching that came before.
 
     `setup_s` went into costs and formats, and counts as searching, as does `seconds`, all of it; `decode_s` does not.
@@ -129,7 +129,7 @@ class TuningBench:
 
         Args: seeds: how many runs of each way.
         """
-        runs, interrupted = list[TuningRun](), False
+        runs, interrupted = list[WayRun](), False
         try:
             for seed in range(max(seeds.values())):
                 ways = [way for way, n in seeds.items() if seed < n]
@@ -151,7 +151,7 @@ class TuningBench:
             **self._judged(runs),
         }
 
-    def tuned(self, way: str, seed: int) -> TuningRun:
+    def tuned(self, way: str, seed: int) -> WayRun:
         """Tune the stream once."""
         for name in FORMATS:
             self.runtime.drop_copies(name)
@@ -169,7 +169,7 @@ class TuningBench:
                 self.on_step(f"{words}: {event.format} {'x' if event.tok_s is None else 'tok/s'} {figure or 0:.2f}")
 
         settings, costs = exhaust(prepared(self.session, self.prompts, settings_of(way, seed), measured), show)
-        run = TuningRun(way, seed, costs, setup_s=perf_counter() - began)
+        run = WayRun(way, seed, costs, setup_s=perf_counter() - began)
         decoding = prefill = scoring = 0.0  # seconds
 
         def follow(event: Event) -> None:
@@ -194,28 +194,34 @@ class TuningBench:
         self.on_step(f"{words}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
         return run
 
-    def _judged(self, runs: Sequence[TuningRun]) -> dict[str, Any]:
+    def _judged(self, runs: Sequence[WayRun]) -> dict[str, Any]:
         """Time all plans of the runs on the unseen prompts; return the results, by way and by run."""
-        found = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
-        for name in {name for plan, _ in found.values() for _, name in plan.layer_set.formats}:
+        plans = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
+        for name in {name for plan, _ in plans.values() for _, name in plan.layer_set.formats}:
             self.runtime.copies.prepare(LayerSet(self.runtime.n_layers).filled(name))
-        methods = [drafting_with(SkippedTarget(own.layer_set), own.settings, costs) for own, costs in found.values()]
+        methods = [
+            drafting_with(SkippedTarget(timed_plan.layer_set), timed_plan.settings, costs)
+            for timed_plan, costs in plans.values()
+        ]
         (plain, *timed), n_equal = self._timed([PLAIN, *methods])
-        by_key = dict(zip(found, timed, strict=True))
+        by_key = dict(zip(plans, timed, strict=True))
         most = max((by_key[run.final.key] for run in runs), key=speed)
         results: list[dict[str, Any]] = []
         for run in runs:
-            own = by_key[run.final.key]
-            interval = speed_interval(own, plain)
+            timed_plan = by_key[run.final.key]
+            interval = speed_interval(timed_plan, plain)
             curve = [[round(at, 2), round(speed_ratio(by_key[plan.key], plain), 4)] for at, plan in run.plans]
             speeds = {
-                "tok_s": round(speed(own), 2),
-                "ratio": round(speed_ratio(own, plain), 4),
+                "tok_s": round(speed(timed_plan), 2),
+                "ratio": round(speed_ratio(timed_plan, plain), 4),
                 "ratio_interval": interval and [round(end, 4) for end in interval],
-                "to_best": round(speed_ratio(own, most), 4),
+                "to_best": round(speed_ratio(timed_plan, most), 4),
             }
             results.append({**run.to_json(), **speeds, "curve": curve})
-        ways = {way: _together([own for own in results if own["way"] == way]) for way in {run.way: 0 for run in runs}}
+        ways = {
+            way: _together([timed_plan for timed_plan in results if timed_plan["way"] == way])
+            for way in {run.way: 0 for run in runs}
+        }
         about = {"plans": len(methods), "equal": n_equal, "of": N_LAPS * len(methods) * len(self.unseen)}
         return {**about, "plain_tok_s": round(speed(plain), 2), "ways": ways, "results": results}
 
@@ -239,7 +245,7 @@ class TuningBench:
                         runs[at][number] = faster(runs[at][number], one)
                     else:
                         runs[at].append(one)
-                n_equal += sum(own == said[0] for own in said.values()) - 1
+                n_equal += sum(token_ids == said[0] for token_ids in said.values()) - 1
                 self.on_step(f"timing: prompt {number + 1} of {len(self.unseen)}, lap {lap + 1} of {N_LAPS}")
         return runs, n_equal
 

@@ -128,9 +128,9 @@ def table(
     for stream in streams:
         cells = []
         for machine in machines:
-            found = [simulated(stream, machine, gain, n_verdicts, next(seeds)) for gain in GAINS]
-            use = " / ".join(f"{100 * each.use:.1f}" for each in found)
-            cells.append(f"{use} ({' / '.join(f'{each.n_runs:.0f}' for each in found)})")
+            shares = [simulated(stream, machine, gain, n_verdicts, next(seeds)) for gain in GAINS]
+            use = " / ".join(f"{100 * share.use:.1f}" for share in shares)
+            cells.append(f"{use} ({' / '.join(f'{share.n_runs:.0f}' for share in shares)})")
         more = f" + {stream.unscored}" if stream.unscored else ""
         yield f"| {stream.n}, {stream.n_held_out}{more} | {' | '.join(cells)} |"
     yield f"{n_verdicts:,} verdicts each: per cent `use` at {gains}, and in brackets the mean number of timed runs."

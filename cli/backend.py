@@ -57,7 +57,7 @@ PATIENCE_S = 5.0  # how long a job may wait before we say why
 AWAY_S = 120.0  # how long the database may be away while a job is followed
 RETRY_S = 1.0  # between two tries to reach it
 REFRESH_PER_S = 4  # redraws of the live display
-LIVE_PHASES = ("load", "profile", "accumulate", "optimise")  # which the display shows well enough while they last
+LIVE_PHASES = ("load", "profile", "accumulate", "optimise")  # The display shows these while they last.
 KEPT_VALUES = 4000  # matchness values that the live curve shows at most
 
 
@@ -219,7 +219,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
     Raises: JobFailed, JobCancelled: it ended without a result. ServiceUnreachable, StoreError: what keeps the job does
         not answer for two minutes.
     """
-    found: list[Event] = []
+    events_so_far: list[Event] = []
     waiting_since, said_why = time.monotonic(), False
     with progress:
         for update in client.updates(job.id):
@@ -237,12 +237,12 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
                 if isinstance(event, events.StateChanged):
                     waiting_since = time.monotonic()
                 elif isinstance(event, TrialsDone | TaskFinished):
-                    found.append(event)
+                    events_so_far.append(event)
     if job.state == "failed":
         raise JobFailed(f"job {job.id} has failed: {job.error or 'no reason was given'}")
     if job.state == "cancelled":
         raise JobCancelled(f"job {job.id} was cancelled")
-    return Ended(job, finished_tasks(found))
+    return Ended(job, finished_tasks(events_so_far))
 
 
 def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
@@ -298,9 +298,9 @@ class RunState:
 
     def _of(self, task: str) -> RunState:
         """Return the state of another task of the stream, as it was: several are decoded at once."""
-        known = {**self.others, self.task: replace(self, others={})}
-        own = known.pop(task, RunState(task=task, phase="", index=self.index))
-        return replace(own, n_prompts=self.n_prompts, others=known)
+        states = {**self.others, self.task: replace(self, others={})}
+        state = states.pop(task, RunState(task=task, phase="", index=self.index))
+        return replace(state, n_prompts=self.n_prompts, others=states)
 
 
 def live_view(state: RunState, width: int) -> RenderableType:

@@ -250,12 +250,12 @@ def throughput(
 
 def _numbers(words: str) -> list[int]:
     try:
-        found = [int(word) for word in words.split(",")]
+        numbers = [int(word) for word in words.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        numbers = []
+    if not numbers or min(numbers) < 1:
         raise SettingsError(f"--concurrency {words} is no list of numbers from 1 on: use one like 1,4,8")
-    return found
+    return numbers
 
 
 def _throughput_table(report: Mapping[str, Any]) -> Table:
@@ -272,9 +272,9 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
             ("plain", str(result["concurrency"]), "", ""),
             ("drafting", "", *compared),
         ):
-            speed, first, each = (result[way][key] for key in ("tok_s", "first_token_s", "per_token_s"))
+            speed, first, per_token_s = (result[way][key] for key in ("tok_s", "first_token_s", "per_token_s"))
             times = (f"{first['p50']:.2f} s", f"{first['p95']:.2f} s")
-            per_token = (number(each[p] and 1000 * each[p], 0) for p in ("p50", "p95", "p99"))
+            per_token = (number(per_token_s[p] and 1000 * per_token_s[p], 0) for p in ("p50", "p95", "p99"))
             rows.append((at_once, way, f"{speed:.1f}", ratio, *times, *per_token, equal))
     return table(columns, rows, title=title, caption=caption)
 
@@ -341,7 +341,7 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
     return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
 
 
-for command in (peers, search_strategies):  # in the order of help, before the last ones
+for command in (peers, search_strategies):  # Help lists the last commands after these.
     bench.add_command(command)
 
 
@@ -400,10 +400,10 @@ def _tunings_table(report: Mapping[str, Any]) -> Table:
     )
     columns = [fixed("way"), *numbers("runs", "to plain", "lowest", "highest", "of the best", "worst", "search s")]
     rows = []
-    for way, own in report["ways"].items():
+    for way, figures in report["ways"].items():
         seconds = [result["search_s"] for result in report["results"] if result["way"] == way]
-        speeds = [number(value, unit="x") for value in (own["ratio"], *own["ratios"])]
-        shares = [number(own["to_best"][name], 3) for name in ("mean", "worst")]
+        speeds = [number(value, unit="x") for value in (figures["ratio"], *figures["ratios"])]
+        shares = [number(figures["to_best"][name], 3) for name in ("mean", "worst")]
         rows.append((way, str(len(seconds)), *speeds, *shares, number(sum(seconds) / len(seconds), 1)))
     return table(columns, rows, lined=True, title=title, caption=caption)
 

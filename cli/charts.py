@@ -151,12 +151,14 @@ def picture(
 
 def _legend(*every: Axes) -> None:
     """Draw one legend of all axes below them, each label once."""
-    found: dict[str, Any] = {}
+    handles_by_label: dict[str, Any] = {}
     for axes in every:
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    if found:
-        every[0].figure.legend(found.values(), found, loc="outside lower left", ncols=min(len(found), 7))
+        handles_by_label |= dict(zip(labels, handles, strict=True))
+    if handles_by_label:
+        every[0].figure.legend(
+            handles_by_label.values(), handles_by_label, loc="outside lower left", ncols=min(len(handles_by_label), 7)
+        )
 
 
 def _name(model: str) -> str:
@@ -172,8 +174,8 @@ def _moving_means(values: Sequence[float | None]) -> list[float]:
     """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
     means = []
     for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
-        means.append(sum(known) / len(known) if known else float("nan"))
+        numbers = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
+        means.append(sum(numbers) / len(numbers) if numbers else float("nan"))
     return means
 
 
@@ -367,7 +369,7 @@ def draw_tunings(report: Report, pictures: Pictures) -> None:
     with picture(pictures, 4.8, title) as axes:
         end = max(result["search_s"] for result in report["results"])
         for colour, way in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
-            for at, result in enumerate(each for each in report["results"] if each["way"] == way):
+            for at, result in enumerate(run for run in report["results"] if run["way"] == way):
                 x, y = zip(*result["curve"], strict=True)
                 label = None if at else way
                 axes.step([*x, end], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
@@ -422,9 +424,9 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
     with picture(pictures, 4.6, title, ncols=2) as (left, right):
         places = range(len(results))  # evenly spaced: 1, 2, 4 and 8 would crowd at the left
         for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
-            each = [result[way]["per_token_s"] for result in results]
+            per_token = [result[way]["per_token_s"] for result in results]
             left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
-            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in each], color=colour, marker="o")
+            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in per_token], color=colour, marker="o")
         for place, result in zip(places, results, strict=True):
             at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
             left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)

@@ -154,7 +154,7 @@ def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[s
 
     Raises: SettingsError: a word has another form, its method is not compared, or the method refuses the value.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_method: dict[str, dict[str, Any]] = {}
     for words in assignments:
         where, equals, text = words.partition("=")
         name, dot, key = where.strip().partition(".")
@@ -163,9 +163,9 @@ def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[s
         info = method_info(name)
         if name not in methods:
             raise SettingsError(f"{words!r} is for a method that is not compared: add {name} to --methods")
-        found.setdefault(name, {})[key.strip().replace("-", "_")] = _setting(text.strip())
-        info.settings_from(found[name])
-    return found
+        by_method.setdefault(name, {})[key.strip().replace("-", "_")] = _setting(text.strip())
+        info.settings_from(by_method[name])
+    return by_method
 
 
 def _setting(text: str) -> Any:

@@ -36,7 +36,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Status = Literal["ok", "warn", "fail"]
-Finding = tuple[Status, str]  # of a check, with its words
+Finding = tuple[Status, str]  # The status of a check, and its words.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ def examine(model: str | None) -> Iterator[Check]:
 def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
     """Check the database and, where they are named, Redis with its workers and the server."""
     url = options.database_url(db)
-    yield (found := run_check("database", check_database, url))
-    if found.status != "fail":
+    yield (finding := run_check("database", check_database, url))
+    if finding.status != "fail":
         yield run_check("clock", check_clock, url)
         yield run_check("costs", check_costs, url)
     if redis is not None:
-        yield (found := run_check("redis", check_redis, redis))
-        if found.status != "fail":
+        yield (finding := run_check("redis", check_redis, redis))
+        if finding.status != "fail":
             yield run_check("workers", check_workers, redis, queue)
     if server is not None:
         yield run_check("server", check_server, server)
@@ -156,14 +156,14 @@ def check_kernels() -> Finding:
     from ..models.kernels.build import ROWS, at_rows, kernels
     from ..models.kernels.measure import READ, measured
 
-    found = kernels()
-    if isinstance(found, str):
-        return "warn", f"torch's own, drafts may change last bits: {found}"
+    chosen = kernels()
+    if isinstance(chosen, str):
+        return "warn", f"torch's own, drafts may change last bits: {chosen}"
     torch.set_num_threads(n_threads())
     speeds = measured()
     words = {way: " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS) for way in speeds if way != READ}
-    others = [f"{way} {word}" for way, word in words.items() if way != found.level]
-    text = f"{found.level}, {words[found.level]} GB/s of bfloat16 weights at 1 and 8 rows"
+    others = [f"{way} {word}" for way, word in words.items() if way != chosen.level]
+    text = f"{chosen.level}, {words[chosen.level]} GB/s of bfloat16 weights at 1 and 8 rows"
     return "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 
@@ -207,9 +207,9 @@ def check_graphs() -> Finding:
 
 
 def check_memory() -> Finding:
-    found = psutil.virtual_memory()
-    text = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB free"
-    return "warn" if found.available < LOW_MEMORY else "ok", text
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    return "warn" if memory.available < LOW_MEMORY else "ok", text
 
 
 def check_cache() -> Finding:
@@ -316,12 +316,12 @@ def check_workers(url: str, queue: str) -> Finding:
     from ..worker.queue import RedisQueue
 
     with closing(RedisQueue(url)) as redis:
-        found = [worker for worker in redis.workers() if worker.heartbeat_age_s < FRESH_S]
+        alive = [worker for worker in redis.workers() if worker.heartbeat_age_s < FRESH_S]
         depth = redis.depth(queue)
-    here = [worker.name for worker in found if worker.queue == queue]
+    here = [worker.name for worker in alive if worker.queue == queue]
     waiting = f"{depth} waiting on queue {queue!r}"
     if not here:
-        others = sorted({worker.queue for worker in found})
+        others = sorted({worker.queue for worker in alive})
         elsewhere = f" (workers listen on {', '.join(others)})" if others else ""
         return "warn", f"none, {waiting}{elsewhere}: start one with {worker_command(queue)}"
     return "ok", f"{', '.join(sorted(here))}; {waiting}"

@@ -65,28 +65,28 @@ def export(
     where the model is a Llama, Mistral or Qwen2.
     """
     refuse_existing(Path(out))
-    found = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
-    if found.fallback:
-        note(f"note: {found.fallback}")
+    plan = _to_export(store, name, engine) if version is None else store.plan(name.model, name.task, version)
+    if plan.fallback:
+        note(f"note: {plan.fallback}")
     prompts = [] if stream is None else read_stream(stream, name.task, limit)
 
     from ..engines.export import export as export_plan
 
-    made = export_plan(found, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
+    made = export_plan(plan, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
     figures = {"kind": made.kind, "draft_tokens": made.n_draft_tokens, "layer_set": layer_set}
     value = {"schema": EXPORT_SCHEMA, "engine": engine, "out": out, **figures, "files": list(made.files)}
     text = f"{out}: {len(made.files)} files for {engine}; {Path(out) / 'README.md'} says how to run them"
-    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {each}" for each in made.remarks])
+    return Result({**value, "remarks": list(made.remarks)}, [text], [f"note: {remark}" for remark in made.remarks])
 
 
 def _to_export(store: Store, name: ModelTask, engine: str) -> FoundPlan:
     """Return the plan that was tuned in the engine, or else the best one."""
     with suppress(LayerSetNotFound):
-        found = store.lookup(name.model, name.task, alias=engine)
-        if found.plan.method != "plain":
-            return found
-        note(f"note: in {engine} nothing was faster than plain decoding (version {found.version})")
+        plan = store.lookup(name.model, name.task, alias=engine)
+        if plan.plan.method != "plain":
+            return plan
+        note(f"note: in {engine} nothing was faster than plain decoding (version {plan.version})")
     return store.lookup(name.model, name.task)
 
 
@@ -137,29 +137,29 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
     request = pick(EngineTuneRequest, {**values, "servers": servers})
     with options.open_store(values["db"]) as store:
         tuned = EngineTuning(request, store, note).run(prompts)
-    tasks = [{**asdict(each), "found": each.found.to_json()} for each in tuned]
+    tasks = [{**asdict(task), "found": task.found.to_json()} for task in tuned]
     value = {"schema": "swiftopt.tune-engine/1", "model": request.model, "engine": request.engine, "tasks": tasks}
-    shown = [part for each in tuned for part in tuned_view(request.model, request.engine, each)]
+    shown = [part for task in tuned for part in tuned_view(request.model, request.engine, task)]
     return Result(value, shown)
 
 
 def tuned_view(model: str, engine: str, tuned: EngineTuned) -> list[RenderableType]:
     columns = [folding("way"), folding("step"), *map(numeric, ("tok/s", "ratio", "acceptance")), folding("equal")]
     rows = []
-    for each in tuned.tried:
-        figures = (number(each.tok_s, 1), number(each.ratio, unit="x"), number(each.acceptance))
-        equal = "not run" if each.tok_s is None else f"{each.equal}/{each.n_prompts}"
-        rows.append((each.name, STEPS[each.step], *figures, equal))
-    failed = [f"{each.name}: {each.reason}" for each in tuned.tried if each.tok_s is None]
-    verdict, found = tuned.verdict, tuned.found
+    for way in tuned.tried:
+        figures = (number(way.tok_s, 1), number(way.ratio, unit="x"), number(way.acceptance))
+        equal = "not run" if way.tok_s is None else f"{way.equal}/{way.n_prompts}"
+        rows.append((way.name, STEPS[way.step], *figures, equal))
+    failed = [f"{way.name}: {way.reason}" for way in tuned.tried if way.tok_s is None]
+    verdict, plan = tuned.verdict, tuned.found
     chosen = tuned.way if verdict.word == "use" else "plain"
     lines = [
         f"{engine}, task {tuned.task}: decode with {chosen}{_beside_plain(verdict)}; {verdict.reason}",
-        f"Stored as version {found.version}.",
+        f"Stored as version {plan.version}.",
     ]
-    if verdict.word == "use" and found.plan.settings.get("drafts") is not None:
+    if verdict.word == "use" and plan.plan.settings.get("drafts") is not None:
         place = f"{model}/{tuned.task}"
-        lines.append(f"Its files: swiftopt export {place} --to {engine} --version {found.version} --out FOLDER")
+        lines.append(f"Its files: swiftopt export {place} --to {engine} --version {plan.version} --out FOLDER")
     title = f"{model} in {engine}, task {tuned.task}"
     return [table(columns, rows, title=title), *failed, *lines]
 
@@ -203,12 +203,12 @@ def import_(
     from ..engines.evidence import import_evidence
 
     plan = replace(plan, device=device_name, dtype=run_dtype)
-    found, verdict, run = import_evidence(store, name.model, name.task, plan, plain, drafted)
+    stored, verdict, run = import_evidence(store, name.model, name.task, plan, plain, drafted)
     acceptance = None if run.acceptance is None else round(run.acceptance, 4)
     value = {"schema": "swiftopt.import/1", "engine": plan.engine, "requests": len(run.timed), "acceptance": acceptance}
     what = f"{verdict.word}{_beside_plain(verdict)}"
-    text = f"{name} version {found.version}, for {plan.engine}: {what} on {len(run.timed)} requests"
-    return Result({**value, "verdict": asdict(verdict), "found": found.to_json()}, [text])
+    text = f"{name} version {stored.version}, for {plan.engine}: {what} on {len(run.timed)} requests"
+    return Result({**value, "verdict": asdict(verdict), "found": stored.to_json()}, [text])
 
 
 def _plan_that_ran(
@@ -221,9 +221,9 @@ def _plan_that_ran(
     if (exported is None) == (engine is None):
         raise InvalidInput("say what was benchmarked: --exported FOLDER, or --engine with --settings FILE")
     if exported is None:
-        own = {} if settings is None else read_object(settings, "an engine's settings")
-        text = own.get("method") == "ngram" or str(own.get("spec-type", "")).startswith("ngram")
-        return Plan("prompt-lookup" if text else "spd", settings=own, engine=engine)
+        chosen = {} if settings is None else read_object(settings, "an engine's settings")
+        text = chosen.get("method") == "ngram" or str(chosen.get("spec-type", "")).startswith("ngram")
+        return Plan("prompt-lookup" if text else "spd", settings=chosen, engine=engine)
     if settings is not None:
         raise InvalidInput("--exported has the settings in it: leave out --settings")
     about_file = Path(exported) / EXPORT_SUMMARY
@@ -319,9 +319,9 @@ def peers(
     folder = local_folder(resolve(request.model), StepNotes("load: "))
     drafting = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
     given = {"threads": threads} if threads else {}
-    own = {"folder": folder, "db": options.database_url(db) if db else None}
+    places = {"folder": folder, "db": options.database_url(db) if db else None}
     device = chosen_device(request.device, folder, request.dtype)
-    common = pick(TurnsRequest, {**values, **given, **own, "device": device})
+    common = pick(TurnsRequest, {**values, **given, **places, "device": device})
     questions = questions_of(folder, prompts, request.max_new_tokens)
     bench = Turns(common, questions, chosen_rows(names, all_rows(ggufs, drafting, folders)), note)
     bench.run()

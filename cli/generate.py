@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 
-ANSWER_TOKENS = 512  # of one answer at most, unless the caller says otherwise
+ANSWER_TOKENS = 512  # The most tokens of one answer, unless the caller names another number.
 COMMANDS = """\
 /system TEXT  say how to answer from now on; without TEXT, take that back
 /clear        forget what was said until now
@@ -163,16 +163,16 @@ def completion_json(model: str, prompt: Prompt, completion: Completion, info: Ge
 
 def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) -> None:
     """Print remarks on how the plan was chosen, except those in `noted`, and add them there."""
-    found = [info.note] if info.note else []
+    remarks = [info.note] if info.note else []
     if info.fallback:
-        found.append(f"this is not quite what was asked for: {info.fallback}")
+        remarks.append(f"this is not quite what was asked for: {info.fallback}")
     if completion.method == "plain" and info.record is not None:
-        found.append(
+        remarks.append(
             f"plain decoding, as the stored verdict says; --method {info.record.found_for} drafts all the same"
         )
     if completion.lossy:
-        found.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
-    for text in found:
+        remarks.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
+    for text in remarks:
         if text not in noted:
             noted.add(text)
             note(f"note: {text}")
@@ -297,8 +297,8 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {name: sampling[name] for name in ("temperature", "top_p", "seed")}
     beyond = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
     fields |= {name: sampling[name] for name in beyond if sampling[name]}
-    own = {name: values[name] for name in ("task", "method") if values[name] is not None}
-    return {**fields, "swiftopt": own} if own else fields
+    chosen = {name: values[name] for name in ("task", "method") if values[name] is not None}
+    return {**fields, "swiftopt": chosen} if chosen else fields
 
 
 @contextmanager

@@ -221,9 +221,9 @@ def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -
     job = client.jobs.get(job_id)
     if reason := client.jobs.obstacle(job):
         note(f"note: {reason}")
-    known = "" if is_new else ", which already does the same"
+    remark = "" if is_new else ", which already does the same"
     value = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
-    return Result(value, [f"job {job_id}{known}: watch it with {backend.command('jobs', 'watch', job_id)}"])
+    return Result(value, [f"job {job_id}{remark}: watch it with {backend.command('jobs', 'watch', job_id)}"])
 
 
 def changed(request: TuneRequest) -> list[str]:
@@ -245,7 +245,7 @@ def tune_result(
     `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
     none, `fetch` says how to get them.
     """
-    found, shown = [], list[RenderableType]()
+    tasks, shown = [], list[RenderableType]()
     plans = {plan.task: plan for plan in ended.job.plans}
     for task in ended.tasks:
         command, plan = _use(request, task, backend, repeated), plans.get(task.task, PlanInUse(task.task))
@@ -256,8 +256,8 @@ def tune_result(
         del values["record"], values["trials"]  # the trials are in the store, under the job
         layer_set, timings = task.record.to_json(), seconds_by_part(task.timings)
         more = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
-        found.append({**values, **more, "plan": plan.to_json()})
-    value = {"model": request.model, "job": ended.job.id, "out": out, "database": database, "tasks": found}
+        tasks.append({**values, **more, "plan": plan.to_json()})
+    value = {"model": request.model, "job": ended.job.id, "out": out, "database": database, "tasks": tasks}
     return Result({"schema": "swiftopt.tune/1", **value}, shown)
 
 
@@ -292,9 +292,9 @@ def jobs() -> None:
 def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
     """List the newest jobs first, each with how far it is, and by task what commands decode with now."""
     with backend.open() as client:
-        found = client.jobs.latest(state, limit)
+        newest_jobs = client.jobs.latest(state, limit)
     none = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
-    return listed(JobList(tuple(found)).to_json(), found, jobs_table, none)
+    return listed(JobList(tuple(newest_jobs)).to_json(), newest_jobs, jobs_table, none)
 
 
 @jobs.command("show", short_help="Show a job.")
@@ -303,8 +303,8 @@ def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
 def show_(job: str, backend: Backend) -> Result:
     """Show everything about a job: state, worker, progress, last error, the sets it stored, and the plans in use."""
     with backend.open() as client:
-        found = client.jobs.get(job)
-        return Result(found.to_json(), [job_view(found)], _why_waiting(client, found))
+        job_now = client.jobs.get(job)
+        return Result(job_now.to_json(), [job_view(job_now)], _why_waiting(client, job_now))
 
 
 @jobs.command(short_help="Follow a job to its end.")
@@ -335,9 +335,13 @@ def _add_verb(verb: Verb, words: str) -> None:
     @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
     def act(job: str, backend: Backend) -> Result:
         with backend.open() as client:
-            found = client.jobs.act(job, verb)
-            wanted = f", and will {found.wanted} at its next step" if found.wanted else ""
-            return Result(found.to_json(), [f"job {found.id} is {found.state}{wanted}"], _why_waiting(client, found))
+            job_after = client.jobs.act(job, verb)
+            remark = f", and will {job_after.wanted} at its next step" if job_after.wanted else ""
+            return Result(
+                job_after.to_json(),
+                [f"job {job_after.id} is {job_after.state}{remark}"],
+                _why_waiting(client, job_after),
+            )
 
 
 for verb, words in VERB_HELP.items():
@@ -358,15 +362,15 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     if as_json and out == STDOUT:
         raise InvalidInput("--json would mix with the completions on standard output: name a file with --out")
     with backend.open() as client:
-        found = client.jobs.outputs(job)
-    lines = [output_line(event.prompt, event.completion) for event in found]
+        completions = client.jobs.outputs(job)
+    lines = [output_line(event.prompt, event.completion) for event in completions]
     if out == STDOUT:
         for line in lines:
             click.echo(line.encode())  # the file's bytes, whatever a terminal can show
         return 0
     write_text(Path(out), "".join(f"{line}\n" for line in lines))
-    value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(found)}
-    return Result(value, remarks=[f"{len(found)} completions written to {out}"]).print(as_json)
+    value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(completions)}
+    return Result(value, remarks=[f"{len(completions)} completions written to {out}"]).print(as_json)
 
 
 # --- text for a person
@@ -389,20 +393,20 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
 
 
 def job_view(job: Job) -> RenderableType:
-    wanted = f", to {job.wanted} at its next step" if job.wanted else ""
+    remark = f", to {job.wanted} at its next step" if job.wanted else ""
     now = job.figures
-    found = [
+    table_rows = [
         (f"found for {record.task}", f"version {record.version}, r {record.layer_set.skip_ratio:.2f}")
         for record in job.layer_sets
     ]
     rows = [
-        ("state", f"{job.state} (attempt {job.attempt}){wanted}"),
+        ("state", f"{job.state} (attempt {job.attempt}){remark}"),
         ("error", job.error or ""),
         ("model", job.model or f"none, a {job.kind} job"),
         ("stream", str(job.request.get("stream") or "")),
         ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
         ("now", f"{now.task}, {PHASES[now.phase]}: {progress_words(now)}" if now is not None else ""),
-        *found,
+        *table_rows,
         *(("plan in use", plan.sentence) for plan in job.plans),
         ("queue", job.queue or "none, it runs where it was begun"),
         ("worker", job.worker or ""),

@@ -42,8 +42,8 @@ from .render import (
 if TYPE_CHECKING:
     from ..store import Store
 
-TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # of a trial, in --json
-SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # that are compared by default
+TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Figures of a trial in --json.
+SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Strategies compared by default.
 # with which no search stops before its passes are used up, for what each finds in them is compared
 ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
 SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
@@ -66,9 +66,9 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     The newest come first; * marks the best of its model, task, device and dtype.
     """
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
-    plans = [each for each in store.plan_versions(of_model, of_task) if each.own_set is None]
+    plans = [plan for plan in store.plan_versions(of_model, of_task) if plan.own_set is None]
     sets = [{**record.to_json(), "best": best} for record, best in records]
-    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets, "plans": [each.to_json() for each in plans]}
+    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets, "plans": [plan.to_json() for plan in plans]}
     what = "no layer set is stored for that" if of_model or of_task else "no layer set is stored yet"
     none = f"{what}: find one with `swiftopt tune --model M --stream FILE --task T`"
     return listed(value, [*records, *plans], lambda _, width: stored_view(records, plans, width), none)
@@ -83,8 +83,8 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
 @options.example("layers best smollm2-135m/notes --json")
 def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store) -> Result:
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
-    found = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
-    record = _layer_set_of(found, name)
+    plan = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
+    record = _layer_set_of(plan, name)
     return Result(record.to_json(), [record_view(record, _trials(store, record), console().width)])
 
 
@@ -141,8 +141,8 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
     with open_store(db) as store:
         from ..tasks.recipes import search_offline
 
-        record, found = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
-    ratio, median, n_tried = found.best.ratio, found.typical_ratio, len(found.candidates)
+        record, result = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
+    ratio, median, n_tried = result.best.ratio, result.typical_ratio, len(result.candidates)
     figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
     text = (
         f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
@@ -248,11 +248,11 @@ def _trials(store: Store, record: LayerSetRecord) -> Sequence[Trial]:
 def _is_best(store: Store, record: LayerSetRecord) -> bool:
     """Return whether look-ups for the device and dtype that it was tuned on find this set, in whatever plan."""
     try:
-        found = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
+        plan = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:
         return False
-    used = found.plan.layer_set
-    return found.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
+    used = plan.plan.layer_set
+    return plan.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
 
 
 def _imported(
@@ -382,8 +382,9 @@ def _search_table(report: Mapping[str, Any]) -> Table:
         spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
         rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
     caption = None
-    if found := report.get("long_search"):
-        caption = f"a long search over {found['sets']} sets: {found['best']:.3f}x, {found['n_skipped']} left out"
+    if long_search := report.get("long_search"):
+        caption = f"a long search over {long_search['sets']} sets: {long_search['best']:.3f}x"
+        caption += f", {long_search['n_skipped']} left out"
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['windows']} windows"
     return table([fixed("strategy"), *headings], rows, lined=True, title=title, caption=caption)
 

@@ -27,7 +27,7 @@ from . import options
 from .options import ConfiguredGroup
 from .output import INTERRUPTED, note, silence
 
-MODULES = {  # of the commands, in the order in which help lists them
+MODULES = {  # The commands' modules, in the order of help.
     "tune": "jobs",
     "generate": "generate",
     "chat": "generate",
@@ -47,7 +47,7 @@ MODULES = {  # of the commands, in the order in which help lists them
     "completion": "reference",
 }
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
-IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # for terminals that show no others
+IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Signs for terminals that have ASCII alone.
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
 # Variables that are read where they are used, and so are no fields below.
@@ -122,22 +122,22 @@ def load_settings() -> dict[str, Any]:
 
 def misspelt(environment: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each variable whose name is nearly one of ours, for its value would go unused."""
-    known = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
-    known += [name.upper() for name in ProgramSettings.model_fields]
+    names = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
+    names += [name.upper() for name in ProgramSettings.model_fields]
     for name in sorted(environment):
         short = name.removeprefix(PREFIX)
-        if short == name or short in known or short.startswith("TEST_"):
+        if short == name or short in names or short.startswith("TEST_"):
             continue
-        near = difflib.get_close_matches(short, known, n=1, cutoff=LIKE)
+        near = difflib.get_close_matches(short, names, n=1, cutoff=LIKE)
         if near:
             yield f"the variable {name} is not read: did you mean {PREFIX}{near[0]}?"
 
 
 def _sentence(key: str, kind: str, message: str, value: object) -> str:
     if kind == "extra_forbidden":
-        known = sorted(ProgramSettings.model_fields)
-        near = difflib.get_close_matches(key, known, n=1)
-        advice = f"did you mean {near[0]!r}" if near else f"known are {', '.join(known)}"
+        names = sorted(ProgramSettings.model_fields)
+        near = difflib.get_close_matches(key, names, n=1)
+        advice = f"did you mean {near[0]!r}" if near else f"known are {', '.join(names)}"
         return f"{TOML_FILE} has the unknown key {key!r}: {advice}"
     variable = key if key.startswith(PREFIX) else PREFIX + key.upper()
     where = variable if variable in os.environ else f"{key} in {TOML_FILE}"
@@ -253,7 +253,7 @@ def main() -> NoReturn:
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     """Return what a terminal shows in place of characters that its encoding lacks, of the same width."""
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(IN_ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _replace_closed_streams() -> None:

@@ -51,8 +51,8 @@ MEASUREMENT, ENGINES = "Measurement", "Other engines"
 OTHER = "Other options"
 ALL_OPTIONS = "swiftopt.all-options"  # key of a context's `meta`: true where help lists the options that are not common
 MANY = 12  # options from which on they have headings
-N_MAIN = 3  # that come first: those that a command declares first
-TASKS_SHOWN = 3  # in a remark on a stream
+N_MAIN = 3  # The first options that a command declares come first in its help.
+TASKS_SHOWN = 3  # A remark on a stream names so many tasks.
 PLACEMENT = ("dtype", "device", "speed")  # options for where and how a model runs
 
 
@@ -237,13 +237,13 @@ def _models(incomplete: str) -> list[CompletionItem[str]]:
     """Complete a model's alias, else the name of a folder or a GGUF file."""
     from ..models.sources import ALIASES
 
-    return beginning(incomplete, {name: each.hub_id for name, each in ALIASES.items()}) or _files(incomplete)
+    return beginning(incomplete, {name: alias.hub_id for name, alias in ALIASES.items()}) or _files(incomplete)
 
 
 def _methods(incomplete: str) -> list[CompletionItem[str]]:
     from ..decoding.methods import METHODS
 
-    return beginning(incomplete, {name: each.title for name, each in METHODS.items()})
+    return beginning(incomplete, {name: method.title for name, method in METHODS.items()})
 
 
 def _model_task(text: str) -> ModelTask:
@@ -273,7 +273,7 @@ def _layer_set(file: str) -> LayerSetRecord:
     from ..core.records import import_file
     from ..models.sources import find_alias
 
-    records = import_file(file, lambda name: known.n_layers if (known := find_alias(name)) else None)
+    records = import_file(file, lambda name: model_alias.n_layers if (model_alias := find_alias(name)) else None)
     if len(records) != 1:
         raise LayerSetError(f"{file} holds {len(records)} layer sets: import it, then choose one with --task")
     return records[0]
@@ -299,8 +299,8 @@ class IntRange(click.IntRange):
     name = "integer"  # of which "1e3" is none; click says "integer range"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found: int = super().convert(value, param, ctx)
-        return found if found <= LARGEST else self.fail(f"{found} is too large", param, ctx)
+        number_given: int = super().convert(value, param, ctx)
+        return number_given if number_given <= LARGEST else self.fail(f"{number_given} is too large", param, ctx)
 
 
 class FloatRange(click.FloatRange):
@@ -309,8 +309,10 @@ class FloatRange(click.FloatRange):
     name = "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found: float = super().convert(value, param, ctx)
-        return found if math.isfinite(found) else self.fail(f"{value!r} is not a finite number", param, ctx)
+        number_given: float = super().convert(value, param, ctx)
+        return (
+            number_given if math.isfinite(number_given) else self.fail(f"{value!r} is not a finite number", param, ctx)
+        )
 
 
 positive, natural = IntRange(min=1), IntRange(min=0)
@@ -404,8 +406,8 @@ def read_more(stream: str, limit: int | None, form: StreamForm, **values: Any) -
 def _use_template(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
     """Make the template's length of an answer the default."""
     if name is not None:
-        own = {"max_new_tokens": TEMPLATES[name].max_new_tokens}
-        context.default_map = {**(context.default_map or {}), **own}
+        defaults = {"max_new_tokens": TEMPLATES[name].max_new_tokens}
+        context.default_map = {**(context.default_map or {}), **defaults}
     return name
 
 

@@ -181,8 +181,8 @@ def weights_words(layer_set: LayerSet) -> str:
     """Return the formats of a draft's weights, with how many of its parts have each."""
     kept = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
     formats = [layer_set.format_of("head"), *(layer_set.format_of(*part) for part in kept)]
-    counts = Counter(found or "the model's own" for found in formats)
-    return ", ".join(found if len(counts) == 1 else f"{found} ({n} parts)" for found, n in counts.most_common())
+    counts = Counter(name or "the model's own" for name in formats)
+    return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
 
 
 def verdict_words(verdict: Verdict) -> str:

@@ -150,13 +150,13 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     from ..server.app import serve as run
     from ..server.settings import MIB, KeyRing, ServerSettings, allowed_origins, stream_folders
 
-    own = {
+    options_given = {
         "keys": KeyRing.from_environment(),
         "stream_folders": stream_folders(values["folders"]),
         "origins": allowed_origins(values["origins"]),
     }
     sizes = {"max_body_bytes": values["max_body_mb"] * MIB, "log_polls": values["log"] == "all"}
-    settings = pick(ServerSettings, {**values, **own, **sizes})
+    settings = pick(ServerSettings, {**values, **options_given, **sizes})
     served = _served(models, values)
     if served:
         options.check_can_decode()
@@ -241,18 +241,18 @@ def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel
     """
     from ..models.sources import check_names
 
-    found: dict[str, ServedModel] = {}
+    models_by_name: dict[str, ServedModel] = {}
     memory = None if values["memory_gb"] is None else int(values["memory_gb"] * 1e9 / len(models or "1"))
     for words in models:
         given, equals, path = words.partition("=")
         path = path if equals else words
         name = given if equals else Path(words).name if os.path.exists(words) else words
         check_names(path, values["dtype"], values["device"], values["speed"])
-        if name in found:
+        if name in models_by_name:
             raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
-        own = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
-        found[name] = pick(ServedModel, own)
-    return list(found.values())
+        fields_given = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
+        models_by_name[name] = pick(ServedModel, fields_given)
+    return list(models_by_name.values())
 
 
 def _new_key(name: str) -> Result:
@@ -304,8 +304,8 @@ def worker(
         note(f"worker {working.name} listens on queue {queue!r}")
         run_worker(working, burst)
     value = {"name": working.name, "queue": queue, "ok": not problems, "problems": problems}
-    found = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
-    return Result({"schema": "swiftopt.worker/1", **value}, found, code=1 if problems else 0)
+    problems_now = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
+    return Result({"schema": "swiftopt.worker/1", **value}, problems_now, code=1 if problems else 0)
 
 
 def problems_of(working: WorkerContext) -> Iterator[str]:
@@ -318,11 +318,11 @@ def problems_of(working: WorkerContext) -> Iterator[str]:
         if not state.ok:
             yield schema_problem(state)
         with closing(RedisQueue(working.redis)) as redis:
-            here = [found for found in redis.workers() if found.hostname == socket.gethostname()]
+            here = [other for other in redis.workers() if other.hostname == socket.gethostname()]
     except SwiftoptError as error:
         yield str(error)
         return
-    if not any(found.queue == working.queue and found.heartbeat_age_s < FRESH_S for found in here):
+    if not any(other.queue == working.queue and other.heartbeat_age_s < FRESH_S for other in here):
         command = worker_command(working.queue)
         yield f"no worker of this machine listens on queue {working.queue!r}: start one with {command}"
 
@@ -384,14 +384,14 @@ def _check_name(name: str, queue: RedisQueue) -> None:
 
     A worker of another machine, whose process cannot be looked at, is a remark only.
     """
-    for found in queue.workers():
-        if found.name != name or found.heartbeat_age_s > BEATS_S:
+    for other in queue.workers():
+        if other.name != name or other.heartbeat_age_s > BEATS_S:
             continue
-        if found.hostname != socket.gethostname():
-            where = f"a worker named {name} lives on {found.hostname}"
+        if other.hostname != socket.gethostname():
+            where = f"a worker named {name} lives on {other.hostname}"
             note(f"note: {where}: if it still runs, give this one another --name")
-        elif found.pid != os.getpid() and psutil.pid_exists(found.pid):
-            raise SettingsError(f"a worker named {name} runs here already (process {found.pid}): choose another --name")
+        elif other.pid != os.getpid() and psutil.pid_exists(other.pid):
+            raise SettingsError(f"a worker named {name} runs here already (process {other.pid}): choose another --name")
 
 
 # --- the database

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MIXED = "mixed"
 NEWS_S = 5.0  # seconds between two lines of progress
-SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # in the table; all are in --json
+SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # The thresholds of the table; --json has all.
 CURVE_COLUMNS = 60
 
 
@@ -259,9 +259,9 @@ def _figures_tables(record: LearnedRecord) -> list[Table]:
     """Return the figures of heads by layer and by threshold, or those of a probe."""
     figures = record.figures
     if record.kind == "probe":
-        found = [number(figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
+        cells = [number(figures.get(name)) for name in ("accuracy", "auc", "base_rate")]
         columns = numbers("after layer", "accuracy", "AUC", "accepted (base rate)")
-        return [table(columns, [(str(record.depths[0]), *found)], gap=2)]
+        return [table(columns, [(str(record.depths[0]), *cells)], gap=2)]
     by_layer, by_threshold = [], []
     for depth in record.depths:
         kl, agreement, identity = (figures.get(f"{name}@{depth}") for name in ("kl", "agreement", "identity"))

@@ -16,7 +16,7 @@ from ..core.errors import ServiceUnreachable, safe_url
 from .http import ServerConnection, error_of, openai_problem
 
 CONNECT_S = 30.0
-SILENCE_S = 600.0  # without a byte the connection counts as broken; a long prompt is read in silence
+SILENCE_S = 600.0  # A connection that is silent for longer counts as broken; reading a long prompt sends nothing.
 SESSION = "X-Session-ID"  # names the chat to load balancers, which keep it on one replica
 DONE = "[DONE]"  # ends a stream, in place of a chunk
 OTHER_FORM = (AttributeError, KeyError, TypeError)  # what reading an object of another form ends with
@@ -55,9 +55,9 @@ class ChatClient(ServerConnection):
 
     def models(self) -> ServedModels:
         """Return what the server decodes with; a server of ours without an engine has no names."""
-        found = self._json("GET", "/v1/models", again=True)
+        cards = self._json("GET", "/v1/models", again=True)
         with self._reading(*OTHER_FORM):
-            return ServedModels(tuple(str(model["id"]) for model in found.get("data", ())), "schema" in found)
+            return ServedModels(tuple(str(model["id"]) for model in cards.get("data", ())), "schema" in cards)
 
     def answer(self, model: str, messages: Sequence[Mapping[str, str]], **fields: Any) -> Iterator[str | Answered]:
         """Yield thoughts and text as they grow, then the answer's figures; closing the iterator ends the request.

@@ -29,9 +29,9 @@ from ..core.serialization import Record
 from ..core.streams import stream_lines
 from ..core.types import Completion, Prompt
 
-ATTEMPTS = 4  # of a request that may be sent twice
-WAIT_S, MAX_WAIT_S = 0.2, 5.0  # before the second attempt, doubled each time
-SILENCE_S = 60.0  # without even a keep-alive comment the connection counts as broken
+ATTEMPTS = 4  # Attempts of a request that is safe to repeat.
+WAIT_S, MAX_WAIT_S = 0.2, 5.0  # The wait before the second attempt doubles with each further one.
+SILENCE_S = 60.0  # A connection without even a keep-alive comment for so long counts as broken.
 AWAY_S = 120.0  # how long nothing may answer, once something has
 FIRST_S = 3.0  # the same before the first answer
 LIVED_S = 1.0  # a connection that was open so long counts as an answer, although no event came
@@ -242,9 +242,9 @@ class Client(ServerConnection):
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
         """Return the job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
-        own = {key: value for key, value in request.to_json().items() if key not in LINES_FROM}
+        fields_sent = {key: value for key, value in request.to_json().items() if key not in LINES_FROM}
         lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
-        body = {**own, "stream": {"prompts": lines}, "queue": queue}
+        body = {**fields_sent, "stream": {"prompts": lines}, "queue": queue}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
         return self._read(Job, self._parsed(response)), response.status_code == 202
@@ -253,8 +253,8 @@ class Client(ServerConnection):
         return self._read(Job, self._get(_path(job)))
 
     def latest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
-        found = self._get("/v1/jobs", state=state, limit=limit)
-        return list(self._read(JobList, found).jobs)
+        answer = self._get("/v1/jobs", state=state, limit=limit)
+        return list(self._read(JobList, answer).jobs)
 
     def act(self, job: str, verb: Verb) -> Job:
         # a repeated `retry` would meet the job that the first one queued, and be refused
@@ -264,18 +264,18 @@ class Client(ServerConnection):
         return self.get(job.id).obstacle if job.state == "queued" else None
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        found = self._get(_path(job, "events"), after=after, limit=limit, format="json")
-        return list(self._read(EventPage, found).events)
+        answer = self._get(_path(job, "events"), after=after, limit=limit, format="json")
+        return list(self._read(EventPage, answer).events)
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """Return the finished completions in the order of the stream; only the events say which were held out."""
         # Split at newlines alone: texts may hold others that Unicode knows.
         lines = self._send("GET", _path(job, "outputs"), again=True).content.split(b"\n")
         with self._reading(ValueError, KeyError, TypeError):
-            found = [json.loads(line) for line in lines if line]
+            completions = [json.loads(line) for line in lines if line]
             return [
                 PromptFinished(Prompt(values["id"], values["task"]), place, Completion.from_json(values))
-                for place, values in enumerate(found)
+                for place, values in enumerate(completions)
             ]
 
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
@@ -393,9 +393,9 @@ def _pause(state: RetryCallState) -> float:
     """Return seconds until the next attempt: what the server asks for, at most `MAX_WAIT_S`."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, RefusedAnswer):
-        wanted = error.response.headers.get("retry-after", "")
-        if wanted.isdigit():
-            return min(MAX_WAIT_S, float(wanted))
+        retry_after = error.response.headers.get("retry-after", "")
+        if retry_after.isdigit():
+            return min(MAX_WAIT_S, float(retry_after))
     return _backoff(state)
 
 
@@ -420,14 +420,14 @@ def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] |
 def _problem(response: httpx2.Response) -> Mapping[str, Any] | None:
     """Return the problem object of an answer, made of an error in OpenAI's form as well; None if it holds neither."""
     try:
-        found = json.loads(response.content)
+        problem = json.loads(response.content)
     except ValueError:
         return None
-    if not isinstance(found, Mapping):
+    if not isinstance(problem, Mapping):
         return None
     if "problem+json" in response.headers.get("content-type", ""):
-        return found
-    return openai_problem(found, response.status_code)
+        return problem
+    return openai_problem(problem, response.status_code)
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ from ..models.buffer import free_bytes
 from ..models.loading import placement
 from ..models.sources import check_device
 
-SPARE_BYTES = 1 << 30  # of the machine's and a GPU's memory, left to everything else
-HOST_BYTES = 4 << 30  # that a process which computes on a GPU needs of the machine's: libraries, weights on their way
+SPARE_BYTES = 1 << 30  # Memory of the machine and of a GPU that is left to everything else.
+HOST_BYTES = 4 << 30  # Memory of the machine that a process on a GPU needs: libraries, and weights on their way.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -25,13 +25,13 @@ def chosen_device(device: str, folder: Path, dtype: str) -> str:
     check_device(device)
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    found = placement(device, folder, dtype)
-    if found == "auto-map":
+    device_found = placement(device, folder, dtype)
+    if device_found == "auto-map":
         raise SettingsError(
             f"engines are compared on one device, and {folder} would be spread over several: use --device cpu, cuda:N"
             " or a smaller model"
         )
-    return found
+    return device_found
 
 
 def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:

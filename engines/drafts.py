@@ -42,15 +42,15 @@ from ..tasks.recipes import TYPICAL_POSITIONS
 Kind = Literal["draft", "text"]  # what an engine drafts with: a checkpoint, or earlier text
 Writes = Literal["stored", "compressed-tensors", "gguf"]  # a draft's weights: the model's own, or in fewer bits, too
 
-NEW_TOKENS = 128  # of a prompt that does not say how many
-CHUNK_ROWS = 256  # of a text that go through the model at once
+NEW_TOKENS = 128  # The new tokens of a prompt that names no number.
+CHUNK_ROWS = 256  # Rows of a text in one pass.
 LENGTHS = range(17)  # draft tokens of a round
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
-GUESSED_LENGTH = 5  # where no acceptance was measured
-MEASURED_SETS = 5  # at equal distance, whose acceptance is measured at most
+GUESSED_LENGTH = 5  # The draft length when no acceptance was measured.
+MEASURED_SETS = 5  # The most sets at equal distance whose acceptance is measured.
 MEASURED = "measured with its own keys and values"
 ESTIMATED = "estimated from the plan's, which reads the target's keys and values"
-TEXT_METHODS = ("prompt-lookup", "adaptive")  # that draft from earlier text
+TEXT_METHODS = ("prompt-lookup", "adaptive")  # Methods that draft from earlier text.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +121,10 @@ class OwnAcceptance:
     def counts(self, length: int) -> tuple[int, int, int]:
         """Return rounds, drafted and accepted tokens with `length` draft tokens per round."""
         rounds = drafted = accepted = 0
-        for own in self.matches:
+        for matches in self.matches:
             at = 0
-            while at < len(own):
-                offered = own[at : min(at + length, len(own) - 1)]  # the last token is the target's in any case
+            while at < len(matches):
+                offered = matches[at : min(at + length, len(matches) - 1)]  # the last token is the target's in any case
                 right = offered.index(False) if False in offered else len(offered)
                 rounds, drafted, accepted = rounds + 1, drafted + len(offered), accepted + right
                 at += right + 1
@@ -152,15 +152,15 @@ def own_acceptance(
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded on this model.
     """
     session = Session(runtime, Sampling(), NEW_TOKENS)
-    found: list[list[tuple[bool, ...]]] = [[] for _ in layer_sets]
+    by_set: list[list[tuple[bool, ...]]] = [[] for _ in layer_sets]
     for number, prompt in enumerate(prompts, 1):
         on_step(f"measuring acceptance, prompt {number} of {len(prompts)}")
         first = replace(prompt, turns=prompt.turns[:1])
         (turn,) = session.run(first, PLAIN)
         before = session.encode(first)
-        for own, layer_set in zip(found, layer_sets, strict=True):
-            own.append(_matches(runtime, before, turn.completion.token_ids, layer_set))
-    return [OwnAcceptance(tuple(own)) for own in found]
+        for set_matches, layer_set in zip(by_set, layer_sets, strict=True):
+            set_matches.append(_matches(runtime, before, turn.completion.token_ids, layer_set))
+    return [OwnAcceptance(tuple(set_matches)) for set_matches in by_set]
 
 
 def _matches(
@@ -172,10 +172,10 @@ def _matches(
     predicted: list[int] = []
     for start in range(0, len(text) - 1, CHUNK_ROWS):
         chunk = text[start : min(start + CHUNK_ROWS, len(text) - 1)]
-        wanted = [row for row in range(len(chunk)) if start + row >= len(before)]
-        logits = runtime.forward(Rows(chunk, start, variants=(layer_set,)), buffer, wanted or [0])
-        predicted += logits.argmax(dim=-1).tolist() if wanted else []
-    return tuple(token == own for token, own in zip(predicted, completion[1:], strict=True))
+        rows_read = [row for row in range(len(chunk)) if start + row >= len(before)]
+        logits = runtime.forward(Rows(chunk, start, variants=(layer_set,)), buffer, rows_read or [0])
+        predicted += logits.argmax(dim=-1).tolist() if rows_read else []
+    return tuple(token == token_there for token, token_there in zip(predicted, completion[1:], strict=True))
 
 
 # --- from a plan to a draft
@@ -210,14 +210,14 @@ class DraftChoice:
             layer_set = LayerSet(n_layers).filled(name if name in FORMATS else "int4")
         takes_bits = engine.shares or engine.writes != "stored"
         if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
-            own = fingerprint(self.folder)
-            if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, own)):
+            model_id = fingerprint(self.folder)
+            if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, model_id)):
                 raise LayerSetError(
-                    f"the layer set was tuned on another model than {self.name} ({own}): export it with the model it is"
-                    " of"
+                    f"the layer set was tuned on another model than {self.name} ({model_id}):"
+                    " export it with the model that it is of"
                 )
             draft = self._without_checkpoint(layer_set)
-            return self._with_checkpoint(draft, layer_set, own) if self._has_checkpoint(layer_set) else draft
+            return self._with_checkpoint(draft, layer_set, model_id) if self._has_checkpoint(layer_set) else draft
         if plan.method in TEXT_METHODS:
             return self._draft("text", int(plan.settings.get("max_draft_length", 10)))
         if layer_set is not None:
@@ -242,8 +242,8 @@ class DraftChoice:
             confidence = settings.stop_threshold
         if engine.shares:
             own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
-            known = record or LayerSetRecord(self.name, "any", layer_set, settings=settings.to_json())
-            shared = replace(known, settings={**known.settings, **own_way})
+            described = record or LayerSetRecord(self.name, "any", layer_set, settings=settings.to_json())
+            shared = replace(described, settings={**described.settings, **own_way})
         return self._draft("draft", GUESSED_LENGTH, confidence=confidence, shared=shared)
 
     def _has_checkpoint(self, layer_set: LayerSet) -> bool:
@@ -278,7 +278,7 @@ class DraftChoice:
         whole = alternating(layer_set, is_parallel(supported_config(self.folder)), trials)
         no_ops = engine.no_ops and _needs_no_ops(layer_set, whole, self.folder)
         candidates = (layer_set, *whole) if no_ops else whole
-        runs = [each if engine.writes != "stored" else replace(each, formats=()) for each in candidates]
+        runs = [candidate if engine.writes != "stored" else replace(candidate, formats=()) for candidate in candidates]
         costs = self._costs(own)
         best = 0
         accepted: Acceptance | None = None
@@ -347,7 +347,7 @@ def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | N
 
     Args: layer_set: as the engine runs it, with formats only where it has them.
     """
-    known = None if costs is None or costs.missing(layer_set) else costs
+    known_costs = None if costs is None or costs.missing(layer_set) else costs
     kept = [(kind, i) for i in range(layer_set.n_layers) for kind in KINDS if not layer_set.skips(kind, i)]
     n_bits = sum(BITS.get(layer_set.format_of(*sub) or "", STORED_BITS) for sub in kept)
     share = n_bits / (STORED_BITS * 2 * layer_set.n_layers)
@@ -357,10 +357,10 @@ def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | N
             tokens = acceptance.tokens_per_round(k)
         else:
             tokens = float(sum(acceptance**i for i in range(k + 1)))
-        if known is None:
+        if known_costs is None:
             return tokens / (k * share + 1)
-        drafting = k * known.draft_cost(layer_set, n_requests)
-        return tokens * known.verify_cost(n_requests) / (drafting + known.verify_cost(n_requests * (k + 1)))
+        drafting = k * known_costs.draft_cost(layer_set, n_requests)
+        return tokens * known_costs.verify_cost(n_requests) / (drafting + known_costs.verify_cost(n_requests * (k + 1)))
 
     return speed
 
@@ -377,9 +377,9 @@ def lengths_by_load(
     speed = speed_of(layer_set, acceptance, costs)
     by_load = costs is not None and not costs.missing(layer_set)
     lengths = {n: max(LENGTHS, key=lambda k: speed(n, k)) for n in (LOADS if by_load else LOADS[-1:])}
-    found, lowest = list[tuple[int, int, int]](), 1
+    ranges, lowest = list[tuple[int, int, int]](), 1
     for k, loads in groupby(lengths, key=lengths.__getitem__):
         highest = max(loads)
-        found.append((lowest, highest, k))
+        ranges.append((lowest, highest, k))
         lowest = highest + 1
-    return tuple(found)
+    return tuple(ranges)

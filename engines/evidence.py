@@ -56,8 +56,8 @@ def read_run(path: Path) -> EngineRun:
     try:
         if len(objects) == 1 and "output_throughput" in objects[0]:
             return _checked(_of_vllm(objects[0], path), path)
-        if objects and all("timings" in each or "predicted_ms" in each for each in objects):
-            return _checked(_of_llamacpp([each.get("timings", each) for each in objects]), path)
+        if objects and all("timings" in line or "predicted_ms" in line for line in objects):
+            return _checked(_of_llamacpp([line.get("timings", line) for line in objects]), path)
     except InvalidInput:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -70,10 +70,10 @@ def read_run(path: Path) -> EngineRun:
 
 def _checked(run: EngineRun, path: Path) -> EngineRun:
     """Raises: InvalidInput: a request took no time, or a number is none, and so would be a verdict by it."""
-    for number, each in enumerate(run.timed, start=1):
-        if each.tokens < 0 or not 0 < each.seconds < inf:
+    for number, timed in enumerate(run.timed, start=1):
+        if timed.tokens < 0 or not 0 < timed.seconds < inf:
             raise InvalidInput(
-                f"request {number} in {path} has {each.tokens} tokens in {each.seconds} s: run the benchmark again"
+                f"request {number} in {path} has {timed.tokens} tokens in {timed.seconds} s: run the benchmark again"
             )
     return run
 
@@ -81,10 +81,10 @@ def _checked(run: EngineRun, path: Path) -> EngineRun:
 def _objects(text: str) -> list[Any]:
     """Return the values of one JSON list, or of one per line."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-    return found if isinstance(found, list) else [found]
+    return parsed if isinstance(parsed, list) else [parsed]
 
 
 def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
@@ -103,11 +103,11 @@ def _of_vllm(values: Mapping[str, Any], path: Path) -> EngineRun:
 
 def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
     timed = tuple(
-        Timed(int(each["predicted_n"]), (float(each["prompt_ms"]) + float(each["predicted_ms"])) / 1000)
-        for each in timings
+        Timed(int(timing["predicted_n"]), (float(timing["prompt_ms"]) + float(timing["predicted_ms"])) / 1000)
+        for timing in timings
     )
-    drafting = [each for each in timings if "draft_n" in each]
-    counts = [sum(int(each[name]) for each in drafting) for name in ("draft_n", "draft_n_accepted")]
+    drafting = [timing for timing in timings if "draft_n" in timing]
+    counts = [sum(int(timing[name]) for timing in drafting) for name in ("draft_n", "draft_n_accepted")]
     # `prompt_n` leaves out what was cached, so it does not tell one prompt from another
     return EngineRun(timed, (), *(counts if drafting else (None, None)))
 
@@ -121,21 +121,22 @@ def import_evidence(
 
     Raises: as `read_run`; InvalidInput: the two are not of the same requests. StoreError: the model is not known.
     """
-    base, own = read_run(plain), read_run(drafted)
-    if len(base.timed) != len(own.timed):
+    base, drafted_run = read_run(plain), read_run(drafted)
+    if len(base.timed) != len(drafted_run.timed):
         raise InvalidInput(
-            f"{plain} has {len(base.timed)} requests and {drafted} {len(own.timed)}: run both on the same prompts"
+            f"{plain} has {len(base.timed)} requests and {drafted} {len(drafted_run.timed)}:"
+            " run both on the same prompts"
         )
-    if base.prompt_tokens and own.prompt_tokens:
-        for number, (one, other) in enumerate(zip(base.prompt_tokens, own.prompt_tokens, strict=True), start=1):
+    if base.prompt_tokens and drafted_run.prompt_tokens:
+        for number, (one, other) in enumerate(zip(base.prompt_tokens, drafted_run.prompt_tokens, strict=True), start=1):
             if one != other:
                 raise InvalidInput(
                     f"prompt {number} has {one} tokens in {plain} and {other} in {drafted}: run both on the same"
                     " prompts, in the same order"
                 )
-    verdict = judge(own.timed, base.timed, None)
-    found = store.add_plan(model, task, judged(plan, verdict, own.acceptance))
-    return found, verdict, own
+    verdict = judge(drafted_run.timed, base.timed, None)
+    stored = store.add_plan(model, task, judged(plan, verdict, drafted_run.acceptance))
+    return stored, verdict, drafted_run
 
 
 def judged(plan: Plan, verdict: Verdict, acceptance_rate: float | None = None) -> Plan:

@@ -33,7 +33,7 @@ from .drafts import LOADS, MEASURED, DraftChoice, EngineDraft, ExportEngine, Kin
 
 SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
 PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # drafts from text in vLLM
-NGRAM_TOKENS = 3  # of the text's end, looked for in the text before it
+NGRAM_TOKENS = 3  # The last tokens are looked up in the text before them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _transformers_lines(draft: EngineDraft) -> list[str]:
     if draft.kind == "text":
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return [_lines("python", loading + decoding.format(given=given))]
-    found = []
+    lines = []
     if draft.shared is not None:
         given = f"custom_generate=swiftopt.custom_generate, layer_set={SHARED!r}"
         code = "import swiftopt\n" + loading + decoding.format(given=given)
@@ -86,14 +86,14 @@ def _transformers_lines(draft: EngineDraft) -> list[str]:
             "With swiftopt beside transformers (`pip install swiftopt`): drafts read the target's keys and values, as"
             " they did when the plan was tuned, one sequence at a time; take this where you can"
         )
-        found.append(_lines("python", code, when))
+        lines.append(_lines("python", code, when))
     if draft.layer_set is not None:
         loading += 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n'
         loading += "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
         code = loading + decoding.format(given="assistant_model=draft")
         when = "With transformers alone: the draft has keys and values of its own, and fewer of its tokens are accepted"
-        found.append(_lines("python", code, when))
-    return found
+        lines.append(_lines("python", code, when))
+    return lines
 
 
 def _llamacpp_settings(by: Speculation) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _vllm_settings(by: Speculation) -> dict[str, Any]:
         return {"method": "custom_class", "model": PROPOSER, **n_tokens}
     if by.kind == "text":
         return {"method": "ngram", **n_tokens, "prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_TOKENS}
-    lengths = {"num_speculative_tokens_per_batch_size": [list(each) for each in by.lengths]} if by.lengths else {}
+    lengths = {"num_speculative_tokens_per_batch_size": [list(pair) for pair in by.lengths]} if by.lengths else {}
     return {"method": "draft_model", "model": "draft", **n_tokens, **lengths}
 
 
@@ -130,12 +130,12 @@ def _vllm_lines(draft: EngineDraft) -> list[str]:
     if draft.kind != "text":
         return [_lines("bash", line)]
     proposing = json.dumps(_vllm_settings(replace(draft, own_text=True)))
-    own = f"vllm serve {quote(draft.target)} --speculative-config '{proposing}'"
+    command_line = f"vllm serve {quote(draft.target)} --speculative-config '{proposing}'"
     when = (
         "With swiftopt in vLLM's environment (`pip install --no-deps swiftopt pydantic`): its own drafts from text, as"
         " long as they are worth their time"
     )
-    ways = [_lines("bash", own, when)]
+    ways = [_lines("bash", command_line, when)]
     return ways if draft.own_text else [*ways, _lines("bash", line, "With vLLM alone: its n-grams")]
 
 
@@ -432,8 +432,8 @@ def _measured(found: FoundPlan) -> str:
     plan, record = found.plan, found.plan.layer_set
     figures = {"acceptance": record and record.acceptance_rate, "matchness": record and record.matchness}
     figures["speed-up"] = plan.measured_speedup
-    known = ", ".join(f"{name} {value:.2f}" for name, value in figures.items() if value is not None)
-    if not known:
+    figures_known = ", ".join(f"{name} {value:.2f}" for name, value in figures.items() if value is not None)
+    if not figures_known:
         return "nothing"
     where = ", ".join(filter(None, (plan.device or (record.device if record else None), plan.dtype)))
-    return f"{known} on {where}, verdict {plan.verdict}"
+    return f"{figures_known} on {where}, verdict {plan.verdict}"

@@ -19,9 +19,9 @@ from ..core.types import Prompt
 from ..models.saved import OnStep, cache_root, no_step
 
 PROGRAM = Path(__file__).with_name("program.py")  # runs in an engine's own environment
-LEAST_PROMPTS = 4  # of a task, to tune an engine on
+LEAST_PROMPTS = 4  # The fewest prompts of a task to tune an engine on.
 INSTALL_S = 1800  # an installation that takes longer is given up
-Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]  # that an engine gets
+Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]  # The weights that an engine gets.
 READY = ".ready"  # written when an environment is complete
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has xllamacpp for CPUs alone
@@ -152,7 +152,7 @@ PACKAGES = {
         EnginePackage("transformers", "transformers", engine="transformers"),
     )
 }
-SERVER = EnginePackage("server", "a server that runs already")  # at an address
+SERVER = EnginePackage("server", "a server that runs already")  # It runs at an address.
 
 
 # --- ways of running them

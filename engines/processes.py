@@ -78,11 +78,13 @@ class Child:
     def memory(self) -> Memory:
         """Return its memory, its own processes included; all 0 where the system does not say."""
         try:
-            own = psutil.Process(self._process.pid)
-            each = [_memory_of(process.pid) for process in (own, *own.children(recursive=True))]
+            engine_process = psutil.Process(self._process.pid)
+            process_bytes = [
+                _memory_of(process.pid) for process in (engine_process, *engine_process.children(recursive=True))
+            ]
         except psutil.Error:
             return Memory()
-        return Memory(*(sum(values) for values in zip(*each, strict=True)))
+        return Memory(*(sum(values) for values in zip(*process_bytes, strict=True)))
 
     @property
     def pid(self) -> int:
@@ -139,5 +141,5 @@ def _memory_of(pid: int) -> Memory:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return Memory()
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
-    return Memory(found.get("VmHWM", 0), found.get("VmRSS", 0), found.get("RssFile", 0))
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    return Memory(sizes.get("VmHWM", 0), sizes.get("VmRSS", 0), sizes.get("RssFile", 0))

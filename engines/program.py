@@ -32,11 +32,11 @@ from time import perf_counter
 from typing import Any
 
 Values = dict[str, Any]
-Decoder = Callable[[Values], Values]  # from a line to its answer
+Decoder = Callable[[Values], Values]  # Turns a line into its answer.
 
 MESSAGE = 300  # characters of a library's message in an answer; all of it is in standard error
 KEY = "SWIFTOPT_ENGINE_API_KEY"  # environment: a server's key, if it wants one
-ANSWER_S = 600.0  # of a server, at most
+ANSWER_S = 600.0  # A server's answer may take so long.
 ON_GPU: Mapping[str, Values] = {  # what a library is told of a GPU; on a CPU nothing
     "transformers": {"device_map": "cuda"},
     "llama-cpp": {"n_gpu_layers": 999},  # all, of any model
@@ -356,8 +356,8 @@ def vllm(options: Values) -> Decoder:
     def counts() -> dict[str, int]:
         if speculative is None:
             return {}
-        found = {metric.name: metric.value for metric in engine.get_metrics() if metric.name in VLLM_COUNTERS}
-        return {word: int(found.get(name, 0)) for name, word in VLLM_COUNTERS.items()}
+        counters = {metric.name: metric.value for metric in engine.get_metrics() if metric.name in VLLM_COUNTERS}
+        return {word: int(counters.get(name, 0)) for name, word in VLLM_COUNTERS.items()}
 
     def answer(line: Values) -> Values:
         rule = SamplingParams(temperature=0, max_tokens=line["max_new_tokens"], ignore_eos=True, detokenize=False)
@@ -404,10 +404,10 @@ def server(options: Values) -> Decoder:
         if not token_ids:
             raise RuntimeError(f"{url} returns no token ids: use vLLM's or llama.cpp's own server")
         timings = done.get("timings") or {}
-        found = {"token_ids": token_ids, "prefill_s": timings["prompt_ms"] / 1000 if "prompt_ms" in timings else None}
+        reply = {"token_ids": token_ids, "prefill_s": timings["prompt_ms"] / 1000 if "prompt_ms" in timings else None}
         if "draft_n" in timings:
-            found |= {"drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"]}
-        return found
+            reply |= {"drafted": timings["draft_n"], "accepted": timings["draft_n_accepted"]}
+        return reply
 
     return answer
 
@@ -419,15 +419,15 @@ def _fetched(url: str, body: Mapping[str, Any] | None = None) -> Values:
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=ANSWER_S) as answer:
-            found = json.load(answer)
+            answer_read = json.load(answer)
     except urllib.error.HTTPError as error:
         words = error.read(300).decode(errors="replace")
         raise RuntimeError(f"{url} answered {error.code}: {words}") from error
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{url} does not answer ({error}): is the server running?") from error
-    if not isinstance(found, dict):
+    if not isinstance(answer_read, dict):
         raise RuntimeError(f"{url} answered no JSON object")
-    return found
+    return answer_read
 
 
 PROGRAMS: dict[str, Callable[[Values], Decoder]] = {

@@ -38,10 +38,10 @@ from .turns import DTYPES, Question, RowRuns, Turns, TurnsRequest, questions_of
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
 
 FIRST_LENGTH = 5  # draft tokens at which kinds are compared
-OTHER_LENGTHS = (2, 3, 8)  # that the fastest kind is tried at then
-STEP_PROMPTS = 6  # of a step, at most
+OTHER_LENGTHS = (2, 3, 8)  # The fastest kind is then tried with these lengths.
+STEP_PROMPTS = 6  # The most prompts of a step.
 FOUR_BITS = FoundPlan(Plan("adaptive", settings={"draft_format": "int4"}), 0, None)  # the model itself as a draft
-LEAST_RATIO = 0.95  # of plain decoding, while choosing: what is slower gets no verdict of its own
+LEAST_RATIO = 0.95  # A kind that is slower than this share of plain decoding gets no verdict.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,10 @@ class EngineTuning:
             self._device = chosen_device(request.device, self._folder, request.dtype)
         info = model_info(self._folder, source)
         self.store.remember_model(info)
-        asked = {task: questions_of(self._folder, own, request.max_new_tokens) for task, own in by_task.items()}
+        asked = {
+            task: questions_of(self._folder, task_prompts, request.max_new_tokens)
+            for task, task_prompts in by_task.items()
+        }
         return [self._tune(task, questions, info) for task, questions in asked.items()]
 
     def _tune(self, task: str, questions: Sequence[Question], info: ModelInfo) -> EngineTuned:
@@ -184,7 +187,11 @@ class EngineTuning:
                 again = tuning[-STEP_PROMPTS:]  # of a short stream some are those of the first step
                 best = self._fastest(plain, [best, *map(best.at, OTHER_LENGTHS)], again, tried, 2)
             if best is None:
-                reason = "nothing else ran" if all(each.reason for each in tried if each.name != "plain") else ""
+                reason = (
+                    "nothing else ran"
+                    if all(tried_way.reason for tried_way in tried if tried_way.name != "plain")
+                    else ""
+                )
                 verdict = Verdict("plain", reason=reason or "nothing was faster while choosing")
             else:
                 run = self._step([plain, best], held_out, tried, 3).get(best.row.name)
@@ -203,8 +210,8 @@ class EngineTuning:
             engine=request.engine,
         )
         acceptance = tried[-1].acceptance if verdict.word == "use" else None  # of the run on the held-out prompts
-        found = self.store.add_plan(info.fingerprint, task, judged(plan, verdict, acceptance))
-        return EngineTuned(task, way.row.variant, verdict, found, tuple(tried))
+        stored_plan = self.store.add_plan(info.fingerprint, task, judged(plan, verdict, acceptance))
+        return EngineTuned(task, way.row.variant, verdict, stored_plan, tuple(tried))
 
     def _fastest(
         self, plain: Way, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
@@ -226,13 +233,13 @@ class EngineTuning:
         """
         request = self.request
         common = TurnsRequest(request.model, self._folder, request.dtype, n_threads(), device=self._device)
-        found: dict[str, tuple[list[Timed], list[Timed]]] = {}
+        timings: dict[str, tuple[list[Timed], list[Timed]]] = {}
         for plain, *runs in self.run_turns(common, questions, [way.row for way in ways], self.on_step):
             if plain.reason:
                 raise EngineUnusable(f"{request.engine} did not decode plainly: {plain.reason}; nothing was stored")
             tried += [_tried(run, plain, step) for run in (plain, *runs)]
-            found |= {run.row.name: (run.timed, plain.timed) for run in runs if not run.reason}
-        return found
+            timings |= {run.row.name: (run.timed, plain.timed) for run in runs if not run.reason}
+        return timings
 
     def _ways(self, task: str, info: ModelInfo, stack: ExitStack) -> list[Way]:
         """Return plain decoding and the kinds of draft that the engine can run, each at the first length."""
@@ -276,10 +283,10 @@ class EngineTuning:
     def _stored(self, task: str, info: ModelInfo) -> FoundPlan | None:
         """Return the task's best plan, if its draft leaves out sub-layers."""
         with suppress(LayerSetNotFound):
-            found = self.store.lookup(info.fingerprint, task)
-            record = found.plan.layer_set
+            stored_plan = self.store.lookup(info.fingerprint, task)
+            record = stored_plan.plan.layer_set
             if record is not None and record.layer_set.n_skipped:
-                return found
+                return stored_plan
         return None
 
     def _exported(self, found: FoundPlan, name: str, what: str, stack: ExitStack) -> tuple[Path | None, list[Way]]:
@@ -302,7 +309,7 @@ class EngineTuning:
 def _tried(run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
     if run.reason:
         return TriedWay(run.row.variant, step, reason=run.reason)
-    equal = sum(own.token_ids == base.token_ids for own, base in zip(run.turns, plain.turns, strict=True))
+    equal = sum(run_turn.token_ids == base.token_ids for run_turn, base in zip(run.turns, plain.turns, strict=True))
     ratio = None if run is plain else speed_ratio(run.timed, plain.timed)
     return TriedWay(run.row.variant, step, speed(run.timed), ratio, run.acceptance, equal, len(run.turns))
 

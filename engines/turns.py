@@ -28,10 +28,10 @@ from .export import ENGINES, NGRAM_TOKENS
 from .packages import EngineFailed, Launch, Row, Weights, prepared
 from .processes import Child
 
-DRAFT_TOKENS = 8  # at most, in one draft
-STILL_THERE = 0.8  # of a process's most memory: with less resident its weights were dropped
-WARM_TOKENS = 8  # of each warm-up, so that no row pays for first allocations and compilations later
-WARM_PROMPTS = 2  # at least, of different lengths, for what compiles by shape
+DRAFT_TOKENS = 8  # The most tokens of one draft.
+STILL_THERE = 0.8  # A process with a smaller share of its memory resident has lost its weights.
+WARM_TOKENS = 8  # Tokens of each warm-up, which pays for first allocations and compilations.
+WARM_PROMPTS = 2  # The fewest warm-up prompts, of different lengths: some engines compile by shape.
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
@@ -85,10 +85,10 @@ class RowRuns:
     @property
     def drafts(self) -> tuple[int, int] | None:
         """Tokens drafted in all turns, and accepted of them; None where they were not counted in all."""
-        drafted = [each.drafted for each in self.turns if each.drafted is not None]
-        accepted = [each.accepted for each in self.turns if each.accepted is not None]
-        known = self.turns and len(drafted) == len(accepted) == len(self.turns)
-        return (sum(drafted), sum(accepted)) if known else None
+        drafted = [turn.drafted for turn in self.turns if turn.drafted is not None]
+        accepted = [turn.accepted for turn in self.turns if turn.accepted is not None]
+        is_counted = self.turns and len(drafted) == len(accepted) == len(self.turns)
+        return (sum(drafted), sum(accepted)) if is_counted else None
 
     @property
     def acceptance(self) -> float | None:
@@ -142,15 +142,17 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
     most = config.max_position_embeddings
     read = {"tokenizer": tokenizer, "hf_model": None, "vocab_size": config.vocab_size}  # by what encodes
     session = Session(cast(Runtime, SimpleNamespace(**read)), Sampling(), max_new_tokens, ignore_eos=True)
-    found = [Question(each.id, each.task, tuple(session.encode(each)), session.room(each)) for each in prompts]
-    for question in found:
+    questions = [
+        Question(prompt.id, prompt.task, tuple(session.encode(prompt)), session.room(prompt)) for prompt in prompts
+    ]
+    for question in questions:
         needed = len(question.token_ids) + question.max_new_tokens
         if needed > most:
             raise ContextOverflow(
                 f"prompt {question.prompt_id!r} needs {needed} positions with its completion, and the model has {most}:"
                 " shorten it or lower --max-new-tokens"
             )
-    return found
+    return questions
 
 
 class Turns:
@@ -185,12 +187,12 @@ class Turns:
     def groups(self) -> list[list[Row]]:
         """Return the rows in groups that the machine probably has memory for at once, the first row in each."""
         first, *others = (runs.row for runs in self.runs)
-        found = [[first]]
+        parts = [[first]]
         for row in others:
-            if len(found[-1]) > 1 and not self._has_room(sum(map(self._likely_bytes, [*found[-1], row]))):
-                found.append([first])
-            found[-1].append(row)
-        return found
+            if len(parts[-1]) > 1 and not self._has_room(sum(map(self._likely_bytes, [*parts[-1], row]))):
+                parts.append([first])
+            parts[-1].append(row)
+        return parts
 
     def run(self) -> None:
         """Fill in every row's turns, or the reason why it has none.
@@ -357,14 +359,18 @@ class Turns:
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
         """Estimate the memory of a process that has not run yet: half as much again for copies, and its libraries."""
         files = [Path(options[key]) for key in ("model", "draft") if options.get(key)]
-        own = GPU_OWN_BYTES if self.request.on_gpu else OWN_BYTES
-        return 1.5 * sum(_size(path) for path in files) + own
+        process_bytes = GPU_OWN_BYTES if self.request.on_gpu else OWN_BYTES
+        return 1.5 * sum(_size(path) for path in files) + process_bytes
 
     def _environ(self) -> dict[str, str]:
-        own = {"OMP_NUM_THREADS": str(self.request.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {
+            "OMP_NUM_THREADS": str(self.request.threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         # How OpenMP waits is swiftopt's own choice, not the other engines'.
         kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-        return kept | own | only_device(self.request.device, os.environ)
+        return kept | variables | only_device(self.request.device, os.environ)
 
 
 def _size(path: Path) -> int:

@@ -82,9 +82,9 @@ class Finals:
 
     def enter(self, challengers: Mapping[LayerSet, float], place: WindowStart, bar: float) -> None:
         """Keep those of a window that are rated above `bar`, the best of all where there are too many."""
-        known = {finalist.layer_set for finalist in self.finalists}
+        entered = {finalist.layer_set for finalist in self.finalists}
         for layer_set, rating in challengers.items():
-            if rating > bar and layer_set not in known:
+            if rating > bar and layer_set not in entered:
                 self.finalists.append(Finalist(layer_set, rating, place))
         self.finalists.sort(key=lambda own: (len(own.leads), own.lead, own.entry), reverse=True)
         del self.finalists[FINALISTS:]
@@ -93,17 +93,21 @@ class Finals:
         """Return the sets to score beside the one in use, on the window there."""
         if self.latest is not None and not place.is_new_after(self.latest, window):
             return []
-        return [own.layer_set for own in self.finalists if place.is_new_after(own.place, window)]
+        return [finalist.layer_set for finalist in self.finalists if place.is_new_after(finalist.place, window)]
 
     def settle(self, place: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
         """Add the leads of those who were due; return the winner, if there is one."""
-        scored = [own for own in self.finalists if own.layer_set in leads]
-        waiting = [own for own in self.finalists if own.layer_set not in leads]
-        judged = [replace(own, place=place, leads=(*own.leads, leads[own.layer_set])) for own in scored]
-        better = sorted((own for own in judged if own.lead > 0), key=lambda own: own.lead, reverse=True)
+        scored = [finalist for finalist in self.finalists if finalist.layer_set in leads]
+        waiting = [finalist for finalist in self.finalists if finalist.layer_set not in leads]
+        judged = [
+            replace(finalist, place=place, leads=(*finalist.leads, leads[finalist.layer_set])) for finalist in scored
+        ]
+        better = sorted(
+            (finalist for finalist in judged if finalist.lead > 0), key=lambda finalist: finalist.lead, reverse=True
+        )
         better = better[: (len(judged) + 1) // 2]
         self.latest = place
-        won = next((own for own in better if len(own.leads) >= FINAL_WINDOWS), None)
+        won = next((finalist for finalist in better if len(finalist.leads) >= FINAL_WINDOWS), None)
         self.finalists = [*(better if won is None else []), *waiting]
         return won
 

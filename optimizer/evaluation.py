@@ -19,11 +19,13 @@ from .strategies import MOST
 
 LONGEST_CHAIN = 24  # tokens of an adaptive draft
 LAMBDA_ROUNDS = 4
-LONGEST_PASS_S = 1.0  # of a pass that scores several candidates, or twice that of one: decoding waits for it
-SEARCH_SHARE = 0.03  # of the seconds of a stream's decoding, for its search
+LONGEST_PASS_S = (
+    1.0  # A pass that scores several candidates may take so long, or twice as long as one's: decoding waits.
+)
+SEARCH_SHARE = 0.03  # The search's share of the seconds of decoding a stream.
 FEWEST = 36  # candidates that a search may score, however short the stream is
 FEWEST_AGAIN = 5  # likewise after a shift: the set in use, known ones, and the first of the search
-USUAL_SPEEDUP = 3.0  # of that decoding
+USUAL_SPEEDUP = 3.0  # The expected speed-up of that decoding.
 BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate to this share or less
 
 
@@ -65,7 +67,7 @@ def score_window(
     positions = list(range(first, first + window)) * n
     rows = Rows(inputs * n, context.root_slot, positions, visible, tuple(layer_sets), n_read=first)
     logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
-    return [_window_score(context, own, first) for own in logits.reshape(n, window, -1).unbind()]
+    return [_window_score(context, set_logits, first) for set_logits in logits.reshape(n, window, -1).unbind()]
 
 
 def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
@@ -81,10 +83,10 @@ def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
         text = context.text(logits.device)
         rows = [rule.noisy(rule.scores(text[:n], row), n) for n, row in enumerate(logits, first + 1)]
         scores = torch.stack(rows)
-    wanted = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
+    next_tokens = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
     top, argmax = scores.max(dim=-1)
-    ranks = (scores > scores.gather(1, wanted[:, None])).sum(dim=-1)
-    ranks += (ranks == 0) & (argmax != wanted)  # of equal scores, frequent in 16 bits, the draft takes one
+    ranks = (scores > scores.gather(1, next_tokens[:, None])).sum(dim=-1)
+    ranks += (ranks == 0) & (argmax != next_tokens)  # of equal scores, frequent in 16 bits, the draft takes one
     confidences = (top - scores.logsumexp(dim=-1)).exp()
     return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()), context.reads_late)
 

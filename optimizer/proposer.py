@@ -24,9 +24,9 @@ from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
 from .strategies.base import Bits
 
 PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
-TOKENS = 4  # of the window that the knapsack's states are followed for
+TOKENS = 4  # The knapsack follows the states of so many tokens of the window.
 BUCKETS = 24  # saved costs that it tells apart
-LARGEST_SHARE = 0.6  # of what all searchable sub-layers cost, that is ever saved
+LARGEST_SHARE = 0.6  # At most this share of all searchable sub-layers' cost is saved.
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
@@ -95,9 +95,9 @@ class Proposer:
         """Return the next candidates, after a study of the model where the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            found = study(context, kind, self._window, self._savings, self._ratio)
-            self.rows_run += found.rows
-            self.strategy.study(prompt_id, found)
+            studied = study(context, kind, self._window, self._savings, self._ratio)
+            self.rows_run += studied.rows
+            self.strategy.study(prompt_id, studied)
         return [self.strategy.propose() for _ in range(n)]
 
 
@@ -201,7 +201,7 @@ def most_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
     """Return how many rows of the model `study` runs at most: the window's own, and those of each program's paths."""
     programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
     paths = {"knapsack": (BUCKETS + 1) * TOKENS, "clasp": n_layers}
-    return window + sum(paths[each] for each in programs)
+    return window + sum(paths[program] for program in programs)
 
 
 def knapsack_items(n_layers: int, saved: Sequence[float]) -> tuple[list[Item], int]:

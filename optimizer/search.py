@@ -224,8 +224,8 @@ class Search:
             return False
         self.close()
         self.stopped_because = ""
-        known = dict.fromkeys(map(self._allowed, [*first, self._start]))
-        stored = [layer_set for layer_set in known if layer_set != self.layer_set]
+        allowed_sets = dict.fromkeys(map(self._allowed, [*first, self._start]))
+        stored = [layer_set for layer_set in allowed_sets if layer_set != self.layer_set]
         n = len(self.trials)
         self._contest = Contest(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
         self._windows = []
@@ -258,16 +258,18 @@ class Search:
         Call it between prompts, as it replaces `method`. Adaptive drafts need none of the three.
         """
         settings = self.settings
-        wanted = settings.search_drafting and settings.method == "swift" and settings.objective == "expected_speedup"
-        if self.optimising or not wanted or self.costs is None or len(self._windows) < FEWEST_WINDOWS:
+        is_searched = (
+            settings.search_drafting and settings.method == "swift" and settings.objective == "expected_speedup"
+        )
+        if self.optimising or not is_searched or self.costs is None or len(self._windows) < FEWEST_WINDOWS:
             return
-        found, promised, before = search_drafting(
+        chosen_settings, promised, before = search_drafting(
             self._windows, self.layer_set, settings, self.costs, self._longest_draft
         )
         self._windows = []
-        if found != settings:
-            self._draft_by(found)
-            chosen = found.stop_threshold, found.max_draft_length, found.branching
+        if chosen_settings != settings:
+            self._draft_by(chosen_settings)
+            chosen = chosen_settings.stop_threshold, chosen_settings.max_draft_length, chosen_settings.branching
             yield DraftingChosen(self.task, *chosen, promised, before)
 
     def _draft_by(self, settings: SwiftSettings) -> None:
@@ -360,19 +362,24 @@ class Search:
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), batch, len(sets)), room)
         stored = contest.first[:n]  # which stay there until they are scored
-        sets += [Proposal(own, "uniform" if own == self._start else "stored") for own in stored]
+        sets += [Proposal(stored_set, "uniform" if stored_set == self._start else "stored") for stored_set in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
     def _trials_of(
         self, place: WindowStart, sets: Sequence[Proposal], scores: Sequence[WindowScore], began: float
     ) -> list[Trial]:
         """Return the trials of one pass, which `began` at that time."""
-        worths = [objective(score, own[0], self.settings, self.costs) for own, score in zip(sets, scores, strict=True)]
+        worths = [
+            objective(score, proposal[0], self.settings, self.costs)
+            for proposal, score in zip(sets, scores, strict=True)
+        ]
         share = (perf_counter() - began) / len(sets)
         prompt_id, position, seed = place.prompt_id, place.position, self.settings.seed
         return [
-            Trial(step, own, origin, score.matchness, worth, prompt_id, position, seed, seconds=share)
-            for step, (own, origin), score, worth in zip(count(len(self.trials)), sets, scores, worths, strict=False)
+            Trial(step, proposal, origin, score.matchness, worth, prompt_id, position, seed, seconds=share)
+            for step, (proposal, origin), score, worth in zip(
+                count(len(self.trials)), sets, scores, worths, strict=False
+            )
         ]
 
     def _settle(self, place: WindowStart, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:
@@ -387,7 +394,9 @@ class Search:
         decided = None
         for trial in trials:
             strategy.observe(trial)
-        contest.first = [own for own in contest.first if own not in {trial.layer_set for trial in trials}]
+        contest.first = [
+            stored_set for stored_set in contest.first if stored_set not in {trial.layer_set for trial in trials}
+        ]
         if self.settings.adoption == "highest":
             decided = contest.take_highest(trials)
         elif trials[0].layer_set == self.layer_set:

@@ -21,7 +21,7 @@ from .suggestions import Array, next_point
 
 MAX_STEPS = 200  # AdaDecode, appendix C, with 4 prompts; Draft & Verify itself takes 1,000
 SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this
-START_RATIOS = (0.2, 0.35, 0.5)  # of evenly spaced sub-layers, tried before anything else
+START_RATIOS = (0.2, 0.35, 0.5)  # Ratios of evenly spaced sub-layers, which are tried first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def search(
         point = _propose(points, starts, n_layers, seed)
         layer_set = _layer_set(point)
         method = build("self-sd", Resources(session.runtime, layer_set), settings)
-        candidate = Candidate(layer_set, *(_speed(session, prompts, each) for each in (method, PLAIN)))
+        candidate = Candidate(layer_set, *(_speed(session, prompts, method_timed) for method_timed in (method, PLAIN)))
         points.append((tuple(point), candidate.ratio))
         candidates.append(candidate)
         if on_candidate is not None:
@@ -104,7 +104,7 @@ def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Arr
 def _start_points(n_layers: int) -> list[Array]:
     """Return points of evenly spaced sets; no two alike, for which the library would print to stdout."""
     sets = dict.fromkeys(LayerSet.uniform(n_layers, n_skipped_for(n_layers, ratio)) for ratio in START_RATIOS)
-    skipped = [[own.skips(kind, i) for kind in ("attn", "mlp") for i in range(n_layers)] for own in sets]
+    skipped = [[start_set.skips(kind, i) for kind in ("attn", "mlp") for i in range(n_layers)] for start_set in sets]
     return [np.where(row, 0.75, 0.25) for row in skipped]
 
 

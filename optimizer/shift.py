@@ -20,10 +20,10 @@ from ..core.types import NOT_WRITTEN, Completion, LayerSet
 N_LEARN = 3  # completions that say what acceptance is usual
 ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
 SERVED_N_LEARN, SERVED_ALARM = 8, 8.0  # the two for served requests: many, short, with rates that vary by 0.2
-ELSEWHERE = 0.375  # of that height will do where the prompts lie elsewhere than those before
+ELSEWHERE = 0.375  # This share of the height is enough for prompts that lie far from those before.
 UNLIKE = 3.0  # deviations below the usual cosine to the prompts before that mean elsewhere
 FAR_FOR = 3  # prompts in a row that lie elsewhere, and mean a shift whatever acceptance says
-USUAL_COSINE_SPREAD = 0.02  # before the prompts have said how alike they are
+USUAL_COSINE_SPREAD = 0.02  # The spread that is assumed until prompts have shown theirs.
 SLACK = 0.5  # deviations per completion that are no news
 LARGEST = 4.0  # deviations that one completion counts at most: one odd text is no shift
 USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4  # how much acceptance varies from text to text, before the texts have said so
@@ -173,12 +173,12 @@ class ShiftWatch(Record):
     def restart(self, layer_set: LayerSet) -> list[LayerSet]:
         """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
         before, come = self.state, self.elsewhere or self.latest
-        found = nearest([*starmap(KnownSet, self.left), *self.known], single(unit(come)), N_STORED)
+        nearest_sets = nearest([*starmap(KnownSet, self.left), *self.known], single(unit(come)), N_STORED)
         if before is not None:
-            self.left = [*(own for own in self.left if own[0] != layer_set), (layer_set, before)]
+            self.left = [*(left_set for left_set in self.left if left_set[0] != layer_set), (layer_set, before)]
         self.chart, self.nearness = AcceptanceChart(), RunningStats()
         self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
-        return found
+        return nearest_sets
 
 
 def _sum(total: State, state: State) -> State:

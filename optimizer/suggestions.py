@@ -67,8 +67,8 @@ def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped:
 
     points = points_of(scores, MAX_POINTS)
     mean = sum(score for _, score in points) / len(points)
-    known = {bits: mean for bits in pending} | dict(points)  # sets still being scored must not be suggested again
-    rows, values = np.array(list(known), dtype=float), np.array(list(known.values()))
+    value_of = {bits: mean for bits in pending} | dict(points)  # sets still being scored must not be suggested again
+    rows, values = np.array(list(value_of), dtype=float), np.array(list(value_of.values()))
     taken = {row.tobytes() for row in rows}
     draws = np.random.RandomState(seed)
     process = GaussianProcessRegressor(  # as bayesian-optimization's, but for the last two
@@ -115,8 +115,8 @@ def exchanges(row: Array, rng: np.random.Generator) -> Array:
     if len(pairs) > N_NEIGHBOURS:
         pairs = pairs[rng.choice(len(pairs), N_NEIGHBOURS, replace=False)]
     rows = np.tile(row, (len(pairs), 1))
-    each = np.arange(len(pairs))[:, None]
-    rows[each, pairs] = [0.0, 1.0]
+    row_numbers = np.arange(len(pairs))[:, None]
+    rows[row_numbers, pairs] = [0.0, 1.0]
     return rows
 
 
@@ -201,7 +201,7 @@ def points_of(scores: Iterable[tuple[P, float]], limit: int | None) -> list[tupl
     by_set: dict[P, list[float]] = {}
     for bits, score in scores:
         by_set[bits] = [*by_set.pop(bits, []), score]
-    points = [(bits, sum(own) / len(own)) for bits, own in by_set.items()]
+    points = [(bits, sum(set_scores) / len(set_scores)) for bits, set_scores in by_set.items()]
     if limit is None or len(points) <= limit:
         return points
     n_latest = limit * 2 // 3

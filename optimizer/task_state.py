@@ -92,7 +92,7 @@ class TunedTask:
             device=machine_name(runtime),
             dtype=runtime.dtype_name,
             settings=self.search.settings.to_json(),
-            evidence=tuple((plain.tokens, plain.seconds, own.tokens, own.seconds) for plain, own in pairs),
+            evidence=tuple((plain.tokens, plain.seconds, drafted.tokens, drafted.seconds) for plain, drafted in pairs),
             prompt_state=self.shift.state,
         )
 

@@ -57,7 +57,7 @@ class Tuner:
         self.session, self.runtime, self.settings, self.costs = session, session.runtime, settings, costs
         self.model, self.concurrency, self.memory = model, concurrency, memory
         formats = LayerSet(self.runtime.n_layers).filled(settings.draft_format).formats
-        self.known = tuple(own for own in known if own.layer_set.formats == formats)
+        self.known = tuple(known_set for known_set in known if known_set.layer_set.formats == formats)
         self._running: dict[str, TaskState] = {}
         self._concluded: list[str] = []
         self._prompts: Sequence[Prompt] = ()
@@ -164,9 +164,13 @@ class Tuner:
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
         self._prompts, self._running = prompts, {}
-        for name, own in by_task.items():
-            tuned_on, held_out = hold_out(own) if judged else (own, [])
-            n_tokens = sum(n_turns(each) * self.session.room(each) for _, each in tuned_on) if sparing else None
+        for name, task_prompts in by_task.items():
+            tuned_on, held_out = hold_out(task_prompts) if judged else (task_prompts, [])
+            n_tokens = (
+                sum(n_turns(task_prompt) * self.session.room(task_prompt) for _, task_prompt in tuned_on)
+                if sparing
+                else None
+            )
             task = TaskState.begin(name, self.runtime, self.settings, self.costs, self.known, n_tokens=n_tokens)
             task.hold_out(held_out)
             self._running[name] = task
@@ -179,9 +183,9 @@ class Tuner:
     def _serve_all(self, held: Collection[int] = ()) -> Iterator[Event]:
         """Decode all prompts but those held out, from the current position, and end the searches."""
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
-        wanted = [at for at in places if at not in held and self._prompts[at].task in self._running]
+        places_to_serve = [at for at in places if at not in held and self._prompts[at].task in self._running]
         # Not by time: what the search tries must not depend on the clock.
-        yield from side_by_side(map(self._serve, wanted), self.concurrency, self.memory, by_time=False)
+        yield from side_by_side(map(self._serve, places_to_serve), self.concurrency, self.memory, by_time=False)
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()
@@ -234,7 +238,9 @@ class Tuner:
     def _after_round(self, task: TaskState, round_: Round) -> Iterator[Event]:
         search = task.search
         task.count(round_)
-        running = [own.context for at, own in self._in_progress.items() if self._prompts[at].task == task.name]
+        running = [
+            in_progress.context for at, in_progress in self._in_progress.items() if self._prompts[at].task == task.name
+        ]
         longest = max((len(context.generated) for context in running if context is not None), default=0)
         waiting = search.matchness is None or longest < self.settings.context_window
         phase = "accelerate" if not search.optimising else "accumulate" if waiting else "optimise"
@@ -262,8 +268,10 @@ class Tuner:
         """Time the set in use beside the one that the search began with, on prompts served, and use the faster one."""
         search, held = task.search, {index for index, _ in task.judged}
         sets = [] if task.timed else search.contenders
-        methods = [drafting_with(SkippedTarget(own), search.settings, self.costs) for own in sets]
-        served = [own for at, own in enumerate(self._prompts) if own.task == task.name and at not in held]
+        methods = [drafting_with(SkippedTarget(contender), search.settings, self.costs) for contender in sets]
+        served = [
+            contender for at, contender in enumerate(self._prompts) if contender.task == task.name and at not in held
+        ]
         phase = PhaseChanged(task.name, "profile", "timing the set in use and the first one")
         speeds = yield from timed_by_turns(self.session, served[::-1], methods, phase)
         if speeds:
@@ -274,11 +282,11 @@ class Tuner:
         places = [(run * len(task.judged) + number, number, run) for run in look.runs for number in look.prompts]
         if places[-1][0] >= len(task.timed):
             yield PhaseChanged(task.name, "verdict", _look_words(look))
-        found = []
+        timed_turns = []
         for place, number, run in places:
             yield from self._time(task, number, run, place)
-            found.append((number, [TimedTurn.of(pair) for pair in task.timed[place]]))
-        return found
+            timed_turns.append((number, [TimedTurn.of(pair) for pair in task.timed[place]]))
+        return timed_turns
 
     def _time(self, task: TaskState, number: int, run: int, place: int) -> Iterator[Event]:
         """Decode a prompt of the verdict plain and tuned, first the one and then the other in turn.

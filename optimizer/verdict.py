@@ -29,18 +29,18 @@ E = TypeVar("E")
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
-ERROR = 0.05  # of an interval of 95 %, or of the intervals of all looks of a verdict together
-SPENDING_POWER = 2  # of the share of the runs that a look has seen: the error spent by then
-MOST_RUNS = 32  # of one kind, plain or tuned, in a verdict
+ERROR = 0.05  # The error of an interval of 95 %, or of all looks of a verdict together.
+SPENDING_POWER = 2  # The error spent by a look is ERROR times this power of the share of runs that it has seen.
+MOST_RUNS = 32  # The most runs of one kind, plain or tuned, in a verdict.
 LEAST_S = 1e-12  # a run counts as at least this
-LARGEST_LOG = 99.0  # of the end of a ratio's interval: two prompts that differ much say nothing
+LARGEST_LOG = 99.0  # The largest logarithm of an interval's end: two prompts that differ much say nothing.
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 8, 0.2, 16
 
 
 def hold_out(prompts: Sequence[T]) -> tuple[list[T], list[T]]:
     """Split one task's prompts: those to tune on, and the last max(8, 20 %), at most 16 and half, for the verdict."""
-    wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
-    n = min(wanted, LARGEST_HELD_OUT, len(prompts) // 2)
+    n_wanted = max(SMALLEST_HELD_OUT, -(-len(prompts) // round(1 / HELD_OUT_SHARE)))
+    n = min(n_wanted, LARGEST_HELD_OUT, len(prompts) // 2)
     return list(prompts[: len(prompts) - n]), list(prompts[len(prompts) - n :])
 
 
@@ -121,7 +121,10 @@ def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
 
 def speed_interval(fast: Sequence[Timed], slow: Sequence[Timed], error: float = ERROR) -> tuple[float, float] | None:
     """Return the interval of `speed_ratio` over prompts, a pair of runs each; None where there are too few of them."""
-    rows = [(own.tokens, own.seconds, base.tokens, base.seconds) for own, base in zip(fast, slow, strict=True)]
+    rows = [
+        (fast_run.tokens, fast_run.seconds, base.tokens, base.seconds)
+        for fast_run, base in zip(fast, slow, strict=True)
+    ]
 
     def log_ratio(sums: Array) -> Array:
         tokens, seconds, base_tokens, base_seconds = np.maximum(sums, (0, LEAST_S, 0, LEAST_S)).T
@@ -134,8 +137,8 @@ def ratio_interval(
     rows: ArrayLike, log_ratio: Callable[[Array], Array], error: float = ERROR
 ) -> tuple[float, float] | None:
     """Return the interval of a ratio of sums over prompts, by its logarithm; else as `jackknife_interval`."""
-    found = jackknife_interval(rows, log_ratio, error)
-    return found and (math.exp(max(-LARGEST_LOG, found[0])), math.exp(min(LARGEST_LOG, found[1])))
+    interval = jackknife_interval(rows, log_ratio, error)
+    return interval and (math.exp(max(-LARGEST_LOG, interval[0])), math.exp(min(LARGEST_LOG, interval[1])))
 
 
 def jackknife_interval(
@@ -229,12 +232,17 @@ def by_looks(looks: Sequence[Look], measure: Measure[E]) -> Generator[E, None, J
     verdict = judge([], [], None)
     for look in looks:
         for number, turns in (yield from measure(look)):
-            known = fastest.get(number, turns)
-            both = zip(known, turns, strict=True)
+            fastest_before = fastest.get(number, turns)
+            both = zip(fastest_before, turns, strict=True)
             fastest[number] = [TimedTurn(*map(faster, earlier, latest)) for earlier, latest in both]
         # Turns of a chat are alike, and would make a verdict too sure: they count as one run.
         prompts = [TimedTurn(*(reduce(add, runs) for runs in zip(*turns, strict=True))) for turns in fastest.values()]
-        verdict = judge([each.tuned for each in prompts], [each.plain for each in prompts], None, look.error)
+        verdict = judge(
+            [prompt_turns.tuned for prompt_turns in prompts],
+            [prompt_turns.plain for prompt_turns in prompts],
+            None,
+            look.error,
+        )
         if not is_open(verdict):
             break
     return Judged(verdict, [*chain.from_iterable(fastest.values())])

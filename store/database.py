@@ -28,7 +28,7 @@ from ..core.errors import InvalidInput, StoreError, StoreUnavailable, SwiftoptEr
 
 T = TypeVar("T")
 
-WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # to switch a new file's journal while another process uses it
+WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # Tries to switch a new file's journal while another process uses it.
 LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
 
 GAVE_WAY = ("40001", "40P01")  # PostgreSQL's codes of a transaction given up for another: serialization, deadlock
@@ -143,8 +143,8 @@ def _translated(error: SQLAlchemyError, url: str) -> SwiftoptError:
     lowered = message.lower()
     if re.search(UNSTORABLE, lowered):
         return _unstorable(message)
-    for kind, known in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
-        advice = next((advice for part, advice in known.items() if re.search(part, lowered, re.DOTALL)), None)
+    for kind, known_error in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
+        advice = next((advice for part, advice in known_error.items() if re.search(part, lowered, re.DOTALL)), None)
         if advice:
             return kind(f"the database {shown(url)} {advice}")
     if isinstance(error, DBAPIError) and error.connection_invalidated:

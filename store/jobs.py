@@ -88,8 +88,8 @@ class JobStanding(NamedTuple):
 def standings(session: Session, jobs: Sequence[str]) -> dict[str, JobStanding]:
     """Return the standing of jobs, by their ids."""
     left = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
-    found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
-    return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in found}
+    rows_found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
+    return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in rows_found}
 
 
 def outputs(session: Session, job: str, limit: int | None = None) -> list[PromptFinished]:
@@ -97,8 +97,8 @@ def outputs(session: Session, job: str, limit: int | None = None) -> list[Prompt
     find(session, job)
     query = select(EventRow).join(OutputRow, OutputRow.event_id == EventRow.id).where(OutputRow.job_id == job)
     rows = session.scalars(query.order_by(OutputRow.place, EventRow.id).limit(limit))
-    found = [event_from_json(row.type, row.data) for row in rows]
-    return [event for event in found if isinstance(event, PromptFinished)]
+    events_found = [event_from_json(row.type, row.data) for row in rows]
+    return [event for event in events_found if isinstance(event, PromptFinished)]
 
 
 def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None, list[PromptFinished]]:
@@ -107,8 +107,8 @@ def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None
     Raises: StoreError: an event was changed by hand.
     """
     ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(TaskFinished))
-    found = [(row.id, event_from_json(row.type, row.data)) for row in session.scalars(ends.order_by(EventRow.id))]
-    mine = [(at, end) for at, end in found if isinstance(end, TaskFinished) and end.task == task]
+    ends_found = [(row.id, event_from_json(row.type, row.data)) for row in session.scalars(ends.order_by(EventRow.id))]
+    mine = [(at, end) for at, end in ends_found if isinstance(end, TaskFinished) and end.task == task]
     if not mine:
         return None, []
     at, finished = mine[-1]
@@ -136,8 +136,8 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
     plain = job.isascii() and job.isprintable()  # else PostgreSQL, or the driver, does not take it as a text
     row = session.get(JobRow, job, with_for_update=True if locked else None) if plain else None
     if row is None:
-        known = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
-        near = difflib.get_close_matches(job, known, n=1, cutoff=0.0)
+        newest_ids = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
+        near = difflib.get_close_matches(job, newest_ids, n=1, cutoff=0.0)
         hint = f" (the nearest is {near[0]})" if near else ""
         raise NotFound(f"no job {job!r} is stored{hint}: `swiftopt jobs list` shows them")
     return row
@@ -165,19 +165,19 @@ def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
     for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
         with suppress(LayerSetError, TypeError):  # one that was changed by hand must not hide every job
             sets.setdefault(str(row.job), []).append(layer_set_record(row))
-    plans = _plans_in_use(session, [record for each in sets.values() for record in each])
+    plans = _plans_in_use(session, [record for task_records in sets.values() for record in task_records])
     return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, []), plans) for row in found]
 
 
 def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[LookedUp, PlanInUse]:
     """Return what look-ups find for the tasks of layer sets, where these were tuned."""
-    found: dict[LookedUp, PlanInUse] = {}
+    plans_found: dict[LookedUp, PlanInUse] = {}
     for key in map(_looked_up, sets):
-        if key not in found:
-            found[key] = PlanInUse(key.task)
+        if key not in plans_found:
+            plans_found[key] = PlanInUse(key.task)
             with suppress(LayerSetNotFound, LayerSetError, TypeError):  # the latter two: changed by hand
-                found[key] = PlanInUse.of(key.task, lookup(session, *key))
-    return found
+                plans_found[key] = PlanInUse.of(key.task, lookup(session, *key))
+    return plans_found
 
 
 class LookedUp(NamedTuple):
@@ -268,10 +268,10 @@ def renew(
 
     `events` that bring nothing to go on from, such as the loading of a model, are added; others see `progress`.
     """
-    wanted = _hold(session, lease_s, lease, progress)
+    verb_now = _hold(session, lease_s, lease, progress)
     for event in events:
         report(session, lease.job, event)
-    return wanted
+    return verb_now
 
 
 def peek(session: Session, lease: Lease) -> Wanted | None:
@@ -297,11 +297,11 @@ def checkpoint(
     if row.n_checkpoints >= number:
         return row.wanted
     kept = None if snapshot is None else dict(snapshot)
-    wanted = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
+    verb_now = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
     model = storable(str(row.request.get("model", ""))) if isinstance(row.request, Mapping) else ""
     counts = [count for event in events for count in _keep(session, lease.job, model, event)]
     add_counts(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
-    return wanted
+    return verb_now
 
 
 def finish_task(
@@ -322,8 +322,8 @@ def finish_task(
     """
     if _mine(session, lease, locked=True).n_checkpoints >= number:
         mine = (LayerSetRow.job == lease.job, LayerSetRow.task == task.task)
-        found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
-        return replace(task, record=layer_set_record(found)) if found else task
+        row_found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
+        return replace(task, record=layer_set_record(row_found)) if row_found else task
     kept = None if snapshot is None else dict(snapshot)
     _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=kept)
     row, plan = add_version(session, task.record, method)

@@ -145,7 +145,7 @@ STEPS: dict[str, Callable[[Operations], None]] = {
 }
 REVISIONS = ("0001_layer_sets", *STEPS)
 HEAD = REVISIONS[-1]
-LOCK_KEY = 0x5317F7  # of PostgreSQL's advisory lock that a migration holds
+LOCK_KEY = 0x5317F7  # The key of the advisory lock that a migration holds in PostgreSQL.
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,8 @@ def connect_at_head(url: str) -> Engine:
     try:
         with store_errors(url):
             with engine.connect() as connection:
-                found = revision(connection)
-            if found != HEAD:
+                stored_version = revision(connection)
+            if stored_version != HEAD:
                 _bring(engine, url)
     except BaseException:
         engine.dispose()
@@ -208,14 +208,14 @@ def _bring(engine: Engine, url: str) -> None:
     with writing(engine).begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
-        found = revision(connection)  # again, now that no other process can do the same
-        if found is None:
+        stored_version = revision(connection)  # again, now that no other process can do the same
+        if stored_version is None:
             Base.metadata.create_all(connection, checkfirst=False)
             connection.execute(insert(SchemaRow).values(version_num=HEAD))
-        elif found not in REVISIONS:
+        elif stored_version not in REVISIONS:
             raise SchemaTooNew(
-                f"the database {shown(url)} was written by a newer swiftopt (its schema is {found}, this version knows "
-                f"up to {HEAD}): install that version, or choose another database with --db"
+                f"the database {shown(url)} was written by a newer swiftopt (its schema is {stored_version}, this"
+                f" version knows up to {HEAD}): install that version, or choose another database with --db"
             )
-        elif found != HEAD:
-            upgrade(connection, found, HEAD)
+        elif stored_version != HEAD:
+            upgrade(connection, stored_version, HEAD)

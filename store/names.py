@@ -26,10 +26,10 @@ def known_model(session: Session, model: str, its: str) -> ModelRow:
 
     Raises: StoreError: no such model was ever loaded.
     """
-    found = find_model(session, model)
-    if found is None:
+    model_row = find_model(session, model)
+    if model_row is None:
         raise StoreError(f"no model {model} is stored: remember it before its {its}")
-    return found
+    return model_row
 
 
 def of(table: type[OfTask], model: ModelRow | None, task: str) -> ColumnElement[bool]:
@@ -41,8 +41,8 @@ def newest(session: Session, table: type[Row], model: str | None, task: str | No
     """Select the rows of a model (name or fingerprint) and task, None for any, newest first."""
     query = select(table).order_by(table.id.desc())
     if model is not None:
-        found = find_model(session, model)
-        query = query.where(table.model_id == (found.id if found else None))
+        model_row = find_model(session, model)
+        query = query.where(table.model_id == (model_row.id if model_row else None))
     return query if task is None else query.where(table.task == task)
 
 
@@ -65,8 +65,8 @@ def by_fingerprint(session: Session, fingerprint: str) -> ModelRow | None:
 def list_models(session: Session) -> list[ModelInfo]:
     """Return the models that were loaded, oldest first; one known only from an imported set has no fingerprint yet."""
     names = names_of(session)
-    found = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
-    return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, [])))) for row in found]
+    model_rows = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
+    return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, [])))) for row in model_rows]
 
 
 def names_of(session: Session) -> dict[int, list[str]]:
@@ -112,11 +112,10 @@ def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
     fingerprint, n_layers = record.fingerprint, record.layer_set.n_layers
     named = by_name(session, record.model)
     row = by_fingerprint(session, fingerprint) if fingerprint else named
-    known = row or named
-    if known is not None and known.n_layers != n_layers:
-        raise LayerSetError(
-            f"the layer set is for {n_layers} layers, but {record.model} has {known.n_layers}: use a set of that model"
-        )
+    model_row = row or named
+    if model_row is not None and model_row.n_layers != n_layers:
+        words = f"the layer set is for {n_layers} layers, but {record.model} has {model_row.n_layers}"
+        raise LayerSetError(f"{words}: use a set of that model")
     if fingerprint:
         row = _adopt(session, row, named, fingerprint, n_layers)
     row = row or _new_model(session, fingerprint, n_layers)

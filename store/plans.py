@@ -142,14 +142,14 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     """
     placed = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
     rows = session.scalars(placed.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
-    found = []
+    sets_found = []
     for row in rows:
         try:
-            found.append(KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task))
+            sets_found.append(KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task))
         except (TypeError, ValueError) as error:  # changed by hand: searches do without it
             words = "layer set=skipped model=%s version=%d task=%s reason=%r"
             logger.warning(words, fingerprint, row.version, row.task, str(error))
-    return found
+    return sets_found
 
 
 # --- plans ---
@@ -204,31 +204,36 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
     moves = session.scalars(newest(session, MoveRow, model, task).options(lazyload(MoveRow.plan))).all()  # among `rows`
     made_at = {move.plan_id: move.created_at for move in moves}  # newest first: the first move of each remains
     best = _best_for(moves)
-    found = []
+    versions_found = []
     for row in rows:
-        known = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
-        if not known:
+        model_names = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
+        if not model_names:
             continue
         with suppress(LayerSetError, TypeError):
             plan = found_plan(row).plan
-            made = PlanVersion(known, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ()))
+            made = PlanVersion(
+                model_names, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ())
+            )
             created_at = made_at.get(row.id) if made.own_set is None else made.own_set.created_at
-            found.append(replace(made, created_at=created_at))
-    return found
+            versions_found.append(replace(made, created_at=created_at))
+    return versions_found
 
 
 def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
     """Return by plan where and since when its usual alias means it; `moves` newest first."""
     undone = {move.undoes_id for move in moves}
-    found: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
+    best_by_version: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
     seen = set()
     for move in moves:
         where = (move.model_id, move.task, move.alias, move.device, move.dtype)
         usual = move.alias == (move.plan.engine or "best")
         if usual and move.undoes_id is None and move.id not in undone and where not in seen:
             seen.add(where)
-            found[move.plan_id] = (*found.get(move.plan_id, ()), (move.device, move.dtype, move.created_at))
-    return found
+            best_by_version[move.plan_id] = (
+                *best_by_version.get(move.plan_id, ()),
+                (move.device, move.dtype, move.created_at),
+            )
+    return best_by_version
 
 
 # --- aliases ---
@@ -287,10 +292,10 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
     """Return what the alias has come to mean, newest first."""
     its = newest(session, MoveRow, model, task).where(MoveRow.alias == alias).options(lazyload(MoveRow.plan))
     moves = session.execute(its.join(MoveRow.plan).add_columns(PlanRow.version)).all()
-    undone = {each.undoes_id for each, _ in moves}
+    undone = {move.undoes_id for move, _ in moves}
     return [
-        AliasMove(version, each.device, each.dtype, each.created_at, each.undoes_id is not None, each.id in undone)
-        for each, version in moves
+        AliasMove(version, move.device, move.dtype, move.created_at, move.undoes_id is not None, move.id in undone)
+        for move, version in moves
     ]
 
 
@@ -363,13 +368,13 @@ def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: Model
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
     """Return the stored row of a record; its task need not be the plan's, for a look-up may have fallen back."""
     its = of(LayerSetRow, model, record.task)
-    found = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
-    if found is None:
+    set_row = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
+    if set_row is None:
         raise LayerSetNotFound(
             f"the plan's layer set, version {record.version} of {record.model}/{record.task}, is not stored for that"
             " model: store it first"
         )
-    return found
+    return set_row
 
 
 def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
@@ -382,13 +387,13 @@ def _not_found(session: Session, model: str, task: str, alias: str = "best") -> 
         return LayerSetNotFound(
             f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions {_listed(stored)}"
         )
-    wanted = f"{model}/{task}"
+    what_for = f"{model}/{task}"
     pairs = session.execute(
         select(NameRow.name, PlanRow.task).join(PlanRow, PlanRow.model_id == NameRow.model_id).distinct()
     )
-    nearest = difflib.get_close_matches(wanted, sorted(f"{name}/{its}" for name, its in pairs), n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(what_for, sorted(f"{name}/{its}" for name, its in pairs), n=1, cutoff=0.0)
     hint = f" (the nearest is {nearest[0]})" if nearest else ""
-    return LayerSetNotFound(f"no layer set is stored for {wanted}{hint}: run `{_tune_command(model, task)}`")
+    return LayerSetNotFound(f"no layer set is stored for {what_for}{hint}: run `{_tune_command(model, task)}`")
 
 
 def _tune_command(model: str, task: str) -> str:

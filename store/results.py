@@ -60,9 +60,9 @@ def find_learned(
     """
     for candidate in (task, DEFAULT_TASK) if version is None else (task,):
         query = newest(session, LearnedRow, model, candidate).where(LearnedRow.kind == kind)
-        found = session.scalar(query.limit(1) if version is None else query.where(LearnedRow.version == version))
-        if found is not None:
-            return learned_record(found)
+        learned_row = session.scalar(query.limit(1) if version is None else query.where(LearnedRow.version == version))
+        if learned_row is not None:
+            return learned_record(learned_row)
     raise _not_found(session, model, task, kind, version)
 
 
@@ -71,18 +71,18 @@ def list_learned(
 ) -> list[LearnedRecord]:
     """Return the stored versions of a model, task and kind, or of all, newest first; weights are not read."""
     query = newest(session, LearnedRow, model, task)
-    found = session.scalars(query if kind is None else query.where(LearnedRow.kind == kind))
-    return [learned_record(row) for row in found]
+    learned_rows = session.scalars(query if kind is None else query.where(LearnedRow.kind == kind))
+    return [learned_record(row) for row in learned_rows]
 
 
 def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
     """Return the stored row of a record, by fingerprint, task, kind and version."""
     its = of(LearnedRow, by_fingerprint(session, record.fingerprint), record.task)
     version = (LearnedRow.kind == record.kind, LearnedRow.version == record.version)
-    found = session.scalar(select(LearnedRow).where(its, *version))
-    if found is None:
+    learned_row = session.scalar(select(LearnedRow).where(its, *version))
+    if learned_row is None:
         raise _not_found(session, record.model, record.task, record.kind, record.version)
-    return found
+    return learned_row
 
 
 def weights_of(session: Session, record: LearnedRecord) -> bytes:
@@ -94,10 +94,10 @@ def weights_of(session: Session, record: LearnedRecord) -> bytes:
 
 def _not_found(session: Session, model: str, task: str, kind: LearnedKind, version: int | None) -> LearnedNotFound:
     what = kind if version is None else f"version {version} of {kind}"
-    found = list_learned(session, model, None, kind)
+    learned_records = list_learned(session, model, None, kind)
     if (row := by_fingerprint(session, model)) is not None:  # which is no name that a command takes
         model = next(iter(names_of(session).get(row.id, ())), model)
-    stored = ", ".join(f"{one.task} version {one.version}" for one in found) or "nothing"
+    stored = ", ".join(f"{one.task} version {one.version}" for one in learned_records) or "nothing"
     verb = "is" if kind == "probe" or version is not None else "are"
     return LearnedNotFound(
         f"no {what} {verb} stored for {model}/{task} (stored for the model: {stored}): "
@@ -135,8 +135,8 @@ def list_comparisons(
     """Return comparisons of a model (name or fingerprint), a task, both or all, newest first, each with the keys of
     `COMPARISON`; `report` as it was stored.
     """
-    found = session.scalars(newest(session, ComparisonRow, model, task).limit(limit))
-    return [{name: getattr(row, name) for name in COMPARISON} for row in found]
+    comparison_rows = session.scalars(newest(session, ComparisonRow, model, task).limit(limit))
+    return [{name: getattr(row, name) for name in COMPARISON} for row in comparison_rows]
 
 
 # --- costs and trials ---
@@ -159,8 +159,8 @@ def find_cost_profile(
     session: Session, fingerprint: str, device: str, dtype: str, context_bucket: int
 ) -> CostProfile | None:
     """Return the newest measured costs, if there are any."""
-    found = list_cost_profiles(session, fingerprint, device=device, dtype=dtype, context_bucket=context_bucket)
-    return found[0] if found else None
+    profiles_found = list_cost_profiles(session, fingerprint, device=device, dtype=dtype, context_bucket=context_bucket)
+    return profiles_found[0] if profiles_found else None
 
 
 def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **where: str | int) -> list[CostProfile]:
@@ -168,14 +168,14 @@ def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **wh
     query = select(CostProfileRow).filter_by(**where).order_by(CostProfileRow.id.desc())
     if fingerprint is not None:
         query = query.filter_by(fingerprint=fingerprint)
-    found = []
+    profiles_found = []
     for row in session.scalars(query):
-        values = {each.name: getattr(row, each.name) for each in fields(CostProfile)}
+        values = {column.name: getattr(row, column.name) for column in fields(CostProfile)}
         # None: measured before the column was there. Whether such a measurement was disturbed is not known.
         later = {"formats": row.formats or {}, "software": row.software or ""}
         later |= {"quality": row.quality or "disturbed", "remark": row.remark or ""}
-        found.append(CostProfile.from_json({**values, **later}))
-    return found
+        profiles_found.append(CostProfile.from_json({**values, **later}))
+    return profiles_found
 
 
 class Tried(NamedTuple):
@@ -238,8 +238,10 @@ class StoredSearch(NamedTuple):
 def list_searches(session: Session, job: str | None = None, limit: int = 100) -> list[StoredSearch]:
     """Return the searches of the newest jobs that have trials, or of one job."""
     query = select(JobRow.id, JobRow.state, JobRow.request, JobRow.created_at)
-    wanted = exists().where(TrialRow.job_id == JobRow.id) if job is None else JobRow.id == job
-    jobs = session.execute(query.where(wanted).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)).all()
+    has_trials = exists().where(TrialRow.job_id == JobRow.id) if job is None else JobRow.id == job
+    jobs = session.execute(
+        query.where(has_trials).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
+    ).all()
     sums = select(
         TrialRow.job_id, TrialRow.task, func.count(), func.max(TrialRow.score), func.max(TrialRow.matchness)
     ).where(TrialRow.job_id.in_([row.id for row in jobs]))
@@ -268,13 +270,13 @@ def trials_by_task(session: Session, job: str, task: str | None = None) -> dict[
 
     Raises: StoreError: they were changed by hand.
     """
-    found: dict[str, list[Trial]] = {}
+    by_task: dict[str, list[Trial]] = {}
     query = select(TrialRow).where(TrialRow.job_id == job).order_by(TrialRow.task, TrialRow.step)
     for row in session.scalars(query if task is None else query.where(TrialRow.task == task)):
         try:
-            found.setdefault(row.task, []).append(to_record(Trial, row))
+            by_task.setdefault(row.task, []).append(to_record(Trial, row))
         except (LayerSetError, TypeError) as error:
             raise StoreError(
                 f"trial {row.step} of job {job} cannot be read ({error}): it was changed by hand, submit the job again"
             ) from error
-    return found
+    return by_task

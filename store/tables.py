@@ -372,10 +372,10 @@ Record = TypeVar("Record")
 
 def to_row(table: type[Row], record: Any, **others: Any) -> Row:
     """Return a new row with those fields of the record, and of its layer set, that the table has; `others` win."""
-    values = {each.name: getattr(record, each.name) for each in fields(record)}
-    if isinstance(own := values.get("layer_set"), LayerSet):
-        values |= {"n_layers": own.n_layers, "quantised": dict(own.formats)}
-        values |= {"skip_attn": sorted(own.skip_attn), "skip_mlp": sorted(own.skip_mlp)}
+    values = {column.name: getattr(record, column.name) for column in fields(record)}
+    if isinstance(layer_set := values.get("layer_set"), LayerSet):
+        values |= {"n_layers": layer_set.n_layers, "quantised": dict(layer_set.formats)}
+        values |= {"skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
     shared = {name: value for name, value in values.items() if hasattr(table, name)}
     return table(**{**shared, **others})
 
@@ -389,7 +389,7 @@ def to_record(kind: type[Record], row: Base, **others: Any) -> Record:
         n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
         formats = tuple((row.quantised or {}).items())  # None: a trial of before drafts could be quantised
         others["layer_set"] = LayerSet(n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), formats)
-    shared = {each.name: _tuples(getattr(row, each.name)) for each in fields(kind) if each.name not in others}  # type: ignore[arg-type]
+    shared = {column.name: _tuples(getattr(row, column.name)) for column in fields(kind) if column.name not in others}  # type: ignore[arg-type]
     return kind(**shared, **others)
 
 

@@ -27,7 +27,10 @@ from .results import trials_by_task
 from .tables import UNFINISHED_SQL, JobRow, LockRow, added, to_row
 
 MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
-BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0  # before the attempt after the first fruitless one; doubled for each further one
+BACKOFF_S, MAX_BACKOFF_S = (
+    2.0,
+    60.0,
+)  # The wait after the first failed attempt, doubled for each further one, and the longest.
 # A request that was changed by hand must not keep a job, and others, from where it goes.
 WITHOUT_JSON = (defer(JobRow.request), defer(JobRow.progress))
 RAN_OUT = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
@@ -53,26 +56,26 @@ def submit(session: Session, spec: JobSpec) -> tuple[Job, bool]:
 
     Raises: Conflict: its idempotency key was used for something else.
     """
-    known = _known(session, spec)
-    row = known or _insert(session, spec, "queued", fingerprint=spec.fingerprint)
-    return to_jobs(session, [row])[0], known is None
+    job_there = _known(session, spec)
+    row = job_there or _insert(session, spec, "queued", fingerprint=spec.fingerprint)
+    return to_jobs(session, [row])[0], job_there is None
 
 
 def _known(session: Session, spec: JobSpec) -> JobRow | None:
     """Return the job that was submitted under the same key, or is unfinished and does the same."""
     if spec.idempotency_key is not None:
-        known = session.scalar(select(JobRow).where(JobRow.idempotency_key == spec.idempotency_key))
-        if known is not None:
-            if known.fingerprint != spec.fingerprint:
+        job_row = session.scalar(select(JobRow).where(JobRow.idempotency_key == spec.idempotency_key))
+        if job_row is not None:
+            if job_row.fingerprint != spec.fingerprint:
                 raise Conflict(
-                    f"the idempotency key {spec.idempotency_key!r} belongs to job {known.id} with other values:"
+                    f"the idempotency key {spec.idempotency_key!r} belongs to job {job_row.id} with other values:"
                     " use a new key"
                 )
-            return known
-    known = session.scalar(select(JobRow).where(_same_unfinished(spec.fingerprint)))
-    if known is not None:
-        known.idempotency_key = known.idempotency_key or spec.idempotency_key
-    return known
+            return job_row
+    job_row = session.scalar(select(JobRow).where(_same_unfinished(spec.fingerprint)))
+    if job_row is not None:
+        job_row.idempotency_key = job_row.idempotency_key or spec.idempotency_key
+    return job_row
 
 
 def _same_unfinished(fingerprint: str) -> ColumnElement[bool]:
@@ -93,8 +96,8 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
 def due(session: Session) -> list[Delivery]:
     """Return the queued attempts whose time has come, oldest first."""
     query = select(JobRow.id, JobRow.attempt, JobRow.queue).where(JobRow.state == "queued", JobRow.due_at <= clock_s())
-    found = session.execute(query.order_by(JobRow.due_at, JobRow.id))
-    return [Delivery(job, attempt, queue) for job, attempt, queue in found if queue is not None]
+    due_rows = session.execute(query.order_by(JobRow.due_at, JobRow.id))
+    return [Delivery(job, attempt, queue) for job, attempt, queue in due_rows if queue is not None]
 
 
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:
@@ -122,8 +125,8 @@ class LostAttempt(NamedTuple):
 def expire(session: Session, lease: Lease, worker: str | None) -> LostAttempt | None:
     """End an attempt as `attempt_failed` does; None if its lease was renewed meanwhile."""
     reason = f"worker {worker or 'unknown'} sent no heartbeat in time"
-    found = session.scalar(select(JobRow.id).where(at_attempt(lease), RAN_OUT).with_for_update())
-    state = None if found is None else attempt_failed(session, lease, reason)
+    job_id = session.scalar(select(JobRow.id).where(at_attempt(lease), RAN_OUT).with_for_update())
+    state = None if job_id is None else attempt_failed(session, lease, reason)
     if state is None:
         return None
     count(session, "reconciled", "expired")

@@ -86,13 +86,13 @@ class Checkpoint:
 
     def features(self) -> dict[int, Features]:
         """Read the states collected so far, by the prompt's index."""
-        found: dict[int, Features] = {}
+        by_depth: dict[int, Features] = {}
         for path in self.folder.glob("states-*.safetensors"):
             read = _read(path)
             if read is not None:
                 final, index = read[0].pop("final"), int(path.stem.partition("-")[2])
-                found[index] = Features({int(depth): hidden for depth, hidden in read[0].items()}, final)
-        return found
+                by_depth[index] = Features({int(depth): hidden for depth, hidden in read[0].items()}, final)
+        return by_depth
 
     def add(self, index: int, features: Features) -> None:
         """Keep the states of a prompt."""
@@ -110,8 +110,8 @@ class Checkpoint:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read the last state of training, if there is one that can be read."""
-        found = _read(self._state)
-        return None if found is None else (found[0], json.loads(found[1]["values"]))
+        read_state = _read(self._state)
+        return None if read_state is None else (read_state[0], json.loads(read_state[1]["values"]))
 
     def remove(self) -> None:
         """Delete the folder, once the result is safe."""
@@ -213,24 +213,24 @@ def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Feat
 
 
 def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
-    found = [states_of(session.runtime, [], 0, depths)]
+    states_read = [states_of(session.runtime, [], 0, depths)]
 
     def handle(event: Any) -> Iterator[Any]:
         if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round
             context = event.context
-            found.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
+            states_read.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
         yield from ()
 
     yield from intercept(session.request(prompt, PLAIN), handle)
-    return Features.joined(found)
+    return Features.joined(states_read)
 
 
 def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Sequence[int]) -> Features:
     """Return the states of a text's tokens from `first` on, read in as few passes as memory allows."""
     at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
-    for each in runtime.prefill_passes(token_ids, buffer, capture=at):
-        runtime.forward_together([each])
+    for pass_ in runtime.prefill_passes(token_ids, buffer, capture=at):
+        runtime.forward_together([pass_])
     width = runtime.config.get_text_config().hidden_size
     nothing = torch.empty((0, width), dtype=runtime.dtype)
     kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}

@@ -23,7 +23,7 @@ from ..models.runtime import Runtime
 from .features import Checkpoint, Features, collect
 from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 
-MAX_POINTS = 200  # of a curve
+MAX_POINTS = 200  # The most points of a curve.
 CHUNK_VALUES = 1 << 19  # logits taken at once on a CPU: small enough for its caches, which is what sets the speed
 CHUNK_ROWS = 64  # positions whose logits are held at once
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
@@ -246,11 +246,11 @@ def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) 
         rows = slice(start, start + size)
         target_logprobs = torch.log_softmax(target[rows], dim=-1, dtype=wide)
         target_probs = target_logprobs.exp()
-        own = (target_probs * target_logprobs).sum(dtype=torch.float64)
+        target_entropy = (target_probs * target_logprobs).sum(dtype=torch.float64)
         for number in range(heads.shape[0]):
             logits = heads[number, rows]
             logprobs = torch.log_softmax(logits, dim=-1, dtype=wide)
-            total[number] += own - (target_probs * logprobs).sum(dtype=torch.float64)
+            total[number] += target_entropy - (target_probs * logprobs).sum(dtype=torch.float64)
             slope = logprobs.exp_().sub_(target_probs)
             if softcap is not None:
                 slope.mul_(1 - (logits.to(wide) / softcap) ** 2)
@@ -278,19 +278,19 @@ def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSet
     min(1, target_probs / draft_probs), both cut to the same top-p.
     """
     random = torch.Generator().manual_seed(settings.seed)
-    found = [torch.zeros(0, dtype=torch.bool)]
+    accepted_rows = [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, data.n_rows, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         draft = runtime.logits(data.hidden[depth][rows].to(runtime.device))
         target = runtime.head(data.final[rows].to(runtime.device))
         if settings.sampling == "greedy":
-            found.append((draft.argmax(-1) == target.argmax(-1)).cpu())
+            accepted_rows.append((draft.argmax(-1) == target.argmax(-1)).cpu())
             continue
         draft_probs, target_probs = _top_p(draft, settings.top_p), _top_p(target, settings.top_p)
         token_ids = torch.multinomial(draft_probs, 1, generator=random)
         odds = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
-        found.append((torch.rand(odds.shape, generator=random) < odds)[:, 0])
-    return torch.cat(found)
+        accepted_rows.append((torch.rand(odds.shape, generator=random) < odds)[:, 0])
+    return torch.cat(accepted_rows)
 
 
 def _top_p(logits: Tensor, top_p: float) -> Tensor:
@@ -324,10 +324,10 @@ class ProbeObjective:
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
         """Return the mean loss of the rows, and its gradient: (probability - label) times the state."""
-        states, wanted = self._states[rows], self._accepted[rows]
+        states, labels = self._states[rows], self._accepted[rows]
         scores = states @ weights[:-1] + weights[-1]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
-        off = (torch.sigmoid(scores) - wanted) / len(rows)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
+        off = (torch.sigmoid(scores) - labels) / len(rows)
         return float(loss), torch.cat((off @ states, off.sum()[None]))
 
     def figures(self, weights: Tensor, data: Features) -> dict[str, float]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 FAMILY = 8  # sets of each study that are tried before any move
 REACH = 6  # moves between the best set scored and a candidate; of 3 the search ends where it began
-SWAPPED = 12  # of the sub-layers that may change places, the most promising of each side
+SWAPPED = 12  # The most promising sub-layers of each side may change places.
 DOUBT = 1.0  # standard deviations by which a set must lead the one in use
-SPREAD = 0.3  # of the posterior that moves are drawn from
+SPREAD = 0.3  # The spread of the posterior that moves are drawn from.
 
 MAX_POINTS = 300  # trials that a fit reads; 4 ms on one core
 FLOOR = 0.03  # a score is read as at least this
@@ -37,7 +37,7 @@ HARM = 0.03
 GAIN = 0.9
 ALONE = 0.05  # standard deviation of what each one adds, beside TOGETHER of all
 TOGETHER = 0.02
-OFFSET = 1.0  # of what all sets have in common
+OFFSET = 1.0  # The prior spread of what all sets have in common.
 # Standard deviations of the noise: fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval, and to the scores of unseen
 # sets over 32 windows.
 WINDOW = 0.1  # what a window adds to every set
@@ -104,12 +104,15 @@ class GuidedStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return the position and the studies."""
-        return {**super().state(), "studies": {own: study.to_json() for own, study in self._studies.items()}}
+        return {
+            **super().state(),
+            "studies": {prompt_id: study.to_json() for prompt_id, study in self._studies.items()},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         super().restore(state)
-        self._studies = {own: Study.from_json(study) for own, study in state["studies"].items()}
+        self._studies = {prompt_id: Study.from_json(study) for prompt_id, study in state["studies"].items()}
         self._fitted = None
 
     def _ideas(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
@@ -132,14 +135,14 @@ class GuidedStrategy(Strategy):
 
     def _family(self, added: Array) -> list[Bits]:
         """Return the sets of all studies; where those have none, the units that add least first, in every size."""
-        found = dict.fromkeys(bits for study in self._studies.values() for bits in study.sets)
-        if found:
-            return list(found)
+        sets_of_studies = dict.fromkeys(bits for study in self._studies.values() for bits in study.sets)
+        if sets_of_studies:
+            return list(sets_of_studies)
         skipped: set[int] = set()
         for unit in sorted(self._units, key=lambda unit: _sum(unit, added)):
             skipped.update(unit)
-            found[tuple(int(i in skipped) for i in range(self.size))] = None
-        return list(found)
+            sets_of_studies[tuple(int(i in skipped) for i in range(self.size))] = None
+        return list(sets_of_studies)
 
     def _climbed(self, drawn: Array, mean: Array) -> list[Bits]:
         """Return the unseen sets met climbing from the best scored one, best first, by what was drawn."""
@@ -154,7 +157,9 @@ class GuidedStrategy(Strategy):
             if not near:
                 break
             worths = worth(near, drawn)
-            looked |= {bits: float(own) for bits, own in zip(near, worths, strict=True) if bits not in self.seen}
+            looked |= {
+                bits: float(set_worth) for bits, set_worth in zip(near, worths, strict=True) if bits not in self.seen
+            }
             best = int(worths.argmax())
             if not worths[best] > value:
                 break
@@ -175,8 +180,8 @@ class GuidedStrategy(Strategy):
         else:
             moves = [*swaps, *([unit] for unit in (*out, *kept))]
         flipped = [{i for unit in move for i in unit} for move in moves]
-        near = [tuple(1 - bit if i in own else bit for i, bit in enumerate(bits)) for own in flipped]
-        return [each for each in near if self.problem.projected(each) == each]
+        near = [tuple(1 - bit if i in flips else bit for i, bit in enumerate(bits)) for flips in flipped]
+        return [neighbour for neighbour in near if self.problem.projected(neighbour) == neighbour]
 
     def _model(self) -> Posterior:
         """Return the model of all studies and trials, fitted anew when there is more of either."""
