@@ -46,6 +46,7 @@ DOUBT = 1.25
 # Prompts that drafts are timed on, and their share of a stream. All tokens count: on the first 64 of 96 tokens int4 was
 # ahead of int8 by 2 %, on all by 9 % (SmolLM2).
 FEWEST_TIMED, MOST_TIMED, TIMED_SHARE = 3, 10, 0.25
+STANDARD_ERROR = 0.32  # The error of an interval of one standard error either way.
 
 Trying = FormatTried | PhaseChanged  # a window or a prompt that a format was tried on
 MeasureFormats = Callable[..., CostProfile]  # (*formats): the costs here with theirs; their copies are then made
@@ -149,12 +150,12 @@ def choose_format(
         adaptive(SkippedTarget(drafts[name]), format_costs, ADAPTIVE) for name, (_, format_costs) in tried.items()
     ]
     phase = PhaseChanged("", "profile", f"timing drafts in {' and '.join(tried)}")
-    speeds = yield from timed_by_turns(session, prompts, methods, phase)
+    runs = yield from timed_by_turns(session, prompts, methods, phase)
     best = max(tried, key=lambda name: tried[name][0].expected or 0.0)
-    if speeds:
-        for (event, _), tok_s in zip(tried.values(), speeds, strict=True):
-            yield replace(event, tok_s=tok_s)
-        best = max(zip(speeds, tried, strict=True))[1]
+    if runs:
+        for (event, _), timed in zip(tried.values(), runs, strict=True):
+            yield replace(event, tok_s=speed(timed))
+        best = list(tried)[first_unbeaten(runs)]
     for name in tried:
         if name != best:
             runtime.drop_copies(name)
@@ -163,13 +164,13 @@ def choose_format(
 
 def timed_by_turns(
     session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: PhaseChanged
-) -> Generator[PhaseChanged, None, list[float]]:
+) -> Generator[PhaseChanged, None, list[list[Timed]]]:
     """Decode the same prompts with each of the methods by turns, until one is surely ahead, or a share of them is done.
 
     Only first turns are decoded.
 
     Args:    phase: what this is reported as.
-    Returns: tokens per second of decoding of each method; [] where there is nothing to choose, or too little to time.
+    Returns: the runs of each method, without their prefill; [] where there is nothing to choose, or too little to time.
     """
     n = max(FEWEST_TIMED, min(MOST_TIMED, int(TIMED_SHARE * len(prompts))))
     if len(methods) < 2 or len(prompts) < n:
@@ -185,7 +186,20 @@ def timed_by_turns(
             runs[at].append(Timed(done[0].n_decoded, done[0].timings.decode_s))
         if number + 1 >= FEWEST_TIMED and _is_decided(runs):
             break
-    return [speed(method_runs) for method_runs in runs]
+    return runs
+
+
+def first_unbeaten(runs: Sequence[Sequence[Timed]]) -> int:
+    """Return which method to use by runs of the same prompts: the first that no other one leads by a standard error.
+
+    So the order is one of preference where time does not tell: what takes less memory, or what the search has rated.
+    """
+
+    def is_beaten(timed: Sequence[Timed]) -> bool:
+        leads = (speed_interval(other, timed, STANDARD_ERROR) for other in runs if other is not timed)
+        return any(lead is not None and lead[0] > 1 for lead in leads)
+
+    return next((at for at, timed in enumerate(runs) if not is_beaten(timed)), 0)
 
 
 def _is_decided(runs: Sequence[Sequence[Timed]]) -> bool:

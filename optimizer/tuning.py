@@ -28,7 +28,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
-from .drafting import N_PROMPTS, drafting_with, timed_by_turns
+from .drafting import N_PROMPTS, drafting_with, first_unbeaten, timed_by_turns
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
 
@@ -265,7 +265,7 @@ class Tuner:
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, judged.turns)
 
     def _take_fastest(self, task: TaskState) -> Iterator[Event]:
-        """Time the set in use beside the one that the search began with, on prompts served, and use the faster one."""
+        """Time the set in use beside the one that the search began with, on prompts served, and use the better one."""
         search, held = task.search, {index for index, _ in task.judged}
         sets = [] if task.timed else search.contenders
         methods = [drafting_with(SkippedTarget(contender), search.settings, self.costs) for contender in sets]
@@ -273,9 +273,9 @@ class Tuner:
             contender for at, contender in enumerate(self._prompts) if contender.task == task.name and at not in held
         ]
         phase = PhaseChanged(task.name, "profile", "timing the set in use and the first one")
-        speeds = yield from timed_by_turns(self.session, served[::-1], methods, phase)
-        if speeds:
-            search.take(sets[speeds.index(max(speeds))])
+        runs = yield from timed_by_turns(self.session, served[::-1], methods, phase)
+        if runs:
+            search.take(sets[first_unbeaten(runs)])
 
     def _measure(self, task: TaskState, look: Look) -> Generator[Event, None, list[tuple[int, list[TimedTurn]]]]:
         """Run the prompts of a look, each plain and tuned; what a checkpoint has of them is not run again."""

@@ -92,12 +92,12 @@ def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) ->
     assert runtime.copies.n_bytes > 0
 
 
-def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[float]]]:
-    """Stands for `timed_by_turns`."""
+def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[list[Timed]]]]:
+    """Stands for `timed_by_turns`; a method has the same speed on every prompt."""
 
-    def timed(*_: object) -> Generator[Event, None, list[float]]:
+    def timed(*_: object) -> Generator[Event, None, list[list[Timed]]]:
         yield from ()
-        return list(speeds)
+        return [[Timed(n, n / speed) for n in (10, 12, 14)] for speed in speeds]
 
     return timed
 
@@ -117,7 +117,8 @@ def test_near_estimates_are_decided_by_time(
     monkeypatch.setattr(drafting, "timed_by_turns", timing(*speeds))
     name, costs, told, runtime = chosen(with_shares(int4=0.1, int8=0.1))
     assert name == best and set(costs.formats) == {best} and has_copies(runtime) == [best]
-    assert [(tried.format, tried.tok_s) for tried in told[2:]] == [("int4", speeds[0]), ("int8", speeds[1])]
+    assert [tried.format for tried in told[2:]] == ["int4", "int8"]
+    assert [tried.tok_s for tried in told[2:]] == pytest.approx(speeds)
     monkeypatch.setattr(drafting, "timed_by_turns", timing())  # too little to time: the estimates decide
     assert chosen(with_shares(int4=0.3, int8=0.2))[0] == "int8"
 
@@ -129,7 +130,7 @@ def test_far_estimates_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_copies(runtime) == ["int4"]
 
 
-def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[str]]:
+def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[Timed]], list[str]]:
     """What timing two methods says, and the methods in the order of their runs."""
     runtime, order = worded_runtime(), list[str]()
 
@@ -148,8 +149,8 @@ def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[floa
 def test_methods_are_timed_by_turns_until_one_is_surely_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_turns(2, monkeypatch) == ([], [])  # too few prompts
     monkeypatch.setattr(drafting, "_is_decided", lambda runs: False)
-    speeds, order = by_turns(16, monkeypatch)
-    assert len(speeds) == 2 and order == ["1", "2", "2", "1"] * 2  # a quarter of the prompts
+    runs, order = by_turns(16, monkeypatch)
+    assert [len(own) for own in runs] == [4, 4] and order == ["1", "2", "2", "1"] * 2  # a quarter of the prompts
     monkeypatch.setattr(drafting, "_is_decided", lambda runs: True)
     assert len(by_turns(40, monkeypatch)[1]) == 2 * drafting.FEWEST_TIMED
 
@@ -160,6 +161,14 @@ def test_method_is_ahead_when_its_whole_interval_is() -> None:
     mixed = [Timed(10, 0.5), Timed(10, 1.6), Timed(10, 0.8)]
     assert drafting._is_decided([base, double]) and drafting._is_decided([double, base, base])
     assert not drafting._is_decided([base, mixed]) and not drafting._is_decided([base, base])
+
+
+def test_first_method_is_used_unless_another_leads_by_a_standard_error() -> None:
+    base = [Timed(10, seconds) for seconds in (1.0, 1.1, 0.9, 1.0)]
+    double, alike = [Timed(10, run.seconds / 2) for run in base], [Timed(10, run.seconds * 0.999) for run in base[::-1]]
+    assert drafting.first_unbeaten([base, double]) == 1 and drafting.first_unbeaten([double, base]) == 0
+    assert drafting.first_unbeaten([base, alike]) == drafting.first_unbeaten([alike, base]) == 0
+    assert drafting.first_unbeaten([base, alike, double]) == 2
 
 
 def test_format_that_costs_as_much_as_the_model_is_not_chosen_and_its_copies_go() -> None:

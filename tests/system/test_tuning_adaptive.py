@@ -26,6 +26,7 @@ from swiftopt.optimizer import tuning
 from swiftopt.optimizer.evaluation import WindowScore, adaptive_speedup
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
+from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
 from swiftopt.tasks.compare import enter
 from swiftopt.tasks.generate import Planner
@@ -69,16 +70,19 @@ def test_search_that_chooses_the_size_begins_with_everything_kept() -> None:
     assert {trial.layer_set.n_skipped for trial in matching.trials} == {2}
 
 
-@pytest.mark.parametrize(("speeds", "used"), [([1.0, 2.0], TUNED), ([2.0, 1.0], WHOLE), ([], WHOLE)])
+SLOW, FAST = ([Timed(n, n / speed) for n in (10, 12, 14)] for speed in (1.0, 2.0))
+
+
+@pytest.mark.parametrize(("runs", "used"), [([SLOW, FAST], TUNED), ([FAST, SLOW], WHOLE), ([], WHOLE)])
 def test_set_of_the_search_is_used_unless_another_proves_faster(
-    speeds: list[float], used: LayerSet, monkeypatch: pytest.MonkeyPatch
+    runs: list[list[Timed]], used: LayerSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[tuple[int, list[str]]] = []
 
     def by_turns(session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: Event) -> Any:
         timed.append((len(methods), [prompt.id for prompt in prompts]))
         yield phase
-        return speeds
+        return runs
 
     monkeypatch.setattr(tuning, "timed_by_turns", by_turns)
     monkeypatch.setattr(Search, "contenders", [WHOLE, TUNED])
