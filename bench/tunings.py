@@ -27,7 +27,6 @@ from ..tasks.recipes import stored_costs
 
 SCHEMA = "swiftopt.bench-tune/1"
 DEFAULT, PRESET = "default", "preset "  # Names of ways; other words are strategies.
-WAYS = (DEFAULT, "preset swift", "swift", "random")
 MOST_POINTS = 4  # plans of a run that are timed: the first, the last, and between them as many as fit
 N_LAPS = 2  # runs of each prompt with each plan, the fastest of which counts
 STREAM = "stream"  # the task under which all prompts are tuned
@@ -199,28 +198,25 @@ class TuningBench:
         plans = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
         for name in {name for plan, _ in plans.values() for _, name in plan.layer_set.formats}:
             self.runtime.copies.prepare(LayerSet(self.runtime.n_layers).filled(name))
-        methods = [
-            drafting_with(SkippedTarget(timed_plan.layer_set), timed_plan.settings, costs)
-            for timed_plan, costs in plans.values()
-        ]
+        methods = [drafting_with(SkippedTarget(plan.layer_set), plan.settings, costs) for plan, costs in plans.values()]
         (plain, *timed), n_equal = self._timed([PLAIN, *methods])
         by_key = dict(zip(plans, timed, strict=True))
         most = max((by_key[run.final.key] for run in runs), key=speed)
         results: list[dict[str, Any]] = []
         for run in runs:
-            timed_plan = by_key[run.final.key]
-            interval = speed_interval(timed_plan, plain)
+            final = by_key[run.final.key]
+            interval = speed_interval(final, plain)
             curve = [[round(at, 2), round(speed_ratio(by_key[plan.key], plain), 4)] for at, plan in run.plans]
             speeds = {
-                "tok_s": round(speed(timed_plan), 2),
-                "ratio": round(speed_ratio(timed_plan, plain), 4),
+                "tok_s": round(speed(final), 2),
+                "ratio": round(speed_ratio(final, plain), 4),
                 "ratio_interval": interval and [round(end, 4) for end in interval],
-                "to_best": round(speed_ratio(timed_plan, most), 4),
+                "to_best": round(speed_ratio(final, most), 4),
             }
             results.append({**run.to_json(), **speeds, "curve": curve})
         ways = {
-            way: _together([timed_plan for timed_plan in results if timed_plan["way"] == way])
-            for way in {run.way: 0 for run in runs}
+            way: _together([result for result in results if result["way"] == way])
+            for way in dict.fromkeys(run.way for run in runs)
         }
         about = {"plans": len(methods), "equal": n_equal, "of": N_LAPS * len(methods) * len(self.unseen)}
         return {**about, "plain_tok_s": round(speed(plain), 2), "ways": ways, "results": results}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from .costs import Quality
 from .errors import StoreError, SwiftoptError
 from .records import LayerSetRecord
-from .serialization import Figure, Form, Record
+from .serialization import Figure, Form, Record, kinds_by_name
 from .settings import Branching
 from .types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, VerdictWord
 
@@ -191,7 +191,7 @@ Event = (
     | TaskFinished
 )
 
-TYPES: dict[str, type[Any]] = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in get_args(Event)}
+TYPES: dict[str, type[Any]] = kinds_by_name(get_args(Event), "_")
 _NAMES = {kind: name for name, kind in TYPES.items()}
 
 

@@ -7,7 +7,6 @@ until it is `Ready`, then each question, by its `id`, with one message or with t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Self, get_args
 
@@ -16,7 +15,7 @@ from .errors import InvalidInput, SettingsError, SwiftoptError
 from .events import ModelTuning, TuningVerb, Way
 from .plainly import WhyPlain
 from .requests import CompletionRequest, Piece, ServedModel
-from .serialization import Record, adapter
+from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource
 
 VERSION = 1  # Raise it when a message changes.
@@ -196,10 +195,7 @@ class TuningNow(Record):
 Answer = PromptRead | AnswerText | AnswerDone | PromptTokens | TokensText | TuningNow | Failed
 FromEngine = Loading | Ready | Answer
 
-KINDS: dict[str, Any] = {
-    re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower(): kind
-    for kind in (*get_args(FromServer), *get_args(FromEngine))
-}
+KINDS = kinds_by_name((*get_args(FromServer), *get_args(FromEngine)), "-")
 _NAMES: dict[Any, str] = {kind: name for name, kind in KINDS.items()}
 
 

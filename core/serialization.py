@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
@@ -38,6 +38,11 @@ WORDS = {  # ours for pydantic's
 ABOUT_KEYS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
 KEY = "[key]"  # pydantic's mark of a key that is wrong
 SCALARS = ("int", "float", "bool", "str")  # Types of pydantic's core schema.
+
+
+def kinds_by_name(kinds: Iterable[Any], separator: str) -> dict[str, Any]:
+    """Return classes by their names in lower case, `separator` between the words."""
+    return {re.sub(r"(?<!^)(?=[A-Z])", separator, kind.__name__).lower(): kind for kind in kinds}
 
 
 class Record:
