@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..core.events import TaskFinished
-from ..core.records import LayerSetRecord, Plan, PlanInUse, PlanVersion
+from ..core.records import LayerSetRecord, Measurement, Plan, PlanInUse, PlanVersion
 from ..core.types import (
     NOT_FASTER,
     Kind,
@@ -251,9 +251,9 @@ def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> 
     return Group(*set_view(record, record.task, trials, rows, words, width))
 
 
-def device_words(found: LayerSetRecord | Plan) -> str:
+def device_words(measured: Measurement) -> str:
     """Return the device and dtype that a layer set or a plan was tuned on."""
-    return " ".join(filter(None, (found.device, found.dtype)))
+    return " ".join(filter(None, (measured.device, measured.dtype)))
 
 
 def stored_view(

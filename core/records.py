@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import sqrt
 from operator import mul
 from pathlib import Path
@@ -45,13 +45,35 @@ class ModelList(Record):
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement(Record):
+    """The verdict on drafts and the figures behind it, None where nothing was measured: what sets and plans share.
+
+    The speedup is the ratio to plain decoding, with its 95 % interval. α and M are those of the drafts. All were
+    measured on `device` in `dtype`.
+    """
+
+    verdict: VerdictWord = "unmeasured"
+    measured_speedup: float | None = None
+    measured_interval: tuple[float, float] | None = None
+    acceptance_rate: float | None = None
+    mean_generated_length: float | None = None
+    device: str | None = field(default=None, metadata=A_NAME)
+    dtype: str | None = field(default=None, metadata=A_NAME)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of this record alone, for another one of the same measurement."""
+        return {column.name: getattr(self, column.name) for column in fields(Measurement)}
+
+
 @dataclass(frozen=True, slots=True)
-class LayerSetRecord(Record):
+class LayerSetRecord(Measurement):
     """A stored layer set with its figures and provenance: the object of the CLI, the API and the export file.
 
-    `version` is given by the store; None before it is stored. Figures are None where nothing was measured (an imported
-    set). `evidence` is what the verdict was made of: of each text plain decoding's tokens and seconds, and those with
-    the set. `prompt_state` is the state of its prompts, for the store, which returns `KnownSet`s made of it.
+    `version` is given by the store; None before it is stored. `evidence` is what the verdict was made of: of each text
+    plain decoding's tokens and seconds, and those with the set. `prompt_state` is the state of its prompts, for the
+    store, which returns `KnownSet`s made of it.
     """
 
     SCHEMA: ClassVar = "swiftopt.layer-set/1"
@@ -64,14 +86,7 @@ class LayerSetRecord(Record):
     layer_set: LayerSet
     fingerprint: str | None = field(default=None, metadata=A_NAME)
     matchness: float | None = None
-    acceptance_rate: float | None = None
-    mean_generated_length: float | None = None
     expected_speedup: float | None = None
-    measured_speedup: float | None = None
-    measured_interval: tuple[float, float] | None = None
-    verdict: VerdictWord = "unmeasured"
-    device: str | None = field(default=None, metadata=A_NAME)
-    dtype: str | None = field(default=None, metadata=A_NAME)
     settings: Mapping[str, Any] = field(default_factory=dict)
     stream_sha256: str | None = None
     swiftopt_version: str = ""
@@ -158,28 +173,20 @@ AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # settings of a plan who
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Record):
+class Plan(Measurement):
     """How to decode for a model and task: a method of `decoding.methods`, and what it needs.
 
     `learned` are the heads or the probe that the method reads; `draft_model` the name of the smaller model that drafts
     (None: the target without the layer set's sub-layers, where the method drafts with a model). The figures are those
     of the comparison, the verdict or the served requests that made the plan, not of an earlier one of its layer set.
-    `engine` is the other engine that it is for, whose settings
-    `settings` then are; None: swiftopt itself.
+    `engine` is the other engine that it is for, whose settings `settings` then are; None: swiftopt itself.
     """
 
     method: str
     layer_set: LayerSetRecord | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    verdict: VerdictWord = "unmeasured"
     learned: LearnedRecord | None = None
     draft_model: str | None = None
-    measured_speedup: float | None = None
-    measured_interval: tuple[float, float] | None = None
-    acceptance_rate: float | None = None
-    mean_generated_length: float | None = None
-    device: str | None = field(default=None, metadata=NOT_WRITTEN)
-    dtype: str | None = field(default=None, metadata=NOT_WRITTEN)
     engine: str | None = field(default=None, metadata=WHERE_GIVEN)
 
     @property
@@ -206,7 +213,7 @@ class FoundPlan(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanInUse(Record):
+class PlanInUse(Measurement):
     """What commands decode a task with: the plan that a look-up finds, without what it needs to run.
 
     `version` None: none is stored. The figures are those of the drafts, also where the verdict is to leave them out.
@@ -218,16 +225,11 @@ class PlanInUse(Record):
     task: str
     version: int | None = None
     method: str = "plain"
-    verdict: VerdictWord = "unmeasured"
-    measured_speedup: float | None = None
-    measured_interval: tuple[float, float] | None = None
     fallback: str | None = None
 
     @classmethod
     def of(cls, task: str, found: FoundPlan) -> PlanInUse:
-        plan = found.plan
-        figures = plan.measured_speedup, plan.measured_interval
-        return cls(task, found.version, plan.method, plan.verdict, *figures, found.fallback)
+        return cls(task, found.version, found.plan.method, found.fallback, **found.plan.figures)
 
     @property
     def drafts(self) -> bool:
@@ -292,8 +294,7 @@ class PlanVersion:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `swiftopt layers list`."""
         about = {"model": self.model, "task": self.task, "version": self.version}
-        measured = {"device": self.plan.device, "dtype": self.plan.dtype, "created_at": self.created_at}
-        return {**about, **self.plan.to_json(), **measured, "best": bool(self.best_for)}
+        return {**about, **self.plan.to_json(), "created_at": self.created_at, "best": bool(self.best_for)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,9 @@ class Record:
         from pydantic_core import core_schema
 
         schema: Any = handler(source)
+        arguments = schema["schema"]["fields"]
+        arguments.sort(key=lambda argument: bool(argument.get("kw_only")))  # JSON has inherited figures last.
+        schema["fields"] = [argument["name"] for argument in arguments]
         for part in schemas_in(schema):  # refuse texts and numbers that are none, and numbers that are not finite
             if part.get("type") in SCALARS:
                 part["strict"] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,8 @@ def judged(plan: Plan, verdict: Verdict, acceptance_rate: float | None = None) -
 
     Args: acceptance_rate: of its drafts in the runs of the verdict; None: the engine did not count them.
     """
-    figures: dict[str, Any] = {
-        "verdict": verdict.word,
-        "measured_speedup": verdict.ratio,
-        "measured_interval": verdict.interval,
-    }
-    where: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype, "engine": plan.engine}
+    plan = replace(plan, verdict=verdict.word, measured_speedup=verdict.ratio, measured_interval=verdict.interval)
     if verdict.word == "use":
-        figures |= {"layer_set": plan.layer_set, "draft_model": plan.draft_model, "acceptance_rate": acceptance_rate}
-        return Plan(plan.method, settings=plan.settings, **figures, **where)
+        return replace(plan, acceptance_rate=acceptance_rate)
     kept = {name: value for name, value in plan.settings.items() if name == "engine_version"}
-    return Plan("plain", settings=kept, **figures, **where)
+    return replace(plan, method="plain", layer_set=None, draft_model=None, settings=kept)

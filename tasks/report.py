@@ -375,9 +375,9 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
         best.method,
         recipe.layer_set,
         best.settings,
-        "use",
         recipe.learned,
         draft_model,
+        verdict="use",
         measured_speedup=best.ratio,
         measured_interval=best.ratio_interval,
         acceptance_rate=best.acceptance_rate,
@@ -406,12 +406,4 @@ def _standing(
 
 
 def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:
-    return {
-        "method": plan.method,
-        "verdict": plan.verdict,
-        "version": version,
-        "measured_speedup": plan.measured_speedup,
-        "measured_interval": plan.measured_interval,
-        "acceptance_rate": plan.acceptance_rate,
-        "mean_generated_length": plan.mean_generated_length,
-    }
+    return {"method": plan.method, "version": version, **plan.figures}

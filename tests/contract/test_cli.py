@@ -480,7 +480,8 @@ def test_tune_object_keeps_the_verdict_and_the_command() -> None:
     finished = TaskFinished(
         "notes", some_record(version=1), Verdict("plain", 0.9), "done", (), Timings(1, 2, 3, 4), 5, 60, 0.6, 9.0, 8.0
     )
-    request, plan = TuneRequest("m", "notes.jsonl"), PlanInUse("notes", 1, "plain", "plain", 0.9)
+    request = TuneRequest("m", "notes.jsonl")
+    plan = PlanInUse("notes", 1, "plain", verdict="plain", measured_speedup=0.9)
     ended = Ended(Job("job", "tune", "succeeded", None, 1, "", {}, plans=(plan,)), (finished,))
     value = json.loads(json.dumps(tune_result(request, ended, "db", Backend(), ["dtype"], "out").value))
     assert value["schema"] == "swiftopt.tune/1"

@@ -70,6 +70,8 @@ def test_lookup_answers_with_the_settings_figures_and_draft_model_of_a_plan(stor
         "measured_interval": [1.3, 1.5],
         "acceptance_rate": 0.61,
         "mean_generated_length": 2.44,
+        "device": None,
+        "dtype": None,
         "layer_set": None,
         "learned": None,
     }

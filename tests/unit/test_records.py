@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+import swiftopt
 from swiftopt.core.errors import LayerSetError, NotFound
 from swiftopt.core.records import FoundPlan, LayerSetRecord, Plan, PlanInUse, import_file
 from swiftopt.core.settings import FORMATS
@@ -87,6 +88,12 @@ def test_record_json_names_the_schema_first_and_the_version_only_where_there_is_
     assert (out["skip_attn"], out["skip_mlp"], out["skip_ratio"]) == ([7, 10], [7], 0.0395)
     assert "version" not in out and "job" not in out
     assert dataclasses.replace(record, version=3).to_json()["version"] == 3
+
+
+def test_object_in_the_manual_is_read_and_written_again_as_it_is() -> None:
+    manual = Path(swiftopt.__file__).parent.joinpath("docs", "store.md").read_text(encoding="utf-8")
+    values = json.loads(manual.partition("```json\n")[2].partition("```")[0])
+    assert LayerSetRecord.from_json(values).to_json() == values
 
 
 def test_record_needs_only_the_required_keys() -> None:
@@ -201,42 +208,42 @@ def test_import_is_refused_when_the_file_is_not_there_or_no_text(tmp_path: Path)
     ("plan", "sentence", "brief"),
     [
         (
-            PlanInUse("code", 3, "adaptive", "use", 1.418, (1.281, 1.579)),
+            PlanInUse("code", 3, "adaptive", verdict="use", measured_speedup=1.418, measured_interval=(1.281, 1.579)),
             "code: decode with adaptive drafts of version 3 (measured 1.42x, 95 % 1.28 to 1.58)",
             "v3 1.42x",
         ),
         (
-            PlanInUse("code", 3, "adaptive", "use", 1.4, None, "tuned on another device"),
+            PlanInUse("code", 3, "adaptive", verdict="use", measured_speedup=1.4, fallback="tuned on another device"),
             "code: decode with adaptive drafts of version 3 (measured 1.40x; tuned on another device)",
             "v3 1.40x",
         ),
         (
-            PlanInUse("code", 3, "swift", "use"),
+            PlanInUse("code", 3, "swift", verdict="use"),
             "code: decode with swift drafts of version 3 (not measured)",
             "v3",
         ),
         (
-            PlanInUse("code", 1, "plain", "plain", 1.29, (0.66, 2.52)),
+            PlanInUse("code", 1, "plain", verdict="plain", measured_speedup=1.29, measured_interval=(0.66, 2.52)),
             "code: decode plainly (drafts measured 1.29x, 95 % 0.66 to 2.52: not enough to be sure)",
             "plain",
         ),
         (
-            PlanInUse("code", 1, "plain", "plain", 0.83, (0.78, 0.89)),
+            PlanInUse("code", 1, "plain", verdict="plain", measured_speedup=0.83, measured_interval=(0.78, 0.89)),
             "code: decode plainly (drafts measured 0.83x, 95 % 0.78 to 0.89: slower)",
             "plain",
         ),
         (
-            PlanInUse("code", 1, "plain", "plain", 1.7),
+            PlanInUse("code", 1, "plain", verdict="plain", measured_speedup=1.7),
             "code: decode plainly (drafts measured 1.70x: not enough to be sure)",
             "plain",
         ),
         (
-            PlanInUse("code", 1, "plain", "plain"),
+            PlanInUse("code", 1, "plain", verdict="plain"),
             "code: decode plainly (no method that was compared is reliably faster)",
             "plain",
         ),
         (
-            PlanInUse("code", 1, "swift", "unmeasured"),
+            PlanInUse("code", 1, "swift", verdict="unmeasured"),
             "code: decode plainly (the drafts of version 1 were not compared with plain decoding)",
             "plain",
         ),
@@ -252,4 +259,6 @@ def test_plan_in_use_is_told_with_what_decided_it(plan: PlanInUse, sentence: str
 def test_plan_in_use_is_what_a_look_up_found() -> None:
     plan = Plan("spd", verdict="use", measured_speedup=1.5, measured_interval=(1.2, 1.8))
     found = PlanInUse.of("code", FoundPlan(plan, 4, "best", "tuned on cpu"))
-    assert found == PlanInUse("code", 4, "spd", "use", 1.5, (1.2, 1.8), "tuned on cpu")
+    assert found == PlanInUse(
+        "code", 4, "spd", verdict="use", measured_speedup=1.5, measured_interval=(1.2, 1.8), fallback="tuned on cpu"
+    )

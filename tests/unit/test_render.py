@@ -48,7 +48,7 @@ from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Ve
 from swiftopt.models.sources import ALIASES, LocalCopy
 
 WIDTHS = (80, 120)
-USED = PlanInUse("humaneval", 12, "swift", "use", 1.27, (1.19, 1.33))
+USED = PlanInUse("humaneval", 12, "swift", verdict="use", measured_speedup=1.27, measured_interval=(1.19, 1.33))
 COMMAND = ["swiftopt", "generate", "--model", "smollm2-135m", "--task", "notes", "--prompt", 'it\'s a "test"']
 
 
@@ -176,7 +176,7 @@ def test_summary_shows_no_ratio_and_no_command_of_drafts_that_are_not_used() -> 
     few = "4 held-out prompts are too few to tell: give more"
     verdict = Verdict("plain", 1.29, (0.66, 2.52), 1.31, 4, few)
     result = replace(some_result(30), record=some_record(verdict="plain"), verdict=verdict)
-    plain = PlanInUse("humaneval", 12, "plain", "plain", 1.29, (0.66, 2.52))
+    plain = PlanInUse("humaneval", 12, "plain", verdict="plain", measured_speedup=1.29, measured_interval=(0.66, 2.52))
     text = "\n".join(drawn(tune_summary(result, plain, "notes.jsonl", COMMAND, 120), 120))
     assert "humaneval: decode plainly (drafts measured 1.29x, 95 % 0.66 to 2.52: not enough to be sure)" in text
     assert few in text and text.count("1.2") == 1 and "1.31x" not in text
@@ -184,7 +184,9 @@ def test_summary_shows_no_ratio_and_no_command_of_drafts_that_are_not_used() -> 
 
 
 def test_summary_names_the_plan_in_use_where_it_is_another_one() -> None:
-    other = PlanInUse("humaneval", 9, "prompt-lookup", "use", 1.6, (1.4, 1.8))
+    other = PlanInUse(
+        "humaneval", 9, "prompt-lookup", verdict="use", measured_speedup=1.6, measured_interval=(1.4, 1.8)
+    )
     text = "\n".join(drawn(tune_summary(some_result(30), other, "notes.jsonl", COMMAND, 120), 120))
     assert "humaneval: decode with prompt-lookup drafts of version 9 (measured 1.60x, 95 % 1.40 to 1.80)" in text
     assert "version 12, which this run stored, is not in use" in text and "1.27x" not in text and "use it:" in text
