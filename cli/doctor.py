@@ -249,7 +249,7 @@ def check_database(url: str) -> Finding:
     state = look(url)
     if state.revision is None:
         return "ok", f"{state.database}, empty: the first command that needs it creates it"
-    if state.newer:
+    if state.refusal:
         return "fail", schema_problem(state)
     if not state.ok:
         return "warn", f"{schema_problem(state)}, or let the next command do it"

@@ -6,8 +6,8 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
+from time import time
 from typing import Any, get_args
 from urllib.parse import quote
 
@@ -22,7 +22,7 @@ from ..core.records import PlanInUse
 from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
 from ..core.settings import ENGINES, preset_of
 from ..core.streams import LineWriter, default_output, output_line, read_stream
-from ..core.types import Prompt, seconds_by_part
+from ..core.types import Prompt, epoch_s, seconds_by_part
 from ..tasks.admission import check_tuning
 from . import options, tuning_options
 from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
@@ -421,13 +421,10 @@ def job_view(job: Job) -> RenderableType:
 
 def duration(start: str | None, end: str | None) -> str:
     """Return the time from `start` to `end` (None: now) in the usual form: 41 s, 3 min 20 s, 2 h 5 min."""
-    if start is None:
+    begun_s, ended_s = epoch_s(start), time() if end is None else epoch_s(end)
+    if begun_s is None or ended_s is None:
         return ""
-    try:
-        until = datetime.now(UTC) if end is None else datetime.fromisoformat(end)
-        seconds = max(0, round((until - datetime.fromisoformat(start)).total_seconds()))
-    except (ValueError, TypeError):  # a time that was changed by hand
-        return ""
+    seconds = max(0, round(ended_s - begun_s))
     if seconds < 60:
         return f"{seconds} s"
     minutes, hours = seconds // 60, seconds // 3600

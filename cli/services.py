@@ -446,11 +446,10 @@ def _schema_result(state: SchemaState, *texts: str, code: int = 0) -> Result:
 
 def schema_problem(state: SchemaState) -> str:
     """Return why a database cannot be used, and what to do."""
+    if state.refusal:
+        return str(state.refusal)
     if state.revision is None:
         return f"the database {state.database} is empty: create its tables with `swiftopt db upgrade`"
-    if state.newer:
-        advice = "install that version, or choose another database with --db"
-        return f"the database {state.database} has the schema {state.revision} of a newer swiftopt: {advice}"
     return (
         f"the database {state.database} has the schema {state.revision}, this version wants {state.head}: "
         "run `swiftopt db upgrade`"

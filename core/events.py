@@ -203,17 +203,12 @@ def event_type(event: Event | type[Event]) -> str:
 def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
     """Return the event of that name from its `to_json`.
 
-    Raises: StoreError: there is no such event, or its values were changed by hand.
+    Raises: StoreError: there is no such event, or its values are not those of one.
     """
-    try:
-        if name not in TYPES:
-            raise StoreError(f"known are {', '.join(TYPES)}")
-        event: Event = TYPES[name].from_json(values)
-        return event
-    except StoreError as error:
-        raise StoreError(
-            f"an event {name!r} of the job cannot be read ({error}): it was changed by hand, or by a newer swiftopt"
-        ) from error
+    if name not in TYPES:
+        raise StoreError(f"the event {name!r} is unknown: known are {', '.join(TYPES)}")
+    event: Event = TYPES[name].from_json(values, f"the event {name!r}")
+    return event
 
 
 # --- in words, for terminal and pages

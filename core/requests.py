@@ -318,9 +318,9 @@ class JobEvent(Record):
 
     @property
     def event(self) -> Event | None:
-        """The event as it was reported; None for one of a newer swiftopt, or changed by hand."""
+        """The event as it was reported; None for one that cannot be read, such as a newer swiftopt's."""
         with suppress(StoreError):
-            return event_from_json(self.type, {key: value for key, value in self.data.items() if key != "type"})
+            return event_from_json(self.type, self.data)
         return None
 
 

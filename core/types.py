@@ -50,6 +50,14 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def epoch_s(time: str | None) -> float | None:
+    """Return such a time as seconds since 1970; None where there is none, or the text is no time."""
+    try:
+        return None if time is None else datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
+
+
 def _read_biases(values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError("use an object of numbers by token id")

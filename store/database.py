@@ -113,7 +113,7 @@ def shown(url: str) -> str:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turn what the database driver raises, and a row that is no JSON, into one sentence.
+    """Turn what the database driver raises into one sentence.
 
     Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
         InvalidInput: it does not take a text or number that it was given.
@@ -124,10 +124,6 @@ def store_errors(url: str) -> Iterator[None]:
         raise _translated(error, url) from error
     except (UnicodeEncodeError, OverflowError) as error:  # of a driver, before it asks the database
         raise _unstorable(error) from error
-    except json.JSONDecodeError as error:
-        raise StoreError(
-            f"the database {shown(url)} has a row that is no JSON ({error}): it was changed by hand, correct it"
-        ) from error
 
 
 def _unstorable(error: object) -> InvalidInput:
@@ -167,7 +163,7 @@ def connect(url: str) -> Engine:
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
             warnings.simplefilter("error", SAWarning)  # an option that the driver does not know
-            engine = create_engine(parsed, connect_args=wait, json_serializer=json_text)
+            engine = create_engine(parsed, connect_args=wait, json_serializer=json_text, json_deserializer=json_of)
     except SAWarning as error:
         options = ", ".join(sorted(parsed.query))
         raise StoreError(f"the database {shown(url)} has options that SQLite lacks ({options}): remove them") from error
@@ -215,6 +211,14 @@ def json_text(value: Any) -> str:
         return json.dumps(value, allow_nan=False, default=dict)
     except ValueError:
         return json.dumps(_finite(value))
+
+
+def json_of(text: str) -> Any:
+    """Decode JSON; a text that is none is returned, so that only the record of its row fails (SQLite takes any)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _finite(value: Any) -> Any:

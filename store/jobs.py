@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 from sqlalchemy import ColumnElement, Row, and_, func, select, update
 from sqlalchemy.orm import Session
 
-from ..core.errors import LayerSetError, LayerSetNotFound, LeaseLost, NotFound, StoreError
+from ..core.errors import LayerSetNotFound, LeaseLost, NotFound, StoreError
 from ..core.events import (
     Event,
     JobState,
@@ -36,6 +36,8 @@ from .tables import (
     StreamRow,
     TrialRow,
     layer_set_record,
+    mapping,
+    reading,
     to_record,
     to_row,
 )
@@ -97,17 +99,13 @@ def outputs(session: Session, job: str, limit: int | None = None) -> list[Prompt
     find(session, job)
     query = select(EventRow).join(OutputRow, OutputRow.event_id == EventRow.id).where(OutputRow.job_id == job)
     rows = session.scalars(query.order_by(OutputRow.place, EventRow.id).limit(limit))
-    events_found = [event_from_json(row.type, row.data) for row in rows]
-    return [event for event in events_found if isinstance(event, PromptFinished)]
+    return [event for event in map(_event, rows) if isinstance(event, PromptFinished)]
 
 
 def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None, list[PromptFinished]]:
-    """Return how a job's task ended, and its latest held-out prompts (at most `MOST_HELD_OUT`), in their order.
-
-    Raises: StoreError: an event was changed by hand.
-    """
+    """Return how a job's task ended, and its latest held-out prompts (at most `MOST_HELD_OUT`), in their order."""
     ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(TaskFinished))
-    ends_found = [(row.id, event_from_json(row.type, row.data)) for row in session.scalars(ends.order_by(EventRow.id))]
+    ends_found = [(row.id, _event(row)) for row in session.scalars(ends.order_by(EventRow.id))]
     mine = [(at, end) for at, end in ends_found if isinstance(end, TaskFinished) and end.task == task]
     if not mine:
         return None, []
@@ -115,7 +113,7 @@ def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None
     # A task's held-out prompts are decoded last, right before its end.
     before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(PromptFinished))
     rows = session.scalars(before.where(EventRow.id < at).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
-    prompts = [event for row in rows if isinstance(event := event_from_json(row.type, row.data), PromptFinished)]
+    prompts = [event for event in map(_event, rows) if isinstance(event, PromptFinished)]
     held_out = takewhile(lambda event: event.held_out and event.prompt.task == task, prompts)
     return finished, list(held_out)[::-1]
 
@@ -163,7 +161,7 @@ def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
     n_outputs = {job: n for job, n in session.execute(query)}
     sets: dict[str, list[LayerSetRecord]] = {}
     for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
-        with suppress(LayerSetError, TypeError):  # one that was changed by hand must not hide every job
+        with suppress(StoreError):  # A row that cannot be read must not hide every job.
             sets.setdefault(str(row.job), []).append(layer_set_record(row))
     plans = _plans_in_use(session, [record for task_records in sets.values() for record in task_records])
     return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, []), plans) for row in found]
@@ -175,7 +173,7 @@ def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[Look
     for key in map(_looked_up, sets):
         if key not in plans_found:
             plans_found[key] = PlanInUse(key.task)
-            with suppress(LayerSetNotFound, LayerSetError, TypeError):  # the latter two: changed by hand
+            with suppress(LayerSetNotFound, StoreError):
                 plans_found[key] = PlanInUse.of(key.task, lookup(session, *key))
     return plans_found
 
@@ -205,7 +203,7 @@ def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: 
         row,
         **shown,
         fingerprint=row.fingerprint or "",
-        progress=row.progress if isinstance(row.progress, Mapping) else None,
+        progress=mapping(row.progress) or None,
         n_outputs=n_outputs,
         obstacle=None,
         layer_sets=tuple(sets),
@@ -213,17 +211,14 @@ def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: 
     )
 
 
-def check(row: JobRow) -> None:
-    """Raises: StoreError: the row was changed by hand, so that the job cannot go on."""
-    if row.kind not in KINDS or row.state not in STATES:
-        what = f"its kind is {row.kind!r} and its state {row.state!r}"
-    elif not isinstance(cast(object, row.request), Mapping):
-        what = "its request is no object"
-    else:
-        return
-    raise StoreError(
-        f"job {row.id} cannot be read ({what}): it was changed by hand, or by a newer swiftopt; submit it again"
-    )
+def check(row: JobRow, snapshot: object = None) -> None:
+    """Raises: StoreError: as `reading`: the job cannot go on, from that snapshot where there is one."""
+    with reading(JobRow, row.id):
+        if row.kind not in KINDS or row.state not in STATES:
+            raise ValueError(f"its kind is {row.kind!r} and its state {row.state!r}")
+        for name, column in (("request", row.request), ("snapshot", {} if snapshot is None else snapshot)):
+            if not isinstance(column, Mapping):
+                raise TypeError(f"its {name} is no object")
 
 
 def storable(text: str) -> str:
@@ -238,6 +233,12 @@ def report(session: Session, job: str, event: Event) -> EventRow:
     row = EventRow(job_id=job, type=event_type(event), data=event.to_json(), created_at=now())
     session.add(row)
     return row
+
+
+def _event(row: EventRow) -> Event:
+    """Raises: StoreError: as `reading`."""
+    with reading(EventRow, row.id):
+        return event_from_json(row.type, row.data)
 
 
 def save_stream(session: Session, sha256: str, lines: str) -> None:
@@ -298,7 +299,7 @@ def checkpoint(
         return row.wanted
     kept = None if snapshot is None else dict(snapshot)
     verb_now = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
-    model = storable(str(row.request.get("model", ""))) if isinstance(row.request, Mapping) else ""
+    model = storable(str(mapping(row.request).get("model", "")))
     counts = [count for event in events for count in _keep(session, lease.job, model, event)]
     add_counts(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
     return verb_now

@@ -15,7 +15,7 @@ from dataclasses import replace
 from sqlalchemy import Select, String, bindparam, case, func, select
 from sqlalchemy.orm import Session, aliased, lazyload, undefer
 
-from ..core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
+from ..core.errors import InvalidInput, LayerSetNotFound, StoreError
 from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, packed, unpacked
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
@@ -31,6 +31,7 @@ from .tables import (
     added,
     found_plan,
     layer_set_record,
+    reading,
     to_row,
 )
 
@@ -105,7 +106,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         created_at=record.created_at or now(),
     )
     row = added(session, set_row)
-    # Of the record a plan has what its own table has: verdict, speedup, device.
+    # The plan shares the record's measurement.
     plan = to_row(
         PlanRow,
         record,
@@ -145,8 +146,10 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     sets_found = []
     for row in rows:
         try:
-            sets_found.append(KnownSet(layer_set_record(row).layer_set, unpacked(row.prompt_state or b""), row.task))
-        except (TypeError, ValueError) as error:  # changed by hand: searches do without it
+            with reading(LayerSetRow, row.id):
+                state = unpacked(row.prompt_state or b"")
+            sets_found.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
+        except StoreError as error:  # Searches do without it.
             words = "layer set=skipped model=%s version=%d task=%s reason=%r"
             logger.warning(words, fingerprint, row.version, row.task, str(error))
     return sets_found
@@ -197,7 +200,7 @@ def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
 def plan_versions(session: Session, model: str | None = None, task: str | None = None) -> list[PlanVersion]:
     """Return the versions of a model (name or fingerprint), a task, both or all, newest first.
 
-    Left out are rows that were changed by hand, and models that nothing finds any more.
+    Left out are rows that cannot be read, and models that nothing finds any more.
     """
     rows = session.scalars(newest(session, PlanRow, model, task)).unique().all()
     names = names_of(session)
@@ -209,7 +212,7 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
         model_names = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
         if not model_names:
             continue
-        with suppress(LayerSetError, TypeError):
+        with suppress(StoreError):
             plan = found_plan(row).plan
             made = PlanVersion(
                 model_names, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from sqlalchemy import Text, cast, delete, exists, func, select
 from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
-from ..core.errors import LayerSetError, LearnedNotFound, StoreError
+from ..core.errors import LearnedNotFound, StoreError
 from ..core.records import LearnedKind, LearnedRecord
 from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
 from .names import by_fingerprint, known_model, lock, names_of, newest, next_version, of
@@ -24,6 +23,8 @@ from .tables import (
     WeightsRow,
     added,
     learned_record,
+    mapping,
+    reading,
     to_record,
     to_row,
 )
@@ -151,8 +152,7 @@ def save_cost_profile(session: Session, profile: CostProfile) -> None:
     if any(not profile.may_replace(other) for other in list_cost_profiles(session, profile.fingerprint, **same)):
         return
     session.execute(delete(CostProfileRow).filter_by(fingerprint=profile.fingerprint, **same))
-    values = profile.to_json()
-    session.add(CostProfileRow(**{**values, "formats": values["formats"] or None}, created_at=now()))
+    session.add(CostProfileRow(**profile.to_json(), created_at=now()))
 
 
 def find_cost_profile(
@@ -170,11 +170,8 @@ def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **wh
         query = query.filter_by(fingerprint=fingerprint)
     profiles_found = []
     for row in session.scalars(query):
-        values = {column.name: getattr(row, column.name) for column in fields(CostProfile)}
-        # None: measured before the column was there. Whether such a measurement was disturbed is not known.
-        later = {"formats": row.formats or {}, "software": row.software or ""}
-        later |= {"quality": row.quality or "disturbed", "remark": row.remark or ""}
-        profiles_found.append(CostProfile.from_json({**values, **later}))
+        with reading(CostProfileRow, row.id):
+            profiles_found.append(CostProfile.from_json(vars(row)))
     return profiles_found
 
 
@@ -184,6 +181,7 @@ class Tried(NamedTuple):
     A page shows few of 10,000 trials: to make records of all takes several times as long as to read them so.
     """
 
+    id: int
     step: int
     origin: str
     matchness: float
@@ -193,10 +191,10 @@ class Tried(NamedTuple):
     n_layers: int
     skip_attn: str
     skip_mlp: str
-    quantised: str | None
+    quantised: str
 
     @property
-    def key(self) -> tuple[str, str, str | None]:
+    def key(self) -> tuple[str, str, str]:
         """Return what is equal for equal layer sets."""
         return self.skip_attn, self.skip_mlp, self.quantised
 
@@ -204,13 +202,11 @@ class Tried(NamedTuple):
     def layer_set(self) -> LayerSet:
         """Return the layer set.
 
-        Raises: StoreError: the trial was changed by hand.
+        Raises: StoreError: as `reading`.
         """
-        try:
+        with reading(TrialRow, self.id):
             attn, mlp = (frozenset(json.loads(text)) for text in (self.skip_attn, self.skip_mlp))
-            return LayerSet(self.n_layers, attn, mlp, tuple((json.loads(self.quantised or "null") or {}).items()))
-        except (LayerSetError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"trial {self.step} cannot be read ({error}): it was changed by hand") from error
+            return LayerSet(self.n_layers, attn, mlp, tuple(json.loads(self.quantised).items()))
 
 
 def list_tried(session: Session, job: str, task: str) -> list[Tried]:
@@ -249,15 +245,10 @@ def list_searches(session: Session, job: str | None = None, limit: int = 100) ->
     for owner, *figures in session.execute(sums.group_by(TrialRow.job_id, TrialRow.task).order_by(TrialRow.task)):
         of_job.setdefault(owner, []).append(figures)
     return [
-        StoredSearch(row.id, row.state, _model_of(row.request), row.created_at, *figures)
+        StoredSearch(row.id, row.state, str(mapping(row.request).get("model", "")), row.created_at, *figures)
         for row in jobs
         for figures in of_job.get(row.id, [])
     ]
-
-
-def _model_of(request: object) -> str:
-    """Return the model that a job's request names; nothing where the request was changed by hand."""
-    return str(request.get("model", "")) if isinstance(request, Mapping) else ""
 
 
 def list_trials(session: Session, job: str, task: str) -> list[Trial]:
@@ -266,17 +257,9 @@ def list_trials(session: Session, job: str, task: str) -> list[Trial]:
 
 
 def trials_by_task(session: Session, job: str, task: str | None = None) -> dict[str, list[Trial]]:
-    """Return a job's trials for a task, None for all that it has, in step order.
-
-    Raises: StoreError: they were changed by hand.
-    """
+    """Return a job's trials for a task, None for all that it has, in step order."""
     by_task: dict[str, list[Trial]] = {}
     query = select(TrialRow).where(TrialRow.job_id == job).order_by(TrialRow.task, TrialRow.step)
     for row in session.scalars(query if task is None else query.where(TrialRow.task == task)):
-        try:
-            by_task.setdefault(row.task, []).append(to_record(Trial, row))
-        except (LayerSetError, TypeError) as error:
-            raise StoreError(
-                f"trial {row.step} of job {job} cannot be read ({error}): it was changed by hand, submit the job again"
-            ) from error
+        by_task.setdefault(row.task, []).append(to_record(Trial, row))
     return by_task

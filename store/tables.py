@@ -6,6 +6,8 @@ has a column of its name needs no line behind the tables.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
+from ..core.errors import StoreError
 from ..core.records import FoundPlan, LayerSetRecord, LearnedRecord, Plan
 from ..core.requests import JobKind, Wanted
 from ..core.types import LayerSet
@@ -188,26 +191,16 @@ class OfTask:
 
 
 class Measured:
-    """Columns of settings and of what decoding with them measured; device and dtype are null where nothing was."""
+    """Columns of settings, and of the `Measurement` of decoding with them."""
 
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     verdict: Mapped[str]
     measured_speedup: Mapped[float | None]
-    measured_low: Mapped[float | None]
-    measured_high: Mapped[float | None]
+    measured_interval: Mapped[tuple[float, float] | None] = mapped_column(JSON(none_as_null=True))
     acceptance_rate: Mapped[float | None]
     mean_generated_length: Mapped[float | None]
     device: Mapped[str | None]
     dtype: Mapped[str | None]
-
-    @property
-    def measured_interval(self) -> tuple[float, float] | None:
-        low, high = self.measured_low, self.measured_high
-        return None if low is None or high is None else (low, high)
-
-    @measured_interval.setter
-    def measured_interval(self, value: tuple[float, float] | None) -> None:
-        self.measured_low, self.measured_high = value or (None, None)
 
 
 class LayerSetRow(OfTask, Measured, Base):
@@ -230,7 +223,7 @@ class LayerSetRow(OfTask, Measured, Base):
     swiftopt_version: Mapped[str]
     created_at: Mapped[str]
     job: Mapped[str | None] = mapped_column("job_id", ForeignKey(JobRow.id), index=True)
-    evidence: Mapped[list[list[float]] | None] = mapped_column(JSON)  # None: a set of before it was kept
+    evidence: Mapped[list[list[float]]] = mapped_column(JSON)
     prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
 
     owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin="unnested")  # type: ignore[arg-type]
@@ -316,7 +309,7 @@ class ComparisonRow(OfTask, Base):
 class CostProfileRow(Base):
     """Measured seconds of a model's parts; `pass_s` has its widths as text, as JSON wants it.
 
-    `formats`: per weight format what a draft's parts cost in it; None or a format less: not measured.
+    `formats`: per weight format that was measured what a draft's parts cost in it.
     """
 
     __tablename__ = "swiftopt_cost_profiles"
@@ -333,10 +326,10 @@ class CostProfileRow(Base):
     head_s: Mapped[float]
     fixed_s: Mapped[float]
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
-    formats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    software: Mapped[str | None]
-    quality: Mapped[str | None]
-    remark: Mapped[str | None]
+    formats: Mapped[dict[str, Any]] = mapped_column(JSON)
+    software: Mapped[str]
+    quality: Mapped[str]
+    remark: Mapped[str]
     created_at: Mapped[str]
 
 
@@ -353,7 +346,7 @@ class TrialRow(Base):
     n_layers: Mapped[int]
     skip_attn: Mapped[list[int]] = mapped_column(JSON)
     skip_mlp: Mapped[list[int]] = mapped_column(JSON)
-    quantised: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))
+    quantised: Mapped[dict[str, str]] = mapped_column(JSON)
     origin: Mapped[str]
     matchness: Mapped[float]
     score: Mapped[float]
@@ -380,17 +373,38 @@ def to_row(table: type[Row], record: Any, **others: Any) -> Row:
     return table(**{**shared, **others})
 
 
-def to_record(kind: type[Record], row: Base, **others: Any) -> Record:
+@contextmanager
+def reading(table: type[Base], key: object) -> Iterator[None]:
+    """Guard the making of a record from the row with that key: what fails is told in one sentence that names the row.
+
+    Raises: StoreError: the row was changed by hand, or by a newer swiftopt.
+    """
+    try:
+        yield
+    except (StoreError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise StoreError(
+            f"row {key} of the table {table.__tablename__} cannot be read ({error}): it was changed by hand, or by a"
+            " newer swiftopt; restore it, or delete it and repeat the command that wrote it"
+        ) from error
+
+
+def to_record(kind: type[Record], row: Any, **others: Any) -> Record:
     """Return the record whose fields are the row's columns; `others` are the fields that are no columns.
 
-    Raises: LayerSetError, TypeError: the row was changed by hand.
+    Raises: StoreError: as `reading`.
     """
-    if isinstance(row, LayerSetRow | TrialRow):
-        n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
-        formats = tuple((row.quantised or {}).items())  # None: a trial of before drafts could be quantised
-        others["layer_set"] = LayerSet(n_layers, frozenset(row.skip_attn), frozenset(row.skip_mlp), formats)
-    shared = {column.name: _tuples(getattr(row, column.name)) for column in fields(kind) if column.name not in others}  # type: ignore[arg-type]
-    return kind(**shared, **others)
+    with reading(type(row), row.id):
+        if isinstance(row, LayerSetRow | TrialRow):
+            n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
+            skipped = frozenset(row.skip_attn), frozenset(row.skip_mlp)
+            others["layer_set"] = LayerSet(n_layers, *skipped, tuple(row.quantised.items()))
+        names = {column.name for column in fields(kind)} - others.keys()  # type: ignore[arg-type]
+        return kind(**{name: _tuples(getattr(row, name)) for name in names}, **others)
+
+
+def mapping(column: object) -> Mapping[str, Any]:
+    """Return the object of a JSON column; an empty one where the row was changed by hand and holds none."""
+    return column if isinstance(column, Mapping) else {}
 
 
 def added(session: Session, row: Row) -> Row:
@@ -407,12 +421,8 @@ def _tuples(value: Any) -> Any:
 
 
 def layer_set_record(row: LayerSetRow) -> LayerSetRecord:
-    """Return the record of a row, without its prompt state.
-
-    Raises: LayerSetError, TypeError: the row was changed by hand.
-    """
-    evidence = _tuples(row.evidence or [])
-    return to_record(LayerSetRecord, row, fingerprint=row.owner.fingerprint, prompt_state=None, evidence=evidence)
+    """Return the record of a row, without its prompt state."""
+    return to_record(LayerSetRecord, row, fingerprint=row.owner.fingerprint, prompt_state=None)
 
 
 def learned_record(row: LearnedRow) -> LearnedRecord:

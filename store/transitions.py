@@ -11,11 +11,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from json import JSONDecodeError
 from typing import Any, NamedTuple, NoReturn
 
 from sqlalchemy import ColumnElement, and_, func, or_, select, text
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from ..core.errors import Conflict, StoreError
 from ..core.events import JobState, StateChanged
@@ -24,15 +23,13 @@ from ..core.types import Trial, now
 from .database import clock_s, insert
 from .jobs import at_attempt, change, check, count, find, report, save_stream, storable, stream, to_jobs
 from .results import trials_by_task
-from .tables import UNFINISHED_SQL, JobRow, LockRow, added, to_row
+from .tables import UNFINISHED_SQL, JobRow, LockRow, added, mapping, to_row
 
 MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
 BACKOFF_S, MAX_BACKOFF_S = (
     2.0,
     60.0,
 )  # The wait after the first failed attempt, doubled for each further one, and the longest.
-# A request that was changed by hand must not keep a job, and others, from where it goes.
-WITHOUT_JSON = (defer(JobRow.request), defer(JobRow.progress))
 RAN_OUT = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
 
 
@@ -181,14 +178,13 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
     try:
         row = find(session, lease.job)
         session.refresh(row)
-        check(row)
-        snapshot, trials = row.snapshot, trials_by_task(session, lease.job)
-    except (StoreError, JSONDecodeError) as error:
-        no_json = f"job {lease.job} cannot be read (it holds what is no JSON: {error}): it was changed by hand, "
-        end(session, lease, "failed", str(error) if isinstance(error, StoreError) else no_json + "submit it again")
+        check(row, row.snapshot)
+        trials = trials_by_task(session, lease.job)
+    except StoreError as error:
+        end(session, lease, "failed", str(error))
         return None
     lines = "" if row.stream is None else stream(session, row.stream) or ""
-    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, snapshot, trials)
+    return Claim(to_jobs(session, [row])[0], lease, row.n_checkpoints, lines, row.snapshot, trials)
 
 
 def hand_back(session: Session, lease: Lease, reason: str) -> JobState | None:
@@ -253,8 +249,7 @@ def attempt_failed(session: Session, lease: Lease, error: str) -> JobState | Non
 
 def _locked(session: Session, lease: Lease) -> JobRow | None:
     """Return the row of a running attempt, locked until the transaction ends; None if the lease was lost."""
-    query = select(JobRow).where(at_attempt(lease))
-    return session.scalar(query.options(*WITHOUT_JSON).with_for_update())
+    return session.scalar(select(JobRow).where(at_attempt(lease)).with_for_update())
 
 
 # --- what people ask ---
@@ -333,8 +328,7 @@ def _retry(session: Session, row: JobRow) -> None:
 
 
 def _spec(row: JobRow) -> JobSpec:
-    request = row.request if isinstance(row.request, Mapping) else {}  # a list, where it was changed by hand
-    return JobSpec(row.kind, row.queue or DEFAULT_QUEUE, request, row.stream)
+    return JobSpec(row.kind, row.queue or DEFAULT_QUEUE, mapping(row.request), row.stream)
 
 
 def _queue(session: Session, row: JobRow, why: str, delay_s: float = 0.0) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
-from datetime import datetime
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -30,7 +29,7 @@ from ...core.events import PHASES, JobState, PromptFinished, PromptStarted, Stat
 from ...core.requests import DEFAULT_QUEUE, STATES, VERB_HELP, Job, JobEvent, TuneRequest, Verb
 from ...core.serialization import explained
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
-from ...core.types import Sampling
+from ...core.types import Sampling, epoch_s
 from ...models.sources import DTYPES
 from ...optimizer.strategies import STRATEGIES
 from ...store import Store
@@ -78,14 +77,6 @@ router = pages()
 
 
 # --- jobs in words
-
-
-def since(at: str | None) -> float | None:
-    """Return a stored time as seconds since 1970; None where there is none, or it was changed by hand."""
-    try:
-        return None if at is None else datetime.fromisoformat(at).timestamp()
-    except ValueError:
-        return None
 
 
 def label(name: str) -> str:
@@ -274,7 +265,7 @@ templates.globals |= {
     "most_events": EVENTS_SHOWN,
     "text_shown": TEXT_SHOWN,
 }
-templates.filters["since"] = since
+templates.filters["since"] = epoch_s
 
 
 # --- a new job

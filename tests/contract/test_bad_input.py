@@ -232,7 +232,7 @@ def test_promote_and_rollback_name_what_there_is(capsys: pytest.CaptureFixture[s
 def test_database_of_a_newer_version_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Store.open().close()
     with sqlite3.connect(home / "home.db") as connection:
-        connection.execute("UPDATE swiftopt_alembic_version SET version_num = '9999_future'")
+        connection.execute("UPDATE swiftopt_alembic_version SET version_num = '9.9.0'")
     connection.close()
     assert run(["layers", "list"]) == 1
     assert "was written by a newer swiftopt" in sentence(capsys)

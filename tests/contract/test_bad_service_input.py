@@ -156,7 +156,7 @@ def test_check_of_a_worker_does_not_advise_to_upgrade_a_newer_database(capsys: p
     edit("UPDATE swiftopt_alembic_version SET version_num = '9999_newer'")
     assert run(["worker", "--check", "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
-    assert "9999_newer of a newer swiftopt" in problems[0] and "db upgrade" not in problems[0]
+    assert "by a newer swiftopt (its schema is 9999_newer" in problems[0] and "db upgrade" not in problems[0]
 
 
 def test_job_with_a_time_that_is_none_can_be_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from first_schema import create
 from sqlalchemy import create_engine, make_url, text
 
 from swiftopt.cli.main import run
+from swiftopt.cli.services import schema_problem
 from swiftopt.store import Store
-from swiftopt.store.database import connect, shown, writing
-from swiftopt.store.migrations import HEAD, REVISIONS
+from swiftopt.store.database import shown
+from swiftopt.store.migrations import FIRST, HEAD, SchemaState
 from swiftopt.store.tables import SchemaRow
 
 
@@ -44,30 +44,30 @@ def test_empty_database_is_behind_until_it_is_upgraded(call: Any, empty_database
     Store.open(empty_database_url).close()
 
 
-def test_older_schema_is_said_to_be_behind_and_upgraded(call: Any, empty_database_url: str) -> None:
-    oldest = REVISIONS[0]
-    engine = writing(connect(empty_database_url))
-    with engine.begin() as connection:
-        create(connection, oldest)
-    engine.dispose()
-    assert call("current")[1] == f"{oldest}\n"
-    code, _, told = call("check")
-    assert code == 1 and f"has the schema {oldest}, this version wants {HEAD}: run `swiftopt db upgrade`" in told
-    assert call("upgrade")[1].endswith(f"went from {oldest} to {HEAD}\n")
-    assert call("check")[0] == 0
+def test_schema_that_a_step_leads_from_is_said_to_be_behind() -> None:
+    behind = SchemaState("a.db", FIRST, head="9.9.0")
+    assert not behind.ok and behind.refusal is None
+    advice = "run `swiftopt db upgrade`"
+    assert schema_problem(behind) == f"the database a.db has the schema {FIRST}, this version wants 9.9.0: {advice}"
 
 
-def test_newer_schema_is_named_and_never_touched(call: Any, empty_database_url: str) -> None:
+@pytest.mark.parametrize(
+    ("stored", "origin"),
+    [("9.9.0", "a newer swiftopt"), ("0001_layer_sets", "before swiftopt's first release")],
+)
+def test_schema_that_no_step_leads_from_is_named_and_never_touched(
+    call: Any, empty_database_url: str, stored: str, origin: str
+) -> None:
     Store.open(empty_database_url).close()
     engine = create_engine(empty_database_url)
     with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '9999_future'"))
+        connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '{stored}'"))
     engine.dispose()
     for command, ends_with in (("current", 0), ("check", 1), ("upgrade", 1)):
         code, _, told = call(command)
         assert code == ends_with
-        assert not code or ("9999_future" in told and "newer swiftopt" in told and told.count("\n") == 1)
-    assert call("current")[1] == "9999_future\n"
+        assert not code or (stored in told and origin in told and told.count("\n") == 1)
+    assert call("current")[1] == f"{stored}\n"
 
 
 @pytest.mark.parametrize(("command", "shows", "code"), [("current", None, 0), ("check", None, 1), ("upgrade", HEAD, 0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from job_table import edit, finished, noop, running, taken, trials_done, tune
 from sqlalchemy import Engine, create_engine
@@ -20,6 +22,10 @@ UNREADABLE = {
 }
 
 
+def unreadable(table: str, key: str | int) -> str:
+    return f"row {key} of the table swiftopt_{table} cannot be read"
+
+
 @pytest.mark.parametrize("values", UNREADABLE)
 def test_job_that_cannot_be_read_shows_as_failed_and_the_others_as_they_are(
     jobs: Jobs, engine: Engine, values: str
@@ -29,7 +35,7 @@ def test_job_that_cannot_be_read_shows_as_failed_and_the_others_as_they_are(
     whole, _ = jobs.submit(noop())
     job = jobs.get(broken.id)
     assert job.state == "failed" and job.request == {}
-    assert job.error is not None and job.error.startswith(f"job {broken.id} cannot be read ({UNREADABLE[values]})")
+    assert job.error is not None and job.error.startswith(unreadable("jobs", broken.id) + f" ({UNREADABLE[values]})")
     assert {found.id: found for found in jobs.latest()} == {job.id: job, whole.id: whole}
 
 
@@ -115,7 +121,7 @@ def test_job_whose_trials_were_changed_fails_when_it_is_claimed(jobs: Jobs, engi
     edit(engine, "trials", values)
     assert jobs.claim(Lease(lease.job, 2), "w1") is None
     job = jobs.get(lease.job)
-    assert job.state == "failed" and job.error is not None and f"trial 0 of job {job.id} cannot be read" in job.error
+    assert job.state == "failed" and re.search(unreadable("trials", r"\d+"), job.error or "")
 
 
 def test_progress_that_was_changed_is_not_shown(jobs: Jobs, engine: Engine) -> None:
@@ -132,23 +138,27 @@ def test_events_that_were_changed_are_refused_in_one_sentence(jobs: Jobs, engine
     lease = running(jobs)
     jobs.checkpoint(lease, 1, [finished()], {})
     edit(engine, "events", f"{values} WHERE type = 'prompt_finished'")
-    with pytest.raises(StoreError, match=r"of the job cannot be read .*changed by hand"):
-        jobs.outputs(lease.job)
     event = jobs.events(lease.job)[-1]
-    with pytest.raises(StoreError, match=r"of the job cannot be read .*changed by hand"):
+    with pytest.raises(StoreError, match=f"{unreadable('events', event.id)} .*changed by hand"):
+        jobs.outputs(lease.job)
+    with pytest.raises(StoreError, match="the event"):
         event_from_json(event.type, event.data)
+    assert event.event is None
 
 
-def test_text_that_is_no_json_is_refused_in_one_sentence(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_text_that_is_no_json_hides_no_job_and_stops_none(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("store") / "a.db"  # PostgreSQL takes no such text
     with Store.open(str(path)) as store:
         lease = running(store.jobs)
         engine = create_engine(store.url)
-        edit(engine, "jobs", "request = '{\"model\": '")
+        edit(engine, "jobs", "request = '{\"model\": ', progress = '{'")
         engine.dispose()
-        for call in (store.jobs.get, lambda job: store.jobs.act(job, "cancel"), lambda _: store.jobs.latest()):
-            with pytest.raises(StoreError, match=r"a\.db has a row that is no JSON .*: it was changed by hand"):
-                call(lease.job)
+        whole, _ = store.jobs.submit(noop(1))
+        job = store.jobs.get(lease.job)
+        assert job.progress is None and f"{unreadable('jobs', job.id)} (its request is no object)" in (job.error or "")
+        assert {found.id for found in store.jobs.latest()} == {job.id, whole.id}
+        store.jobs.act(job.id, "cancel")
+        assert store.jobs.states() == {"cancelled": 1, "queued": 1}
 
 
 @pytest.mark.parametrize("error", ["a\x00b", "half a pair: \udc80", "ß" * 10_000])

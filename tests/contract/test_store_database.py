@@ -14,22 +14,17 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from first_schema import create
 from servers import Postgres, new_database, server_folder
 from sqlalchemy import URL, Engine, NullPool, create_engine, inspect, make_url, text
 from sqlalchemy.orm import Session
 
-from swiftopt.core.errors import SchemaTooNew, StoreError, StoreUnavailable
+from swiftopt.core.errors import StoreError, StoreUnavailable
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.types import LayerSet, Trial
 from swiftopt.store import Store, as_url, default_url
-from swiftopt.store.database import Transactions, connect, writing
-from swiftopt.store.migrations import HEAD, REVISIONS, revision
-from swiftopt.store.tables import Base, SchemaRow
+from swiftopt.store.database import Transactions, connect
 
 RECORD = LayerSetRecord("m", "t", LayerSet(40, frozenset({7}), frozenset({8})))
 
@@ -43,22 +38,6 @@ def admin(empty_database_url: str) -> Iterator[Engine]:
 
 
 # --- schema -----------------------------------------------------------------------------------------------------------
-
-
-def test_older_database_gets_the_tables_that_the_code_uses(empty_database_url: str, admin: Engine) -> None:
-    opened = connect(empty_database_url)
-    with writing(opened).begin() as connection:
-        create(connection, REVISIONS[0])
-    opened.dispose()
-    Store.open(empty_database_url).close()
-    options = {
-        "compare_type": True,
-        "include_object": lambda _o, name, kind, *_: kind != "table" or "version" not in name,
-    }
-    with admin.connect() as connection:
-        context = MigrationContext.configure(connection, opts=options)
-        assert compare_metadata(context, Base.metadata) == []
-        assert revision(connection) == HEAD
 
 
 def test_database_may_hold_tables_of_others(empty_database_url: str, admin: Engine) -> None:
@@ -99,13 +78,6 @@ def test_databases_can_be_created_by_several_threads_at_once(tmp_path: Path) -> 
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(create, range(6))) == [1] * 6
-
-
-def test_database_of_a_newer_swiftopt_is_refused(database_url: str, store: Store, engine: Engine) -> None:
-    with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {SchemaRow.__tablename__} SET version_num = '9999_future'"))
-    with pytest.raises(SchemaTooNew, match=f"newer swiftopt .*9999_future, .*up to {HEAD}.*install that version"):
-        Store.open(database_url)
 
 
 def test_opening_prints_nothing_leaves_logging_alone_and_needs_no_torch(empty_database_url: str) -> None:
