@@ -228,19 +228,16 @@ class MeasuredEngine(Protocol):
 
 
 class EngineMetrics(Collector):
-    """The engines' metrics, under vLLM's names; and their latest `history`."""
+    """The engines' metrics, under vLLM's names; and their `history`, whose totals the counters are."""
 
     def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
         self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
         given: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
         self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
-        self._counters = {name: Counter(f"vllm:{name}", words, **given) for name, words, _ in COUNTERS}
         given["labelnames"] = ["model_name", "finished_reason"]
         self._ended = Counter(SUCCESS, "Requests that ended.", **given)
         for name, reason in product(engines, ENDINGS):  # Beginning at 0 makes the first failure an increase.
             self._ended.labels(name, reason)
-        given["labelnames"] = ["model_name", "position"]
-        self._per_position = Counter(PER_POSITION, "Accepted tokens by position in the draft, from 0.", **given)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
@@ -260,6 +257,17 @@ class EngineMetrics(Collector):
                 values = [([name, task.task], value_of(task)) for name, task in tasks]
                 measured = [(labels, float(value)) for labels, value in values if value is not None]
                 yield metric(kind, f"swiftopt_serving_{figure}", words, ["model_name", "task"], measured)
+        totals = [(name, self.history.total(name)) for name in self._engines]
+        for name, words, sum_ in COUNTERS:
+            sums = [([model], float(getattr(total, sum_))) for model, total in totals]
+            yield metric(CounterMetricFamily, f"vllm:{name}", words, label, sums)
+        words = "Accepted tokens by position in the draft, from 0."
+        by_position = [
+            ([model, str(position)], float(n))
+            for model, total in totals
+            for position, n in enumerate(total.accepted_per_position)
+        ]
+        yield metric(CounterMetricFamily, PER_POSITION, words, ["model_name", "position"], by_position)
         yield from self._counted.collect()
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
@@ -270,12 +278,8 @@ class EngineMetrics(Collector):
             waits["inter_token_latency_seconds"] = ended.between_tokens_s
         for name, seconds in waits.items():
             self._waits[name].labels(model).observe(seconds)
-        for name, _, total in COUNTERS:
-            self._counters[name].labels(model).inc(getattr(ended, total))
         reason = "length" if done.finish_reason == "length" else "stop"
         self._ended.labels(model, reason).inc()
-        for position, n in enumerate(done.accepted_per_position):
-            self._per_position.labels(model, str(position)).inc(n)
 
     def fail(self, model: str, n: int) -> None:
         """Count requests that have failed."""
