@@ -370,6 +370,11 @@ class Completion(Record):
         return self.n_decoded / self.target_passes if self.target_passes else None
 
     @property
+    def n_drafts(self) -> int:
+        """Rounds that drafted."""
+        return sum(map(sum, self.by_draft_length.values()))
+
+    @property
     def n_decoded(self) -> int:
         """Tokens that came with rounds, without the prefill's own."""
         return self.n_tokens - self.first_tokens

@@ -96,7 +96,7 @@ class Period:
             decoded=done.n_decoded,
             prompt_tokens=done.n_prompt_tokens,
             cached_tokens=done.n_cached,
-            drafts=sum(map(sum, done.by_draft_length.values())),
+            drafts=done.n_drafts,
             drafted=done.drafted,
             accepted=done.accepted,
             first_token_s=first_token_s,

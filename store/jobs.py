@@ -416,7 +416,7 @@ def _completion_counts(model: str, task: str, completion: Completion) -> list[Co
         return []
     per_position = completion.accepted_per_position
     return [
-        Count("drafts", model, task, value=completion.target_passes),
+        Count("drafts", model, task, value=completion.n_drafts),
         Count("draft_tokens", model, task, value=completion.drafted),
         Count("accepted_tokens", model, task, value=completion.accepted),
         *(Count("accepted_per_position", model, task, str(i), n) for i, n in enumerate(per_position) if n),

@@ -44,10 +44,10 @@ def trials_done(*steps: int, task: str = "t") -> TrialsDone:
 
 
 def finished(place: int = 0, prompt: str = "p", held_out: bool = False) -> PromptFinished:
-    """A completion of 6 tokens: 3 rounds, 5 drafted, 3 accepted."""
-    completion = Completion(
-        (1, 2, 3, 4, 5, 6), "six", "stop", "swift", 4, 3, 1, 5, 3, (2, 1), {2: 2, 3: 1}, Timings(1, 2, 3, 4), 0.5, SMALL
-    )
+    """A completion of 6 tokens: 4 rounds, of which 3 drafted 5 tokens; 3 accepted."""
+    times, drafts = Timings(1, 2, 3, 4), {1: (0, 1), 2: (1, 0, 1)}
+    figures = (4, 4, 1, 5, 3, (2, 1), {2: 2, 3: 1}, times, 0.5, SMALL)
+    completion = Completion((1, 2, 3, 4, 5, 6), "six", "stop", "swift", *figures, by_draft_length=drafts)
     return PromptFinished(Prompt(prompt, "t"), place, completion, held_out)
 
 
