@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -20,8 +20,9 @@ from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import Method, swift
 from ..decoding.methods.adaptive import AdaptiveSettings, adaptive
 from ..decoding.session import Session, Turn
+from ..models.runtime import Runtime
 from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
-from .verdict import Timed, speed, speed_interval
+from .verdict import ERROR, Timed, speed, speed_interval
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -120,46 +121,55 @@ def choose_format(
     Returns: the format, "stored" where none is worth its memory; and the costs with it.
     """
     runtime = session.runtime
-    tried: dict[str, tuple[FormatTried, CostProfile]] = {}  # the formats that may be the fastest
-    most = WORTH_IT
+    tried = yield from _estimated(session, prompts[:N_PROMPTS], window, measured)
+    if not tried:
+        return STORED, costs
+    methods = [
+        adaptive(SkippedTarget(LayerSet(runtime.n_layers).filled(name)), format_costs, ADAPTIVE)
+        for name, (_, _, format_costs) in tried.items()
+    ]
+    phase = PhaseChanged("", "profile", f"timing drafts in {' and '.join(tried)}")
+    runs = yield from timed_by_turns(session, prompts, methods, phase)
+    best = max(tried, key=lambda name: tried[name][0])
+    if runs:
+        for (_, event, _), timed in zip(tried.values(), runs, strict=True):
+            yield replace(event, tok_s=speed(timed))
+        best = list(tried)[unbeaten(runs)[0]]
+    _drop_copies(runtime, tried.keys() - {best})
+    return best, tried[best][2]
+
+
+def _estimated(
+    session: Session, prompts: Sequence[Prompt], window: int, measured: MeasureFormats
+) -> Generator[Trying, None, dict[str, tuple[float, FormatTried, CostProfile]]]:
+    """Return the formats that may be the fastest, each with its expected speedup, its event, and the costs with it."""
+    runtime = session.runtime
+    tried: dict[str, tuple[float, FormatTried, CostProfile]] = {}
     for name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
         draft = LayerSet(runtime.n_layers).filled(name)
         try:
             format_costs = measured(name)
-            score = yield from _scored(session, prompts[:N_PROMPTS], window, name, draft, format_costs)
+            score = yield from _scored(session, prompts, window, name, draft, format_costs)
         except (RuntimeError, MemoryError, SettingsError) as error:  # a device without such a kernel, or without room
             yield FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0])
-            runtime.drop_copies(name)
+            _drop_copies(runtime, {name})
             continue
         worth = adaptive_speedup(score, draft, format_costs)
         event = FormatTried(name, worth, score.matchness)
         yield event
-        if worth <= WORTH_IT:
-            runtime.drop_copies(name)
-            continue
-        tried[name], most = (event, format_costs), max(most, worth)
-        for other in [other for other, (event, _) in tried.items() if (event.expected or 0.0) * DOUBT < most]:
-            runtime.drop_copies(other)
-            del tried[other]
-        if most >= ENOUGH:
+        tried[name] = worth, event, format_costs
+        least = max(WORTH_IT, max(worth for worth, _, _ in tried.values()) / DOUBT)
+        kept = {name: estimate for name, estimate in tried.items() if estimate[0] > least}
+        _drop_copies(runtime, tried.keys() - kept.keys())
+        tried = kept
+        if worth >= ENOUGH:
             break
-    if not tried:
-        return STORED, costs
-    drafts = {name: LayerSet(runtime.n_layers).filled(name) for name in tried}
-    methods = [
-        adaptive(SkippedTarget(drafts[name]), format_costs, ADAPTIVE) for name, (_, format_costs) in tried.items()
-    ]
-    phase = PhaseChanged("", "profile", f"timing drafts in {' and '.join(tried)}")
-    runs = yield from timed_by_turns(session, prompts, methods, phase)
-    best = max(tried, key=lambda name: tried[name][0].expected or 0.0)
-    if runs:
-        for (event, _), timed in zip(tried.values(), runs, strict=True):
-            yield replace(event, tok_s=speed(timed))
-        best = list(tried)[first_unbeaten(runs)]
-    for name in tried:
-        if name != best:
-            runtime.drop_copies(name)
-    return best, tried[best][1]
+    return tried
+
+
+def _drop_copies(runtime: Runtime, formats: Iterable[str]) -> None:
+    for name in formats:
+        runtime.drop_copies(name)
 
 
 def timed_by_turns(
@@ -184,29 +194,23 @@ def timed_by_turns(
             with closing(side_by_side([session.request(short, methods[at])])) as run:
                 done = [event.completion for event in run if isinstance(event, Turn)]
             runs[at].append(Timed(done[0].n_decoded, done[0].timings.decode_s))
-        if number + 1 >= FEWEST_TIMED and _is_decided(runs):
+        if number + 1 >= FEWEST_TIMED and len(unbeaten(runs, ERROR)) == 1:
             break
     return runs
 
 
-def first_unbeaten(runs: Sequence[Sequence[Timed]]) -> int:
-    """Return which method to use by runs of the same prompts: the first that no other one leads by a standard error.
+def unbeaten(runs: Sequence[Sequence[Timed]], error: float = STANDARD_ERROR) -> list[int]:
+    """Return the numbers of the methods that no other one leads, by runs of the same prompts; at least one.
 
-    So the order is one of preference where time does not tell: what takes less memory, or what the search has rated.
+    Where time does not tell, use the first of them: what takes less memory, or what the search has rated higher.
     """
 
-    def is_beaten(timed: Sequence[Timed]) -> bool:
-        leads = (speed_interval(other, timed, STANDARD_ERROR) for other in runs if other is not timed)
-        return any(lead is not None and lead[0] > 1 for lead in leads)
+    def leads(fast: Sequence[Timed], slow: Sequence[Timed]) -> bool:
+        interval = speed_interval(fast, slow, error)
+        return interval is not None and interval[0] > 1
 
-    return next((at for at, timed in enumerate(runs) if not is_beaten(timed)), 0)
-
-
-def _is_decided(runs: Sequence[Sequence[Timed]]) -> bool:
-    """Return whether the fastest of the methods, whose runs of the same prompts these are, is surely ahead."""
-    first, *others = sorted(runs, key=speed, reverse=True)
-    intervals = [speed_interval(first, other) for other in others]
-    return all(interval is not None and interval[0] > 1 for interval in intervals)
+    beaten = [any(leads(other, timed) for other in runs if other is not timed) for timed in runs]
+    return [at for at, is_beaten in enumerate(beaten) if not is_beaten] or [0]
 
 
 def prepared(

@@ -28,7 +28,7 @@ from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import Work, intercept, side_by_side
 from ..decoding.loop import Prefilled, Round
 from ..decoding.session import Session, Turn
-from .drafting import N_PROMPTS, drafting_with, first_unbeaten, timed_by_turns
+from .drafting import N_PROMPTS, drafting_with, timed_by_turns, unbeaten
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
 
@@ -275,7 +275,7 @@ class Tuner:
         phase = PhaseChanged(task.name, "profile", "timing the set in use and the first one")
         runs = yield from timed_by_turns(self.session, served[::-1], methods, phase)
         if runs:
-            search.take(sets[first_unbeaten(runs)])
+            search.take(sets[unbeaten(runs)[0]])
 
     def _measure(self, task: TaskState, look: Look) -> Generator[Event, None, list[tuple[int, list[TimedTurn]]]]:
         """Run the prompts of a look, each plain and tuned; what a checkpoint has of them is not run again."""

@@ -26,7 +26,7 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import drafting
 from swiftopt.optimizer.drafting import choose_format
 from swiftopt.optimizer.evaluation import WindowScore
-from swiftopt.optimizer.verdict import Timed
+from swiftopt.optimizer.verdict import ERROR, Timed
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
 
@@ -148,10 +148,10 @@ def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list
 
 def test_methods_are_timed_by_turns_until_one_is_surely_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_turns(2, monkeypatch) == ([], [])  # too few prompts
-    monkeypatch.setattr(drafting, "_is_decided", lambda runs: False)
+    monkeypatch.setattr(drafting, "unbeaten", lambda runs, error: [0, 1])
     runs, order = by_turns(16, monkeypatch)
     assert [len(own) for own in runs] == [4, 4] and order == ["1", "2", "2", "1"] * 2  # a quarter of the prompts
-    monkeypatch.setattr(drafting, "_is_decided", lambda runs: True)
+    monkeypatch.setattr(drafting, "unbeaten", lambda runs, error: [1])
     assert len(by_turns(40, monkeypatch)[1]) == 2 * drafting.FEWEST_TIMED
 
 
@@ -159,16 +159,16 @@ def test_method_is_ahead_when_its_whole_interval_is() -> None:
     base = [Timed(10, 1.0), Timed(10, 1.1), Timed(10, 0.9)]
     double = [Timed(10, run.seconds / 2) for run in base]
     mixed = [Timed(10, 0.5), Timed(10, 1.6), Timed(10, 0.8)]
-    assert drafting._is_decided([base, double]) and drafting._is_decided([double, base, base])
-    assert not drafting._is_decided([base, mixed]) and not drafting._is_decided([base, base])
+    assert drafting.unbeaten([base, double], ERROR) == [1] and drafting.unbeaten([double, base, base], ERROR) == [0]
+    assert drafting.unbeaten([base, mixed], ERROR) == drafting.unbeaten([base, base], ERROR) == [0, 1]
 
 
-def test_first_method_is_used_unless_another_leads_by_a_standard_error() -> None:
+def test_method_is_beaten_when_another_leads_by_a_standard_error() -> None:
     base = [Timed(10, seconds) for seconds in (1.0, 1.1, 0.9, 1.0)]
     double, alike = [Timed(10, run.seconds / 2) for run in base], [Timed(10, run.seconds * 0.999) for run in base[::-1]]
-    assert drafting.first_unbeaten([base, double]) == 1 and drafting.first_unbeaten([double, base]) == 0
-    assert drafting.first_unbeaten([base, alike]) == drafting.first_unbeaten([alike, base]) == 0
-    assert drafting.first_unbeaten([base, alike, double]) == 2
+    assert drafting.unbeaten([base, double]) == [1] and drafting.unbeaten([double, base]) == [0]
+    assert drafting.unbeaten([base, alike])[0] == drafting.unbeaten([alike, base])[0] == 0
+    assert drafting.unbeaten([base, alike, double]) == [2]
 
 
 def test_format_that_costs_as_much_as_the_model_is_not_chosen_and_its_copies_go() -> None:
