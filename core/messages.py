@@ -7,7 +7,9 @@ until it is `Ready`, then each question, by its `id`, with one message or with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, get_args
 
 from . import errors
@@ -215,30 +217,22 @@ def encoded(message: FromServer | FromEngine) -> bytes:
         raise InvalidInput(words) from None
 
 
-def from_server(line: bytes) -> FromServer:
-    """Return the message of a line; raises as `_decoded`."""
-    message = _decoded(line)
-    if not isinstance(message, FromServer):
-        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the engine): restart the server")
-    return message
+def _decoded(kinds: Any, reader: str, line: bytes) -> Any:
+    """Return the message of a line, one of the union `kinds`.
 
-
-def from_engine(line: bytes) -> FromEngine:
-    """Return the message of a line; raises as `_decoded`."""
-    message = _decoded(line)
-    if not isinstance(message, FromEngine):
-        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the server): restart the server")
-    return message
-
-
-def _decoded(line: bytes) -> FromServer | FromEngine:
-    """Raises: SettingsError: the line is no message, or the other process has another version of them."""
+    Raises: SettingsError: the line is no message to the `reader`, or the other process has another version of them.
+    """
     name, _, values = line.partition(b" ")
     try:
-        kind = KINDS[name.decode()]
-        message: FromServer | FromEngine = adapter(kind).validate_json(values)
+        message = adapter(KINDS[name.decode()]).validate_json(values)
     except (KeyError, ValueError) as error:
         raise SettingsError(f"{MISMATCH} ({str(error).splitlines()[0]}): restart the server") from error
+    if not isinstance(message, kinds):
+        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the {reader}): restart the server")
     if isinstance(message, Serve | Ready) and message.version != VERSION:
         raise SettingsError(f"{MISMATCH} (version {message.version}, not {VERSION}): restart the server")
     return message
+
+
+from_server: Callable[[bytes], FromServer] = partial(_decoded, FromServer, "engine")
+from_engine: Callable[[bytes], FromEngine] = partial(_decoded, FromEngine, "server")
