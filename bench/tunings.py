@@ -100,11 +100,11 @@ class WayRun:
             "skip_mlp": sorted(layer_set.skip_mlp),
         }
 
-    def thinned(self) -> None:
-        """Keep `MOST_POINTS` of the plans, the first and the last among them."""
-        n = len(self.plans)
-        if n > MOST_POINTS:
-            self.plans = [self.plans[round(i * (n - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+
+def thinned(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, DraftPlan]]:
+    """Return `MOST_POINTS` of a run's plans at most, evenly spaced, the first and the last among them."""
+    n = min(len(plans), MOST_POINTS)
+    return [plans[round(i * (len(plans) - 1) / max(1, n - 1))] for i in range(n)]
 
 
 class TuningBench:
@@ -189,7 +189,7 @@ class TuningBench:
         run.decode_s = decoding + prefill
         run.seconds = perf_counter() - began - run.decode_s
         run.use(run.seconds, DraftPlan(*final))
-        run.thinned()
+        run.plans = thinned(run.plans)
         self.on_step(f"{words}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
         return run
 

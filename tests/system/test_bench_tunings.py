@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_files import save
 
-from swiftopt.bench import tunings
-from swiftopt.bench.tunings import TuningBench, WayRun, settings_of
+from swiftopt.bench.tunings import MOST_POINTS, DraftPlan, TuningBench, WayRun, settings_of, thinned
 from swiftopt.cli.main import run
-from swiftopt.core.settings import PRESETS, TuningSettings
+from swiftopt.core.settings import PRESETS, SwiftSettings, TuningSettings
+from swiftopt.core.types import LayerSet
 
 WAYS = "default:2,preset swift,random"
 
@@ -80,8 +80,8 @@ def test_way_is_the_defaults_a_preset_or_another_strategy() -> None:
     assert {name: getattr(preset, name) for name in PRESETS["swift"].making} == dict(PRESETS["swift"].making)
 
 
-def test_curve_keeps_its_ends() -> None:
-    run_of = WayRun.__new__(WayRun)
-    run_of.plans = [(float(at), None) for at in range(9)]  # type: ignore[misc]
-    run_of.thinned()
-    assert len(run_of.plans) == tunings.MOST_POINTS and (run_of.plans[0][0], run_of.plans[-1][0]) == (0.0, 8.0)
+@pytest.mark.parametrize("n", range(1, 10))
+def test_curve_keeps_its_ends(n: int) -> None:
+    plan = DraftPlan(LayerSet(8), SwiftSettings())
+    times = [at for at, _ in thinned([(float(at), plan) for at in range(n)])]
+    assert len(times) == min(n, MOST_POINTS) and (times[0], times[-1]) == (0, n - 1) and times == sorted(set(times))
