@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent
+from swiftopt.optimizer.evaluation import SEARCH_SHARE
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
@@ -437,6 +439,20 @@ def test_search_keeps_to_its_share_of_the_time(model: swiftopt.Model) -> None:
     assert task.may_search(0.1) and not task.may_search(0.2)
     task.count_look(0.1, 0.01)  # ten times what was expected
     assert task.may_search(0.005) and not task.may_search(0.01), "the next one may take ten times as long, too"
+
+
+def test_search_pays_a_slow_look_back_before_the_next_one(model: swiftopt.Model) -> None:
+    """On a simulated clock only a look that is slower, for what was expected, than any before exceeds the share."""
+    task, random, expected_s = task_of(model), Random(0), 0.1
+    shares: list[float] = []  # after each look
+    for factor in [*(random.uniform(0, LOOK_MARGIN) for _ in range(300)), 90.0, *[1.0] * 300]:
+        while not task.may_search(expected_s):
+            task.seconds += 0.1
+        task.count_look(factor * expected_s, expected_s)
+        shares.append(task.search_s / task.seconds)
+    before, slow, after = shares[:300], shares[300], shares[301:]
+    assert before[-1] > 0.5 * SEARCH_SHARE and max(before) <= SEARCH_SHARE < slow
+    assert after[-1] > 0.5 * SEARCH_SHARE and max(after) <= SEARCH_SHARE
 
 
 def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
