@@ -118,8 +118,8 @@ def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
     """Write every other prompt to tune on, and the rest to measure on, as streams of one task."""
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
     paths = (work / "tuned.jsonl", work / "held-out.jsonl")
-    for number_, path in enumerate(paths):
-        task_lines = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[number_::2]]
+    for first, path in enumerate(paths):
+        task_lines = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[first::2]]
         path.write_text("".join(task_lines), encoding="utf-8")
     return paths
 

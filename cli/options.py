@@ -299,8 +299,8 @@ class IntRange(click.IntRange):
     name = "integer"  # of which "1e3" is none; click says "integer range"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number_given: int = super().convert(value, param, ctx)
-        return number_given if number_given <= LARGEST else self.fail(f"{number_given} is too large", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number if number <= LARGEST else self.fail(f"{number} is too large", param, ctx)
 
 
 class FloatRange(click.FloatRange):
@@ -309,10 +309,8 @@ class FloatRange(click.FloatRange):
     name = "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number_given: float = super().convert(value, param, ctx)
-        return (
-            number_given if math.isfinite(number_given) else self.fail(f"{value!r} is not a finite number", param, ctx)
-        )
+        number: float = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number", param, ctx)
 
 
 positive, natural = IntRange(min=1), IntRange(min=0)

@@ -150,13 +150,13 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     from ..server.app import serve as run
     from ..server.settings import MIB, KeyRing, ServerSettings, allowed_origins, stream_folders
 
-    options_given = {
+    access = {
         "keys": KeyRing.from_environment(),
         "stream_folders": stream_folders(values["folders"]),
         "origins": allowed_origins(values["origins"]),
     }
     sizes = {"max_body_bytes": values["max_body_mb"] * MIB, "log_polls": values["log"] == "all"}
-    settings = pick(ServerSettings, {**values, **options_given, **sizes})
+    settings = pick(ServerSettings, {**values, **access, **sizes})
     served = _served(models, values)
     if served:
         options.check_can_decode()
@@ -250,8 +250,8 @@ def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel
         check_names(path, values["dtype"], values["device"], values["speed"])
         if name in models_by_name:
             raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
-        fields_given = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
-        models_by_name[name] = pick(ServedModel, fields_given)
+        model_fields = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
+        models_by_name[name] = pick(ServedModel, model_fields)
     return list(models_by_name.values())
 
 

@@ -130,21 +130,19 @@ class Record:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         reference = handler(schema)
-        schema_found = handler.resolve_ref_schema(reference)
-        schema_found["description"] = (cls.__doc__ or "").partition("\n")[0]
+        definition = handler.resolve_ref_schema(reference)
+        definition["description"] = (cls.__doc__ or "").partition("\n")[0]
         if handler.mode == "serialization":
-            flat = handler.resolve_ref_schema(schema_found["properties"].pop(cls.FLAT, {}))
+            flat = handler.resolve_ref_schema(definition["properties"].pop(cls.FLAT, {}))
             added = {name: get_type_hints(getattr(cls, name).fget)["return"] for name in cls.COMPUTED}
-            schema_found["properties"] = {
+            definition["properties"] = {
                 **({"schema": {"const": cls.SCHEMA, "type": "string"}} if cls.SCHEMA else {}),
                 **flat.get("properties", {}),
-                **schema_found["properties"],
+                **definition["properties"],
                 **{name: adapter(hint).json_schema() for name, hint in added.items()},
             }
-            left_out = {
-                _key(field_) for field_ in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field_.metadata
-            }
-            schema_found["required"] = [name for name in schema_found["properties"] if name not in left_out]
+            left_out = {_key(field) for field in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field.metadata}
+            definition["required"] = [name for name in definition["properties"] if name not in left_out]
         return reference
 
 
@@ -354,4 +352,4 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 
 def _always_written(kind: Any) -> list[str]:
-    return [_key(field_) for field_ in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(field_.metadata)]
+    return [_key(field) for field in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(field.metadata)]

@@ -86,7 +86,7 @@ def _shape(chat: Chat) -> bytes:
     values = {**chat.values, "tools": bool(chat.values.get("tools"))}
     shape = (
         chat.tokenizer.chat_template,
-        [row(chat_message) for chat_message in chat.messages],
+        [row(message) for message in chat.messages],
         sorted(values.items()),
     )
     return hashlib.sha256(repr(shape).encode(errors="replace")).digest()
@@ -151,28 +151,22 @@ class _Probe:
         """
         chat = self.chat.changed(form)
         text = chat.rendered()
-        if any(chat_message in text for chat_message in _as_python(chat.messages)):
+        if any(literal in text for literal in _as_python(chat.messages)):
             raise TypeError("the template writes a value of another type than it expects")
         kept = {place.message for marker, place in self.places.items() if marker in text}
         for marker, (i, part) in self.places.items():
             if marker not in text:
                 return LeftOut(i, part if i in kept else "role")
-        roles = {chat_message["role"] for chat_message in chat.messages if _is_empty(chat_message)} - {*MAY_BE_EMPTY}
+        roles = {message["role"] for message in chat.messages if _is_empty(message)} - {*MAY_BE_EMPTY}
         for role in sorted(roles):
-            others = [
-                chat_message
-                for chat_message in chat.messages
-                if chat_message["role"] != role or not _is_empty(chat_message)
-            ]
+            others = [message for message in chat.messages if message["role"] != role or not _is_empty(message)]
             try:
                 vanishes = bool(others) and replace(chat, messages=others).rendered() == text
             except REFUSALS:  # they matter to the order of the roles, then
                 continue
             if vanishes:
                 empty = (
-                    i
-                    for i, chat_message in enumerate(self.chat.messages)
-                    if chat_message["role"] == role and _is_empty(chat_message)
+                    i for i, message in enumerate(self.chat.messages) if message["role"] == role and _is_empty(message)
                 )
                 return LeftOut(next(empty), "content")
         return None

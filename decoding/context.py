@@ -32,12 +32,8 @@ from ..models.rows import Load, uploaded
 from ..models.runtime import Runtime
 from .grammar import GrammarMask
 
-_BLIND = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-)  # They read nothing but scores.
+# Processors that read nothing but scores.
+_BLIND = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
 KEPT_NOISES = 64  # The most positions whose noise is kept: 0.6 MB each for 152,000 tokens.
 Drafted = Sequence[int] | Sequence[Tensor]  # Tokens; tensors (1,) while their device may still compute them.
 _SMALLEST_DIVISOR = 1e-15  # Scores divided by less overflow float32; the argmax is sure long before.

@@ -25,13 +25,13 @@ def chosen_device(device: str, folder: Path, dtype: str) -> str:
     check_device(device)
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    device_found = placement(device, folder, dtype)
-    if device_found == "auto-map":
+    place = placement(device, folder, dtype)
+    if place == "auto-map":
         raise SettingsError(
             f"engines are compared on one device, and {folder} would be spread over several: use --device cpu, cuda:N"
             " or a smaller model"
         )
-    return device_found
+    return place
 
 
 def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -105,7 +105,7 @@ class DisturbanceMeter:
 
     def read(self) -> Disturbance:
         """Return what others had since the meter was made."""
-        wall, busy, stolen, ours = (now - then for now, then in zip(self._read(), self._began, strict=True))
+        wall, busy, stolen, ours = (end - begin for end, begin in zip(self._read(), self._began, strict=True))
         room = wall * max(1, len(self._cores))
         if busy == 0.0:
             return Disturbance(0.0, max(0.0, stolen) / room, ours / room)

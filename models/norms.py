@@ -48,7 +48,7 @@ FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 }
 
 
-_found: dict[Any, tuple[int, float] | None] = {}  # Results by a norm's class, settings, tensors and width.
+_forms: dict[Any, tuple[int, float] | None] = {}  # Results by a norm's class, settings, tensors and width.
 
 
 def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
@@ -62,12 +62,12 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> 
     settings = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
     plain = all(isinstance(value, int | float | str | tuple) for value in settings.values())
     key = (type(norm), tuple(settings.items()), frozenset(tensors), width) if plain else None
-    if key in _found:
-        kind_and_eps = _found[key]
+    if key in _forms:
+        kind_and_eps = _forms[key]
     else:
         kind_and_eps = _probed(norm, list(tensors), width, next(iter(tensors.values())).device if tensors else device)
         if plain:  # else an object, or a forward of its own, may make it another norm than those of its class
-            _found[key] = kind_and_eps
+            _forms[key] = kind_and_eps
     if kind_and_eps is None:
         return None
     kind, eps = kind_and_eps

@@ -468,14 +468,14 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
 
     Raises: UnsupportedModel: in a way that is not read here. `path`: of the config, for its sentence.
     """
-    scheme_found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
-    if scheme_found is None:
+    section = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if section is None:
         return None
-    method = scheme_found.get("quant_method", "(none)") if isinstance(scheme_found, Mapping) else "(unreadable)"
+    method = section.get("quant_method", "(none)") if isinstance(section, Mapping) else "(unreadable)"
     try:
         if method not in _SCHEME_READERS:
             raise _Refused(f"quant_method {method!r}")
-        scheme = _SCHEME_READERS[method](scheme_found)
+        scheme = _SCHEME_READERS[method](section)
         if scheme.bits not in SCHEME_BITS[scheme.format]:
             raise _Refused(f"{scheme.bits} bits in {scheme.format}")
         for size in (scheme.group, scheme.rows if scheme.rows != 1 else None):

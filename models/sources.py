@@ -306,8 +306,8 @@ def _wheel_gguf(alias: Alias) -> Path | None:
         files = importlib.metadata.files(alias.gguf_wheel.partition("==")[0])
     except importlib.metadata.PackageNotFoundError:
         return None
-    files_found = [Path(str(file.locate())) for file in files or () if file.suffix == ".gguf"]
-    return next((path for path in files_found if path.is_file()), None)
+    paths = [Path(str(file.locate())) for file in files or () if file.suffix == ".gguf"]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:

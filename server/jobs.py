@@ -109,8 +109,8 @@ class JobSubmission(Strict):
 
     def tune_request(self, stream: str, task: str) -> TuneRequest:
         """Return the request for a worker; the prompts are stored apart."""
-        fields_given = {name: value for name, value in self if name not in ("queue", "preset")}
-        return TuneRequest(**{**fields_given, "stream": stream, "task": task})
+        fields = {name: value for name, value in self if name not in ("queue", "preset")}
+        return TuneRequest(**{**fields, "stream": stream, "task": task})
 
 
 def _check_storable(value: Any) -> None:
@@ -285,8 +285,8 @@ async def events(
     """
     start = last_event_id if last_event_id is not None else (after or 0)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
-        events_found = await run_in_threadpool(app.board.events, job, start, limit)
-        return JSONResponse(EventPage(tuple(events_found), events_found[-1].id if events_found else start).to_json())
+        page = await run_in_threadpool(app.board.events, job, start, limit)
+        return JSONResponse(EventPage(tuple(page), page[-1].id if page else start).to_json())
     await run_in_threadpool(app.board.get, job)  # a wrong id is a 404, not a stream
     return EventSourceResponse(_follow(app.board, job, start), ping=KEEP_ALIVE_S)
 
@@ -359,14 +359,14 @@ async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[Ser
     while True:
         try:  # the job before its events, so that one seen as ended has no more of them
             job = await run_in_threadpool(board.get, job_id)
-            events_found = await run_in_threadpool(board.events, job_id, after, PAGE)
+            page = await run_in_threadpool(board.events, job_id, after, PAGE)
         except StoreUnavailable:
             await asyncio.sleep(OUTAGE_S)
             continue
-        for event in events_found:
+        for event in page:
             after = event.id
             yield sse(event.data, event.type, event.id)
-        if len(events_found) == PAGE:
+        if len(page) == PAGE:
             continue
         if job.progress is not None and job.progress != shown:
             shown = job.progress

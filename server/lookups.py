@@ -214,17 +214,15 @@ def layer_sets(
     task: Annotated[Word | None, Query(description="A task.")] = None,
 ) -> Response:
     """The stored versions of a model, a task, both or all, newest first."""
-    sets_found = LayerSetList(tuple(app.store.layer_sets(model, task)))
-    return Response(json.dumps(sets_found.to_json()), media_type="application/json")
+    versions = LayerSetList(tuple(app.store.layer_sets(model, task)))
+    return Response(json.dumps(versions.to_json()), media_type="application/json")
 
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
     """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
-    models_found = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
-    return JSONResponse(
-        {**models_found, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}
-    )
+    stored = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
+    return JSONResponse({**stored, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]})
 
 
 @router.get("/models/{model:path}", operation_id="model", response_class=Response)

@@ -144,7 +144,7 @@ class Period:
 
     def __add__(self, other: Period) -> Period:
         """Return the sums of both, from the beginning of this one."""
-        sums = {sum_.name: getattr(self, sum_.name) + getattr(other, sum_.name) for sum_ in fields(self)[1:-1]}
+        sums = {part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:-1]}
         both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
 

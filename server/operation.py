@@ -93,22 +93,20 @@ def readyz(app: Shared) -> Response:
     models and look-ups are served on, and nothing new is stored; looked at every ten seconds at most.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
-    state_found: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
-    state_found |= {"engines": engines, "storage": "unknown"}
+    report: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
+    report |= {"engines": engines, "storage": "unknown"}
     try:
         state = app.store.schema()
         if not state.ok:
-            state_found["migrations"] = (
-                f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
-            )
+            report["migrations"] = f"at {state.revision}, this server needs {state.head}: run `swiftopt db upgrade`"
     except StoreError as error:
-        state_found["database"], state_found["migrations"] = str(error), "unknown"
+        report["database"], report["migrations"] = str(error), "unknown"
     else:
-        state_found["storage"] = app.storage.problem() or "ok"
-        state_found["status"] = "ok" if state_found["storage"] == "ok" else "degraded"
-    if any(part != "ok" for part in (state_found["database"], state_found["migrations"], *engines.values())):
-        state_found["status"] = "unavailable"
-    return JSONResponse(state_found, 503 if state_found["status"] == "unavailable" else 200)
+        report["storage"] = app.storage.problem() or "ok"
+        report["status"] = "ok" if report["storage"] == "ok" else "degraded"
+    if any(part != "ok" for part in (report["database"], report["migrations"], *engines.values())):
+        report["status"] = "unavailable"
+    return JSONResponse(report, 503 if report["status"] == "unavailable" else 200)
 
 
 def _redis(queue: RedisQueue | None) -> str:

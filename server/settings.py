@@ -114,7 +114,7 @@ def _stamp(file: Path) -> tuple[int, int, int]:
 
 
 def _parse(entries: Iterable[str], where: str) -> list[Key]:
-    keys_found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
             continue
@@ -124,8 +124,8 @@ def _parse(entries: Iterable[str], where: str) -> list[Key]:
                 f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
                 " `swiftopt serve --new-key NAME`"
             )
-        keys_found[name] = Key(name, hashed.lower(), task or None)
-    return list(keys_found.values())
+        keys[name] = Key(name, hashed.lower(), task or None)
+    return list(keys.values())
 
 
 def _hash(key: str) -> str:

@@ -160,15 +160,15 @@ class Comparison:
 
     def _scores(self, runs: Runs) -> dict[int, float]:
         """Return the quality of each answer, by the prompt's number; equal answers are judged once."""
-        scores_found = {}
+        scores = {}
         for number, run in runs.by_prompt.items():
             prompt = self.prompts[number]
             text = self.session.ending(self.session.room(prompt), prompt.stop).text(run.token_ids)
             key = prompt.reference.get("before", prompt.id), text
             if key not in self._quality:
                 self._quality[key] = quality(prompt, text)
-            scores_found[number] = self._quality[key]
-        return scores_found
+            scores[number] = self._quality[key]
+        return scores
 
     def _report(
         self, rows: Sequence[Figures], recipes: MakingRecipes, energy: str | None, finished: bool

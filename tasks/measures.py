@@ -239,8 +239,8 @@ def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
 
 
 def _last_number(text: str) -> float | None:
-    numbers_found = _NUMBER.findall(text.split("####")[-1])
-    return float(numbers_found[-1].replace(",", "")) if numbers_found else None
+    numbers = _NUMBER.findall(text.split("####")[-1])
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _plain_words(text: str) -> list[str]:

@@ -277,9 +277,9 @@ class MakingRecipes(Recipes):
             session, budget_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
         else:
             making["settings"] = method_info("self-sd").settings_from(preset.settings)
-        search_found = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **making)
-        self._note("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
-        return self._kept("self-sd", search_found.best.layer_set)
+        search = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **making)
+        self._note("Self-SD's layer set", f"{len(search.candidates)} candidates", search.seconds)
+        return self._kept("self-sd", search.best.layer_set)
 
     def _kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
         record = set_record(self.runtime, self.model, self.task, layer_set, **known)
@@ -375,9 +375,9 @@ def search_offline(
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
     session, seed = opened(request, prompts, store, on_step), request.sampling.seed
-    search_found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
-    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search_found.best.layer_set)
-    return store.add_layer_set(record, plan_method="self-sd", promote=False), search_found
+    search = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
+    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search.best.layer_set)
+    return store.add_layer_set(record, plan_method="self-sd", promote=False), search
 
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:

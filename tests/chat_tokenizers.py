@@ -50,9 +50,9 @@ def trained(model: BPE, alphabet: Sequence[str], special: Sequence[str], words: 
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     letters = alphabet or sorted({*WORDS.replace(" ", "▁")})
-    bytes_ = [] if alphabet else [f"<0x{i:02X}>" for i in range(256)]
+    byte_tokens = [] if alphabet else [f"<0x{i:02X}>" for i in range(256)]
     tokenizer.train_from_iterator(
-        [WORDS], BpeTrainer(vocab_size=420, initial_alphabet=letters, special_tokens=bytes_, show_progress=False)
+        [WORDS], BpeTrainer(vocab_size=420, initial_alphabet=letters, special_tokens=byte_tokens, show_progress=False)
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])

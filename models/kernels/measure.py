@@ -46,7 +46,7 @@ def measured() -> Speeds:
                     if repeat:  # the first one warms up
                         speed = n_bytes * len(weights) / (perf_counter() - clock) / 1e9
                         by_way[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
-    speeds = {name: {case: median(all_) for case, all_ in cases.items()} for name, cases in by_way.items()}
+    speeds = {name: {case: median(samples) for case, samples in cases.items()} for name, cases in by_way.items()}
     with suppress(OSError):
         speeds_file().parent.mkdir(parents=True, exist_ok=True)
         speeds_file().write_text(json.dumps(speeds), encoding="utf-8")

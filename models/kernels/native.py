@@ -175,8 +175,8 @@ class NativePasses:
         maps = [self._map_of(module) for module in modules]
         orders = [getattr(module, "order", None) for module in modules]
         grouped = {
-            (bool(map_.scales), map_.group, None if order is None else tuple(order.tolist()))
-            for map_, order in zip(maps, orders, strict=True)
+            (bool(linear.scales), linear.group, None if order is None else tuple(order.tolist()))
+            for linear, order in zip(maps, orders, strict=True)
         }
         if len(grouped) > 1:
             raise Unsupported("maps of one input whose weights are grouped in several ways are computed by torch")

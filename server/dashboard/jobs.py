@@ -299,22 +299,22 @@ class Option:
 def options_of(kind: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record that is a single value; `names` choose some."""
     choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS), "dtype": DTYPES}
-    hints, options_found = get_type_hints(kind), []
-    for field_ in fields(kind):
-        name, hint = f"{prefix}{field_.name}", hints[field_.name]
-        default = "" if field_.default is MISSING or field_.default is None else field_.default
+    hints, options = get_type_hints(kind), []
+    for field in fields(kind):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        default = "" if field.default is MISSING or field.default is None else field.default
         kinds = {hint, *get_args(hint)}
-        if names and field_.name not in names:
+        if names and field.name not in names:
             continue
         if hint is bool:
-            options_found.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
-        elif get_origin(hint) is Literal or field_.name in choices:
-            options_found.append(Option(name, str(default), "choice", choices.get(field_.name, get_args(hint))))
+            options.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
+        elif get_origin(hint) is Literal or field.name in choices:
+            options.append(Option(name, str(default), "choice", choices.get(field.name, get_args(hint))))
         elif kinds & {int, float} and get_origin(hint) is not tuple:
-            options_found.append(Option(name, f"{default:g}" if default != "" else "", "number"))
+            options.append(Option(name, f"{default:g}" if default != "" else "", "number"))
         elif hint is str:
-            options_found.append(Option(name, str(default), "text"))
-    return options_found
+            options.append(Option(name, str(default), "text"))
+    return options
 
 
 FIRST = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
@@ -365,14 +365,14 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
     if isinstance(error, SwiftoptError):
         about = "model" if isinstance(error, ModelNotFound | UnsupportedModel) else "stream"
         return [(error.param or about, str(error))]
-    problems_found = []
+    problems = []
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"][:2])
         name = "stream" if name.startswith("stream") else name
-        problems_found.append(
+        problems.append(
             (name, explained([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
         )
-    return problems_found
+    return problems
 
 
 def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -388,7 +388,7 @@ def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) ->
         "first": FIRST,
         "rest": REST,
         "opened": any(
-            name not in ("", "model", "task", "stream", *(field_.name for field_ in FIRST)) for name, _ in wrong
+            name not in ("", "model", "task", "stream", *(field.name for field in FIRST)) for name, _ in wrong
         ),
         "models": list(models_known)[:NAMES_OFFERED],
         "streams": api.stream_names(folders)[:NAMES_OFFERED],
@@ -414,7 +414,7 @@ def jobs(app: Shared, state: JobState | None = None, at: PageNumber = 1) -> dict
     n = sum(states.values()) if state is None else states.get(state, 0)
     return {
         "rows": [(job, standings.get(job.id)) for job in shown],
-        "filters": [(None, sum(states.values())), *((state_, states.get(state_, 0)) for state_ in STATES)],
+        "filters": [(None, sum(states.values())), *((name, states.get(name, 0)) for name in STATES)],
         "state": state,
         "at": at,
         "n_pages": max(1, -(-n // PER_PAGE)),

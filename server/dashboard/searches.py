@@ -192,14 +192,14 @@ def tried_sets(tried: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
         else:
             set_sum[1:] = set_sum[1] + 1, set_sum[2] + tried_trial.matchness, set_sum[3] + tried_trial.score
     prices: dict[str | None, Callable[[str, str], float] | None] = {}
-    sets_found = []
+    sets = []
     for (attn, mlp, formats), (trial, n, matchness, score) in sums.items():
         if formats not in prices:
             whole = replace(trial.layer_set, skip_attn=frozenset(), skip_mlp=frozenset())
             prices[formats] = None if costs.missing(whole) else cost_of(costs, whole)
         if (cost := prices[formats]) is not None:
-            sets_found.append(TriedSet(trial, cost(attn, mlp), matchness / n, score / n, n))
-    return sorted(sets_found, key=lambda tried_trial: (tried_trial.cost, -tried_trial.matchness))
+            sets.append(TriedSet(trial, cost(attn, mlp), matchness / n, score / n, n))
+    return sorted(sets, key=lambda tried_trial: (tried_trial.cost, -tried_trial.matchness))
 
 
 def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
@@ -297,14 +297,14 @@ def trial_values(tried: Sequence[Tried], label: str) -> dict[str, Any]:
 
 def cost_values(tried: Sequence[Tried], costs: CostProfile | None) -> dict[str, Any]:
     """Return the values of the part on costs; None: none are stored."""
-    points_found = [] if costs is None else tried_sets(tried, costs)
-    front = front_of(points_found)
+    points = [] if costs is None else tried_sets(tried, costs)
+    front = front_of(points)
     return {
         "costs": costs,
         "parts": [] if costs is None else parts_of(costs),
-        "cost_chart": cost_chart(points_found, front) if points_found else None,
+        "cost_chart": cost_chart(points, front) if points else None,
         "front": [(point, *_skipped(point.trial)) for point in front[:: -(-len(front) // 20) or 1]],
-        "n_sets": len(points_found),
+        "n_sets": len(points),
     }
 
 

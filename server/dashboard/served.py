@@ -84,19 +84,19 @@ async def served_now(app: State) -> list[ServedNow]:
 
 def alarms(served: list[ServedNow], store_error: str) -> list[str]:
     """Return what needs attention, a sentence each."""
-    alarms_found = [
+    sentences = [
         f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable
     ]
     if store_error:
-        alarms_found.append(store_error)
+        sentences.append(store_error)
     for one in served:
         for task in one.tuning.tasks:
             if task.in_use == "plain" and task.pinned is None and task.requests:
                 measured = "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
                 why = task.shifts.latest or measured
                 since = time.strftime("%H:%M", time.localtime(task.since))
-                alarms_found.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
-    return alarms_found
+                sentences.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
+    return sentences
 
 
 @shown_page(router, "/", "overview", LIVE_S, live_path="/live/overview")
@@ -379,10 +379,10 @@ def _typed(values: Mapping[str, Any], app: State) -> dict[str, str]:
 
 def _try_of(app: State, session: DashboardSession, number: str) -> Try:
     """Raises: Refused: 404, there is none, or it is another's."""
-    try_found: Try | None = app.tries.get(number)
-    if try_found is None or try_found.owner != session.owner:
+    tried: Try | None = app.tries.get(number)
+    if tried is None or tried.owner != session.owner:
         raise Refused(404, "no-such-try", "this try is no longer remembered: start another one at /playground")
-    return try_found
+    return tried
 
 
 @shown_page(router, "/playground", "playground")

@@ -89,7 +89,7 @@ def test_request_with_unknown_keys_is_shown_and_refused_as_input(jobs: Jobs, eng
 
 
 @pytest.mark.parametrize(
-    "request_",
+    "values",
     [
         {},
         {"model": "m"},
@@ -108,9 +108,9 @@ def test_request_with_unknown_keys_is_shown_and_refused_as_input(jobs: Jobs, eng
     ],
     ids=str,
 )
-def test_hostile_request_is_refused_as_input(request_: dict[str, object]) -> None:
+def test_hostile_request_is_refused_as_input(values: dict[str, object]) -> None:
     with pytest.raises(SettingsError):
-        TuneRequest.from_json(request_)
+        TuneRequest.from_json(values)
 
 
 @pytest.mark.parametrize("values", ["skip_attn = '[77]'", "skip_mlp = '3'", "skip_attn = '[\"a\"]'"])

@@ -235,7 +235,9 @@ def test_answers_are_judged_by_their_data_set(
     assert rows["prompt-lookup"]["identical"] == 6 and rows["prompt-lookup"]["quality"] == rows["plain"]["quality"]
     assert 0 <= rows["typical"]["quality"] <= 1 and rows["plain"]["pass_at_10"] is None
     assert all("w5" not in text.split() for _, text in judged)
-    by_prompt = {name: {text for id_, text in judged if id_.split("~")[0] == name} for name in ("C/0", "C/1", "C/2")}
+    by_prompt = {
+        name: {text for prompt_id, text in judged if prompt_id.split("~")[0] == name} for name in ("C/0", "C/1", "C/2")
+    }
     assert max(map(len, by_prompt.values())) > 1  # samples are others
 
 

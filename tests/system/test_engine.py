@@ -392,9 +392,9 @@ def test_drafts_get_shorter_as_requests_come_and_longer_as_they_go() -> None:
         assert [each.token_ids[:12] for each in done] == [done[0].token_ids[:12]] * 6
         return [each.drafted for each in done]
 
-    alone_, together = drafted(1), drafted(6)
-    assert sum(together[1:]) < 0.5 * sum(alone_[1:])
-    assert 0 < together[0] <= alone_[0]  # most of its tokens come when the others are done
+    single, together = drafted(1), drafted(6)
+    assert sum(together[1:]) < 0.5 * sum(single[1:])
+    assert 0 < together[0] <= single[0]  # most of its tokens come when the others are done
 
 
 def test_buffers_of_requests_are_given_back() -> None:

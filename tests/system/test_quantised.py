@@ -278,7 +278,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     assert steps and len(list(tmp_path.rglob("*.safetensors"))) == 3  # attention, MLPs, head
     steps.clear()
     second.copies.prepare(draft, steps.append)
-    kept = [map_.codes for layer in range(4) for map_ in (second.copies.parts("attn", layer, name).out,)]
+    kept = [module.codes for layer in range(4) for module in (second.copies.parts("attn", layer, name).out,)]
     assert all(codes.data_ptr() % 64 == 0 for codes in kept)  # torch's int8 kernel dies of others
     assert steps == [] and second.copies.n_bytes == first.copies.n_bytes
     rows = Rows([3, 1, 4], 0, variants=(draft,))

@@ -272,9 +272,9 @@ def test_drafting_is_chosen_when_the_search_ends_and_kept_with_the_set() -> None
     assert longest <= SMALL["max_draft_length"]
 
 
-def shifts_set(events: Sequence[Event], shift_: Event) -> LayerSet:
+def shifts_set(events: Sequence[Event], notice: Event) -> LayerSet:
     """The set in use when a shift was noticed."""
-    before = events[: events.index(shift_)]
+    before = events[: events.index(notice)]
     held = [event.layer_set for event in before if isinstance(event, Adopted)]
     return held[-1] if held else LayerSet.uniform(N_LAYERS, 5)
 

@@ -105,9 +105,9 @@ def test_prompts_are_tuned_on_side_by_side(strategy: str) -> None:
     passes: list[list[int]] = []
 
     class Noting(Runtime):
-        def forward_together(self, passes_: Sequence[Pass]) -> list[Tensor]:
-            passes.append([len(each.rows.variants) for each in passes_])
-            return super().forward_together(passes_)
+        def forward_together(self, together: Sequence[Pass]) -> list[Tensor]:
+            passes.append([len(each.rows.variants) for each in together])
+            return super().forward_together(together)
 
     runtime.__class__ = Noting
     tuner = Tuner(Session(runtime, Sampling(), 24), settings, flat_costs(), "tiny", concurrency=3)

@@ -412,10 +412,10 @@ def test_what_is_no_number_in_a_drafts_row_stays_in_that_row(
 @each_dtype
 def test_pass_of_no_rows_gives_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = Case(3, 40, 17, 1, True).made(dtype)
-    for map_ in (weight, packed(weight, "int8", bias), packed(weight, "int4", bias)):
+    for form in (weight, packed(weight, "int8", bias), packed(weight, "int4", bias)):
         for n_threads in (1, 3):
-            assert linear(kernels, x[:0], map_, bias, n_threads).shape == (0, 17)
-            assert linear(kernels, x, map_, bias, n_threads, rows=[]).shape == (0, 17)
+            assert linear(kernels, x[:0], form, bias, n_threads).shape == (0, 17)
+            assert linear(kernels, x, form, bias, n_threads, rows=[]).shape == (0, 17)
     assert linear(kernels, x, weight, bias).isfinite().all()
 
 
@@ -428,8 +428,8 @@ found = build.kernels()
 if isinstance(found, str):
     raise SystemExit(found)
 x, weight, out = (ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(4, 5, 6), (ctypes.c_float * 1)()
-map_ = layout.Map(ctypes.addressof(weight), None, None, None, 3, 3, 1, 0, 0, 0)
-step = layout.Step(ctypes.addressof(map_), layout.LOGITS, 0, 0, 0, -1, 0)
+form = layout.Map(ctypes.addressof(weight), None, None, None, 3, 3, 1, 0, 0, 0)
+step = layout.Step(ctypes.addressof(form), layout.LOGITS, 0, 0, 0, -1, 0)
 rows = layout.RowList(None, 1)
 call = layout.Call(hidden=ctypes.addressof(x), lists=ctypes.pointer(rows), logits=ctypes.addressof(out),
                    n_rows=1, n_hidden=3, n_threads=1)
