@@ -181,135 +181,130 @@ def _matches(
 # --- from a plan to a draft
 
 
-@dataclass(frozen=True, slots=True)
-class DraftChoice:
-    """Chooses what an engine drafts with in place of a plan's own draft; the arguments are those of `export`.
+def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine: ExportEngine) -> EngineDraft:
+    """Choose what an engine drafts with in place of a plan's own draft; with a layer set where it is a checkpoint.
 
-    Args: target: what the engine reads the target from. folder: the target's weights.
+    The draft length of a layer set is guessed, see `with_checkpoint`.
+
+    Args:   target: what the engine reads the target from. folder: the target's weights.
+    Raises: as `export`.
     """
-
-    found: FoundPlan
-    name: str
-    target: str
-    folder: Path
-    engine: ExportEngine
-    store: Store | None
-    prompts: Sequence[Prompt]
-    on_step: OnStep
-
-    def draft(self) -> EngineDraft:
-        """Choose it.
-
-        Raises: as `export`.
-        """
-        plan, record, engine = self.found.plan, self.found.plan.layer_set, self.engine
-        n_layers = int(supported_config(self.folder).num_hidden_layers)
-        layer_set = None if record is None else record.layer_set
-        if layer_set is None and plan.method == "adaptive":
-            name = str(plan.settings.get("draft_format", "int4"))
-            layer_set = LayerSet(n_layers).filled(name if name in FORMATS else "int4")
-        takes_bits = engine.shares or engine.writes != "stored"
-        if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
-            model_id = fingerprint(self.folder)
-            if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, model_id)):
-                raise LayerSetError(
-                    f"the layer set was tuned on another model than {self.name} ({model_id}):"
-                    " export it with the model that it is of"
-                )
-            draft = self._without_checkpoint(layer_set)
-            return self._with_checkpoint(draft, layer_set, model_id) if self._has_checkpoint(layer_set) else draft
-        if plan.method in TEXT_METHODS:
-            return self._draft("text", int(plan.settings.get("max_draft_length", 10)))
-        if layer_set is not None:
-            raise InvalidInput(
-                f"this plan's draft leaves out no sub-layer, it only has fewer bits, in which swiftopt writes none for"
-                f" {engine.title}: export a layer set that skips, or to another engine"
+    plan, record = found.plan, found.plan.layer_set
+    n_layers = int(supported_config(folder).num_hidden_layers)
+    layer_set = None if record is None else record.layer_set
+    if layer_set is None and plan.method == "adaptive":
+        draft_format = str(plan.settings.get("draft_format", "int4"))
+        layer_set = LayerSet(n_layers).filled(draft_format if draft_format in FORMATS else "int4")
+    takes_bits = engine.shares or engine.writes != "stored"
+    text = EngineDraft(found=found, name=name, target=target, kind="text", n_tokens=GUESSED_LENGTH)
+    if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
+        model_id = fingerprint(folder)
+        if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, model_id)):
+            raise LayerSetError(
+                f"the layer set was tuned on another model than {name} ({model_id}): export it with the model that it"
+                " is of"
             )
+        written = layer_set if _has_checkpoint(layer_set, name, folder, engine) else None
+        return replace(text, kind="draft", layer_set=written, **_inside(found, name, layer_set, engine))
+    if plan.method in TEXT_METHODS:
+        return replace(text, n_tokens=int(plan.settings.get("max_draft_length", 10)))
+    if layer_set is not None:
         raise InvalidInput(
-            f"this plan decodes with {plan.method}, for which {engine.title} has nothing: export a version with a layer"
-            " set or with prompt-lookup (`swiftopt layers list` shows those with a layer set)"
+            f"this plan's draft leaves out no sub-layer, it only has fewer bits, in which swiftopt writes none for"
+            f" {engine.title}: export a layer set that skips, or to another engine"
         )
+    raise InvalidInput(
+        f"this plan decodes with {plan.method}, for which {engine.title} has nothing: export a version with a layer"
+        " set or with prompt-lookup (`swiftopt layers list` shows those with a layer set)"
+    )
 
-    def _draft(self, kind: Kind, n_tokens: int, **more: Any) -> EngineDraft:
-        return EngineDraft(found=self.found, name=self.name, target=self.target, kind=kind, n_tokens=n_tokens, **more)
 
-    def _without_checkpoint(self, layer_set: LayerSet) -> EngineDraft:
-        """Return what swiftopt drafts with inside the engine, if it runs there; no checkpoint, and a guessed length."""
-        plan, record, engine = self.found.plan, self.found.plan.layer_set, self.engine
-        settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
-        confidence, shared = engine.confidence, None
-        if confidence is not None and settings.method == "swift" and settings.early_stop:
-            confidence = settings.stop_threshold
+def _inside(found: FoundPlan, name: str, layer_set: LayerSet, engine: ExportEngine) -> dict[str, Any]:
+    """Return the confidence below which a draft ends, and what swiftopt drafts with where it runs in the engine."""
+    plan, record = found.plan, found.plan.layer_set
+    settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
+    confidence, shared = engine.confidence, None
+    if confidence is not None and settings.method == "swift" and settings.early_stop:
+        confidence = settings.stop_threshold
+    if engine.shares:
+        own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
+        described = record or LayerSetRecord(name, "any", layer_set, settings=settings.to_json())
+        shared = replace(described, settings={**described.settings, **own_way})
+    return {"confidence": confidence, "shared": shared}
+
+
+def _has_checkpoint(layer_set: LayerSet, name: str, folder: Path, engine: ExportEngine) -> bool:
+    """Tell whether the set is written as a checkpoint.
+
+    Raises: UnsupportedModel: it cannot be, and the engine drafts with nothing else.
+    """
+    if not layer_set.n_skipped and engine.writes == "stored":
+        return False
+    try:
+        check_restackable(supported_config(folder))
+        if not layer_set.n_skipped and engine.writes == "compressed-tensors" and not takes_fewer_bits(folder):
+            raise UnsupportedModel(
+                f"the linear maps of {name} cannot be written in fewer bits for {engine.title}: export a layer set"
+                " that skips, or to another engine"
+            )
+    except UnsupportedModel:
         if engine.shares:
-            own_way = {"method": plan.method} if plan.method in ("swift", "adaptive") else {}
-            described = record or LayerSetRecord(self.name, "any", layer_set, settings=settings.to_json())
-            shared = replace(described, settings={**described.settings, **own_way})
-        return self._draft("draft", GUESSED_LENGTH, confidence=confidence, shared=shared)
-
-    def _has_checkpoint(self, layer_set: LayerSet) -> bool:
-        """Tell whether the set is written as a checkpoint.
-
-        Raises: UnsupportedModel: it cannot be, and the engine drafts with nothing else.
-        """
-        engine, skips = self.engine, layer_set.n_skipped
-        if not skips and engine.writes == "stored":
             return False
-        try:
-            check_restackable(supported_config(self.folder))
-            if not skips and engine.writes == "compressed-tensors" and not takes_fewer_bits(self.folder):
-                raise UnsupportedModel(
-                    f"the linear maps of {self.name} cannot be written in fewer bits for {engine.title}: export a layer"
-                    " set that skips, or to another engine"
-                )
-        except UnsupportedModel:
-            if engine.shares:
-                return False
-            raise
-        return True
+        raise
+    return True
 
-    def _with_checkpoint(self, draft: EngineDraft, layer_set: LayerSet, own: str) -> EngineDraft:
-        """Choose the checkpoint's set, by its acceptance where it is measured, and the draft lengths.
 
-        Args: own: the model's fingerprint.
-        """
-        engine, record, trials = self.engine, self.found.plan.layer_set, list[Trial]()
-        if self.store is not None and record is not None and record.job:
-            trials = self.store.trials(record.job, record.task)
-        whole = alternating(layer_set, is_parallel(supported_config(self.folder)), trials)
-        no_ops = engine.no_ops and _needs_no_ops(layer_set, whole, self.folder)
-        candidates = (layer_set, *whole) if no_ops else whole
-        runs = [candidate if engine.writes != "stored" else replace(candidate, formats=()) for candidate in candidates]
-        costs = self._costs(own)
-        best = 0
-        accepted: Acceptance | None = None
-        source: str | None = None
-        if self.prompts:
-            runtime = load(str(self.folder), on_step=self.on_step)
-            measured = own_acceptance(runtime, self.prompts, runs[:MEASURED_SETS], self.on_step)
-            speeds = [speed_of(run, one, costs) for run, one in zip(runs, measured, strict=False)]
-            best = max(range(len(measured)), key=lambda i: max(speeds[i](1, k) for k in LENGTHS))
-            accepted, source = measured[best], MEASURED
-        elif record is not None:
-            accepted = record.matchness if record.acceptance_rate is None else record.acceptance_rate
-            source = None if accepted is None else ESTIMATED
-        lengths = lengths_by_load(runs[best], accepted, costs)
-        n_tokens = max([1, *(k for _, _, k in lengths)])
-        return replace(
-            draft,
-            n_tokens=n_tokens,
-            lengths=lengths,
-            layer_set=candidates[best],
-            no_ops=candidates[best] not in whole,
-            n_changed=distance(layer_set, candidates[best]),
-            acceptance=accepted.rate(n_tokens) if isinstance(accepted, OwnAcceptance) else accepted,
-            acceptance_from=source,
-        )
+def with_checkpoint(
+    draft: EngineDraft,
+    folder: Path,
+    engine: ExportEngine,
+    store: Store | None,
+    prompts: Sequence[Prompt],
+    on_step: OnStep,
+) -> EngineDraft:
+    """Choose the checkpoint's set, by its acceptance where it is measured, and the draft lengths.
 
-    def _costs(self, own: str) -> CostProfile | None:
-        record = self.found.plan.layer_set
-        if self.store is None or record is None or record.device is None or record.dtype is None:
-            return None
-        return self.store.cost_profile(own, record.device, record.dtype, context_bucket(TYPICAL_POSITIONS))
+    Args: as for `export`; `folder` holds the target's weights.
+    """
+    record, layer_set, trials = draft.found.plan.layer_set, draft.layer_set, list[Trial]()
+    assert layer_set is not None
+    if store is not None and record is not None and record.job:
+        trials = store.trials(record.job, record.task)
+    whole = alternating(layer_set, is_parallel(supported_config(folder)), trials)
+    no_ops = engine.no_ops and _needs_no_ops(layer_set, whole, folder)
+    candidates = (layer_set, *whole) if no_ops else whole
+    runs = [candidate if engine.writes != "stored" else replace(candidate, formats=()) for candidate in candidates]
+    costs = None if store is None or record is None else _stored_costs(store, record, folder)
+    best = 0
+    accepted: Acceptance | None = None
+    source: str | None = None
+    if prompts:
+        runtime = load(str(folder), on_step=on_step)
+        measured = own_acceptance(runtime, prompts, runs[:MEASURED_SETS], on_step)
+        speeds = [speed_of(run, one, costs) for run, one in zip(runs, measured, strict=False)]
+        best = max(range(len(measured)), key=lambda i: max(speeds[i](1, k) for k in LENGTHS))
+        accepted, source = measured[best], MEASURED
+    elif record is not None:
+        accepted = record.matchness if record.acceptance_rate is None else record.acceptance_rate
+        source = None if accepted is None else ESTIMATED
+    lengths = lengths_by_load(runs[best], accepted, costs)
+    n_tokens = max([1, *(k for _, _, k in lengths)])
+    return replace(
+        draft,
+        n_tokens=n_tokens,
+        lengths=lengths,
+        layer_set=candidates[best],
+        no_ops=candidates[best] not in whole,
+        n_changed=distance(layer_set, candidates[best]),
+        acceptance=accepted.rate(n_tokens) if isinstance(accepted, OwnAcceptance) else accepted,
+        acceptance_from=source,
+    )
+
+
+def _stored_costs(store: Store, record: LayerSetRecord, folder: Path) -> CostProfile | None:
+    if record.device is None or record.dtype is None:
+        return None
+    return store.cost_profile(fingerprint(folder), record.device, record.dtype, context_bucket(TYPICAL_POSITIONS))
 
 
 def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:

@@ -29,7 +29,7 @@ from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked
 from ..models.saved import OnStep, first_line, no_step, refuse_existing, share, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
-from .drafts import LOADS, MEASURED, DraftChoice, EngineDraft, ExportEngine, Kind, Speculation
+from .drafts import LOADS, MEASURED, EngineDraft, ExportEngine, Kind, Speculation, planned_draft, with_checkpoint
 
 SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
 PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # drafts from text in vLLM
@@ -250,8 +250,9 @@ def export(
     reads_it = source.kind != "gguf" or ENGINES[engine].writes == "gguf"
     target = source.location if reads_it else str(folder)
     given, n_tokens = _of_engine(found, engine)
-    choice = DraftChoice(given, Path(model).name, target, folder, ENGINES[engine], store, prompts, on_step)
-    draft = choice.draft()
+    draft = planned_draft(given, Path(model).name, target, folder, ENGINES[engine])
+    if draft.layer_set is not None:
+        draft = with_checkpoint(draft, folder, ENGINES[engine], store, prompts, on_step)
     if n_tokens is not None:
         own_text = found.plan.settings.get("drafts") == "own-text"
         lengths = ((1, LOADS[-1], n_tokens),)
