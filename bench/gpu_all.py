@@ -59,7 +59,6 @@ def steps(device: str) -> list[DeviceStep]:
             DeviceStep("13b-graphs", bench("codellama-13b", "graphs"), 110),
             DeviceStep("13b-exact", bench("codellama-13b", "exact"), 100),
             DeviceStep("70b-layers", bench("llama-70b-8-layers", "graphs"), 60),
-            DeviceStep("13b-compiled", bench("codellama-13b", "compiled+graphs"), 120),
         ]
     else:
         plan.append(DeviceStep("tiny-eager", bench("tiny", "eager"), 120))

@@ -91,7 +91,7 @@ def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> 
     each with the medians in ms. `weights_gb_s` is the weights' bytes by the time of the maps.
     """
     runtime = load(model, dtype, "cpu", speed="eager")
-    at_speed(runtime, "native")
+    at_speed(runtime, "exact")
     results = []
     for context, n_sequences, n_rows in product(*(map(int, words.split(",")) for words in (contexts, sequences, rows))):
         results.append(pass_times(runtime, context, n_rows, n_sequences))

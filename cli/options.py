@@ -493,7 +493,7 @@ threads = option(
 SHARED: dict[str, tuple[str, str]] = {  # heading and help of fields that several dataclasses have
     "dtype": (MACHINE, "auto (as stored), float32, bfloat16 or float16."),
     "device": (MACHINE, "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
-    "speed": (MACHINE, "auto is native (our CPU kernels) where they work, else eager; the others are torch's."),
+    "speed": (MACHINE, "exact: our kernels; eager: torch's operations; graphs: CUDA graphs; auto chooses."),
     "max_new_tokens": (PROMPTS, "Tokens per completion, where the stream's line says nothing."),
     "seed": (SAMPLING, "Seed of every random choice."),
 }

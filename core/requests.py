@@ -18,7 +18,7 @@ from .streams import StreamForm
 from .types import Prompt, Sampling
 
 # How a runtime computes, see `models.loading.at_speed`.
-Speed = Literal["auto", "exact", "native", "eager", "onednn", "compiled", "graphs", "compiled+graphs"]
+Speed = Literal["auto", "exact", "eager", "graphs"]
 MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
 
 BASE = "plain"  # the method that a comparison measures the others against

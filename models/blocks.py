@@ -20,37 +20,9 @@ def submodule(root: nn.Module, dotted: str | None) -> Any:
     return None if dotted is None else root.get_submodule(dotted)
 
 
-def onednn_weight(weight: Tensor, rows: int | None = None) -> Tensor:
-    """A weight (outputs, inputs) in oneDNN's order, for passes of about `rows` rows.
-
-    Raises: RuntimeError, AttributeError: oneDNN is not there, or does not know the dtype on this processor.
-    """
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows))
-
-
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The map of an `onednn_weight`: (rows, outputs) of (rows, inputs)."""
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
-
-
-class PackedLinear(nn.Module):
-    """A linear map in oneDNN's order; `weight` computes the plain one at each call."""
-
-    def __init__(self, plain: nn.Linear) -> None:
-        super().__init__()
-        self.packed, self.bias = onednn_weight(plain.weight), plain.bias
-
-    @property
-    def weight(self) -> Tensor:
-        return self.packed.to_dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return onednn_linear(x, self.packed, self.bias)
-
-
 # Cosine and sign-folded sine (positions, rotary_dim) by layer type, device and least number of positions.
 RotationTables = Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]
-LINEAR = nn.Linear | Conv1D | PackedLinear | CodedLinear  # what a quantised copy can be made of
+LINEAR = nn.Linear | Conv1D | CodedLinear  # what a quantised copy can be made of
 
 
 @dataclass(slots=True)
@@ -142,18 +114,6 @@ def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFunctions:
-    """How a layer computes what depends on the number of rows only; may be compiled (`models.loading`)."""
-
-    enter: Callable[[LayerModules, HeadLayout, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
-    leave: Callable[[LayerModules, Tensor], Tensor]
-    mlp: Callable[[LayerModules, Tensor], Tensor]
-
-
-EAGER = LayerFunctions(queries_keys_values, attention_out, mlp_out)
-
-
 class Block:
     """The two sub-layers of one decoder layer, each with the norms around it."""
 
@@ -167,7 +127,6 @@ class Block:
         width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
         self.heads = HeadLayout(n_heads, n_kv_heads, width, family.projection == "heads")
         self.scaling = float(cast(Any, attn).scaling)
-        self.functions = EAGER
         q_norm, k_norm = family.head_norms or (None, None)
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
@@ -188,11 +147,11 @@ class Block:
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        query, key, value = self.functions.enter(parts, self.heads, hidden, rows.cos, rows.sin)
-        return self.functions.leave(parts, rows.attend(self, query, key, value))
+        query, key, value = queries_keys_values(parts, self.heads, hidden, rows.cos, rows.sin)
+        return attention_out(parts, rows.attend(self, query, key, value))
 
     def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
-        return self.functions.mlp(parts or self.parts, hidden)
+        return mlp_out(parts or self.parts, hidden)
 
 
 class BufferRows:

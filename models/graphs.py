@@ -119,14 +119,14 @@ class GraphPasses:
         if record is None and (runtime.device.type != "cuda" or not runtime.one_device):
             raise SettingsError(
                 f"CUDA graphs need a model that lies on one CUDA device, and this one lies on {runtime.device}:"
-                " use the eager or the compiled runtime"
+                " use another speed"
             )
         if reason := kernels.obstacle():
             raise SettingsError(f"CUDA graphs need our kernels in Triton, and {reason}")
         if runtime.dtype not in kernels.DTYPES:
             raise SettingsError(
-                f"CUDA graphs need our kernels in Triton, which do not compute in {runtime.dtype_name}: use the eager"
-                " or the compiled runtime"
+                f"CUDA graphs need our kernels in Triton, which do not compute in {runtime.dtype_name}: use the speed"
+                " eager"
             )
         self.runtime = runtime
         pool = None if record else torch.cuda.graph_pool_handle()

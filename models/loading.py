@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any, cast, get_args
 
 import torch
@@ -23,7 +21,6 @@ from ..core.errors import ModelNotFound, SettingsError, SwiftoptError, Unsupport
 from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
-from .blocks import EAGER, Block, LayerFunctions, PackedLinear, onednn_linear, onednn_weight
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .costs import is_out_of_memory
@@ -56,7 +53,6 @@ logger = logging.getLogger(__name__)
 PLANNED_TOKENS = 2048  # Keys and values of so many tokens must fit beside the weights.
 WORKSPACE = 1 << 30  # Memory of a CUDA device for its context and its libraries' scratch.
 COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
-COMPILED_FORMS = 32  # The most compiled forms of a function, by rows and weight format; torch's own limit is 8.
 # Fields of a generation_config.json that change what is written, and that no request of ours can ask for.
 STEERING = (
     *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
@@ -65,7 +61,6 @@ STEERING = (
     *("exponential_decay_length_penalty", "num_beams", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "use_mtp"),
 )
-WARM_ROWS = (1, 2)  # widths compiled first; the second shows the compiler that their number changes
 
 
 def load(
@@ -192,10 +187,10 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -
     dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
     context = 2 * config.num_hidden_layers * kv_heads * width * dtype_asked.itemsize * PLANNED_TOKENS
     weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
-    natively = on_cpu and speed in ("auto", "native") and dtype_asked != torch.float16
+    reads_codes = speed == "exact" or (on_cpu and speed == "auto" and dtype_asked != torch.float16)
     if scheme is None:
         weights *= dtype_asked.itemsize / stored.itemsize
-    elif scheme.is_float or (scheme.kind is None and not (natively or speed == "exact")):
+    elif scheme.is_float or (scheme.kind is None and not reads_codes):
         weights *= 8 * dtype_asked.itemsize / scheme.bits
     return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
@@ -304,44 +299,36 @@ def load_tokenizer(folder: Path) -> Any:
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     """Let a runtime compute the same in another way, before its first buffer is made.
 
-    "auto": "native" where that can be; on one CUDA device "graphs" where a few timed passes are faster so; else
-    "eager". "exact": a row's bits do not depend on the rows beside it, by our own kernels: "native" on a CPU, those in
-    Triton on a CUDA device, replayed as graphs where that is faster. "native": by our own kernels (`models.kernels`),
-    for a CPU. "eager": torch's own operations one by one, as a runtime begins. "onednn": eager, its linear maps by
-    oneDNN over weights in its own order, in place of the plain ones. "compiled": all but attention by `torch.compile`,
-    which needs a C++ compiler on a CPU. "graphs": passes of up to 128 rows replayed as CUDA graphs. "compiled+graphs":
-    both.
+    "auto": our kernels (`models.kernels`) on a CPU where they can compute the model; on one CUDA device "graphs" where
+    a few timed passes are faster so; else "eager". "exact": our own kernels, by which a row's bits do not depend on the
+    rows beside it: the same on a CPU, those in Triton on a CUDA device, replayed as graphs where that is faster.
+    "eager": torch's own operations one by one, as a runtime begins. "graphs": passes of up to 128 rows replayed as CUDA
+    graphs.
 
     Args:   lay_out: GPT-2's weights may be transposed in memory, which other users of the model see as strides.
     Raises: SettingsError: there is no such speed, or not on this machine; nothing has changed then.
     """
     if speed not in get_args(Speed):
         raise SettingsError(f"speed {speed!r} does not exist: use {', '.join(get_args(Speed))}")
-    if speed in ("auto", "exact", "native"):
+    if speed in ("auto", "exact"):
         by_triton = speed == "exact" and runtime.device.type == "cuda"
         reason = _use_row_invariant(runtime) if by_triton else _use_native(runtime, lay_out)
         if reason is not None and speed == "exact":
             raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
-        if reason is not None and speed == "native":
-            raise SettingsError(f"our kernels cannot be used: {reason}")
         if reason is not None:
             de_quantise(runtime)
             _use_graphs(runtime)
             runtime.copies.lay_out(packed=_draft_kernels(runtime))
         return
-    if speed not in ("eager", "onednn") and _has_maps_by_library(runtime):
-        raise SettingsError(f"speed {speed!r} is not for maps that a library computes: use auto, eager or onednn")
+    if speed == "graphs" and _has_maps_by_library(runtime):
+        raise SettingsError("speed 'graphs' is not for maps that a library computes: use auto or eager")
     de_quantise(runtime)
-    graphs = GraphPasses(runtime) if "graphs" in speed else None
-    if speed == "onednn":
-        pack_for_onednn(runtime)
-    if "compiled" in speed:  # which fuses norms itself
-        compile_functions(runtime)
-    elif graphs is not None:
+    graphs = GraphPasses(runtime) if speed == "graphs" else None
+    if graphs is not None:
         fuse_norms(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
-    runtime.copies.lay_out(packed=speed == "graphs" and _draft_kernels(runtime))
+    runtime.copies.lay_out(packed=graphs is not None and _draft_kernels(runtime))
 
 
 def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
@@ -430,92 +417,16 @@ def de_quantise(runtime: Runtime) -> None:
     """Give the maps of a quantised checkpoint plain weights, rounded to the model's dtype: torch reads no codes."""
     for name, module in list(runtime.hf_model.named_modules()):
         if isinstance(module, CodedLinear):
-            _put(runtime, name, module, module.plain())
+            _replace_map(runtime, name, module, module.plain())
             module.codes.data = module.codes.data.new_empty(0)
 
 
-def _put(runtime: Runtime, name: str, module: nn.Module, made: nn.Module) -> None:
-    cast(Any, runtime.hf_model).set_submodule(name, made)
+def _replace_map(runtime: Runtime, name: str, module: nn.Module, plain: nn.Module) -> None:
+    cast(Any, runtime.hf_model).set_submodule(name, plain)
     for block in runtime.blocks:
         if any(one is module for one in (*block.parts.qkv, block.parts.out)):
-            qkv = tuple(made if one is module else one for one in block.parts.qkv)
-            out = made if block.parts.out is module else block.parts.out
+            qkv = tuple(plain if one is module else one for one in block.parts.qkv)
+            out = plain if block.parts.out is module else block.parts.out
             block.parts = replace(block.parts, qkv=qkv, out=out)
     if runtime.head_module(None) is module:
-        runtime.take_head(made)
-
-
-@torch.inference_mode()
-def pack_for_onednn(runtime: Runtime) -> None:
-    """Put the model's linear maps in oneDNN's order, in place of the plain ones; a head tied to the embedding stays.
-
-    Its products are fast at many rows, but not row-invariant.
-
-    Raises: SettingsError: oneDNN cannot compute here; nothing has changed then.
-    """
-    model: Any = runtime.hf_model
-    try:
-        if runtime.device.type != "cpu":
-            raise RuntimeError(f"the model lies on {runtime.device}")
-        zeros = torch.zeros((16, 16), dtype=runtime.dtype)
-        onednn_linear(zeros[:1], onednn_weight(zeros))
-    except (RuntimeError, AttributeError) as error:
-        reason = first_line(error)
-        raise SettingsError(f"oneDNN cannot compute this model here ({reason}): use another speed") from error
-    tied = model.get_input_embeddings().weight
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module.weight is not tied:
-            _put(runtime, name, module, PackedLinear(module))
-            module.weight.data = module.weight.data.new_empty(0)
-
-
-@torch.inference_mode()
-def compile_functions(runtime: Runtime) -> None:
-    """Compile what surrounds attention over the buffer, which stays eager; seconds to a minute at first on a machine.
-
-    Each function is compiled once per runtime and weight format for one row, and once for several: layers are alike, so
-    that one compilation serves all of them, and the number of rows is the only dimension that changes.
-
-    Raises: SettingsError: torch cannot compile here, where there is no C++ compiler for example; nothing has changed.
-    """
-    from torch._dynamo import config
-    from torch._dynamo.exc import TorchDynamoException
-
-    config.recompile_limit = max(config.recompile_limit, COMPILED_FORMS)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's compiler warns of torch's own code
-            enter, leave, mlp = (_compiled(function) for function in (EAGER.enter, EAGER.leave, EAGER.mlp))
-            functions = LayerFunctions(enter, leave, mlp)
-            for n_rows in WARM_ROWS:
-                for block in runtime.blocks:
-                    _run_once(runtime, block, functions, n_rows)
-    except TorchDynamoException as error:
-        raise SettingsError(
-            f"torch.compile does not work on this machine ({first_line(error)}): install a C++ compiler, or use the"
-            " eager runtime"
-        ) from error
-    for block in runtime.blocks:
-        block.functions = functions
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled copy of a function, with code of its own: torch limits how often one code is compiled."""
-    original = cast(FunctionType, function)
-    copy = FunctionType(
-        original.__code__.replace(),
-        original.__globals__,
-        original.__name__,
-        original.__defaults__,
-        original.__closure__,
-    )
-    return torch.compile(copy)
-
-
-def _run_once(runtime: Runtime, block: Block, functions: LayerFunctions, n_rows: int) -> None:
-    hidden = torch.zeros((n_rows, int(runtime.config.hidden_size)), dtype=runtime.dtype, device=block.device)
-    table = runtime.rotation(block.layer_type, block.device, n_rows)
-    cos, sin = (None, None) if table is None else (part[:n_rows, None] for part in table)
-    query = functions.enter(block.parts, block.heads, hidden, cos, sin)[0]
-    functions.leave(block.parts, query.reshape(n_rows, block.heads.n_heads * block.heads.width))
-    functions.mlp(block.parts, hidden)
+        runtime.take_head(plain)

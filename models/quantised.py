@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import SettingsError
 from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet
-from .blocks import LINEAR, Block, LayerModules, PackedLinear
+from .blocks import LINEAR, Block, LayerModules
 from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weights_at_once
 from .kernels import device as kernels
@@ -442,8 +442,7 @@ def _maps_of(part: str, modules: Any) -> list[nn.Module]:
 def _size(module: nn.Module) -> int:
     if isinstance(module, CodedLinear):
         return module.n_out * module.n_in
-    weight = module.packed if isinstance(module, PackedLinear) else module.weight
-    return cast(Tensor, weight).numel()
+    return cast(Tensor, module.weight).numel()
 
 
 def _wanted(layer_set: LayerSet) -> Iterator[Key]:

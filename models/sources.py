@@ -36,7 +36,6 @@ from .saved import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
-CPU_SPEEDS: tuple[Speed, ...] = ("native", "onednn")  # those with "graphs" are for CUDA, the others for both
 HUB_TIMEOUT_S = 10  # The wait for the hub's first answer.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
@@ -266,15 +265,9 @@ def check_placement(dtype: str, device: str, speed: Speed = "auto") -> None:
         raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}", "dtype")
     if not _DEVICE.fullmatch(device):
         raise SettingsError(f"device {device!r} is unknown: use one of {', '.join(DEVICES)}", "device")
-    kind, kind_needed = (
-        device.partition(":")[0],
-        "cuda" if "graphs" in speed else "cpu" if speed in CPU_SPEEDS else None,
-    )
-    if kind_needed is not None and kind in ("cpu", "cuda") and kind != kind_needed:
-        raise SettingsError(
-            f"speed {speed} is for {kind_needed}, not for {device}: use another speed or device", "speed"
-        )
-    if kind == "cpu" and speed in ("native", "exact") and dtype == "float16":
+    if device == "cpu" and speed == "graphs":
+        raise SettingsError(f"speed {speed} is for cuda, not for {device}: use another speed or device", "speed")
+    if device == "cpu" and speed == "exact" and dtype == "float16":
         raise SettingsError(f"speed {speed} computes no float16 on a CPU: use float32 or bfloat16", "dtype")
 
 

@@ -30,7 +30,7 @@ def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: boo
     settings = request.settings
     strategy_info(settings.strategy)
     _check_room(request, prompts)
-    if settings.draft_format == "fp8" and request.device == "cpu" and request.speed in ("native", "exact"):
+    if settings.draft_format == "fp8" and request.device == "cpu" and request.speed == "exact":
         raise SettingsError(FP8_ON_CPU, "settings.draft_format")
     path = os.path.expanduser(request.model)
     if elsewhere and os.path.isabs(path) and not os.path.exists(path):

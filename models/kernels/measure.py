@@ -56,8 +56,10 @@ def measured() -> Speeds:
 def _ways() -> dict[str, Way]:
     import torch
 
-    from ..blocks import onednn_linear, onednn_weight
     from .native import linear, map_of
+
+    mkldnn: Any = torch.ops.mkldnn
+    backend: Any = torch.backends.mkldnn
 
     def by_kernels(library: Kernels, weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
         return lambda: [linear(library, map_of(weight), x) for weight in weights]
@@ -66,15 +68,14 @@ def _ways() -> dict[str, Way]:
         return lambda: [torch.nn.functional.linear(x, weight) for weight in weights]
 
     def by_onednn(weights: list[Tensor], x: Tensor) -> Callable[[], Any]:
-        ready = [onednn_weight(weight, x.shape[0]) for weight in weights]
-        return lambda: [onednn_linear(x, weight) for weight in ready]
+        packed = [mkldnn._reorder_linear_weight(weight, x.shape[0]) for weight in weights]
+        return lambda: [mkldnn._linear_pointwise(x, weight, None, "none", [], "") for weight in packed]
 
     libraries = [compiled for name in (None, *compiled_levels()) if isinstance(compiled := kernels(name), Kernels)]
     ways: dict[str, Way] = {library.level: partial(by_kernels, library) for library in libraries}
     ways["torch"] = by_torch
-    mkldnn: Any = torch.backends.mkldnn
     with suppress(RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
-        if mkldnn.is_available():
-            onednn_weight(torch.zeros((16, 16), dtype=torch.bfloat16))
+        if backend.is_available():
+            mkldnn._reorder_linear_weight(torch.zeros((16, 16), dtype=torch.bfloat16))
             ways["oneDNN"] = by_onednn
     return ways

@@ -203,7 +203,7 @@ def test_heads_of_any_number_and_width_read_what_torch_reads(shape: tuple[int, i
     heads, kv_heads, width = shape
     size = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width, "hidden_size": 4 * heads}
     theirs, mine = (tiny_runtime("llama", dtype, **size) for _ in range(2))
-    at_speed(mine, "native")
+    at_speed(mine, "exact")
     ids, base = words(8, 140), 131
     visible = torch.cat((torch.ones(5, base, dtype=torch.bool), ancestor_mask([-1, 0, 0, 2, 1])), dim=1)
     tree = Rows(ids[base : base + 5], base, [base, base + 1, base + 1, base + 2, base + 2], visible)
@@ -561,7 +561,7 @@ def test_method_that_has_no_log_probabilities_is_refused_before_it_begins() -> N
 @pytest.mark.model
 def test_drafts_of_a_real_model_give_plain_tokens_in_bfloat16() -> None:
     library()
-    runtime = load("smollm2-135m", "bfloat16", "cpu", speed="native")
+    runtime = load("smollm2-135m", "bfloat16", "cpu", speed="exact")
     assert runtime.exact
     own = Resources(runtime, costs=cheap_draft_costs(n_layers=runtime.n_layers))
     methods = {
@@ -617,11 +617,11 @@ def test_weights_of_gpt2_are_laid_out_anew_only_where_that_is_allowed() -> None:
         values = {name: value.clone() for name, value in runtime.hf_model.state_dict().items()}
         assert maps and all(m.weight.is_contiguous() for m in maps.values())
         if lay_out:
-            at_speed(runtime, "native")
+            at_speed(runtime, "exact")
             assert runtime.speed == "native" and all(m.weight.stride(0) == 1 for m in maps.values())
         else:
             with pytest.raises(SettingsError, match="weights of such a layout are computed by torch"):
-                at_speed(runtime, "native", lay_out=False)
+                at_speed(runtime, "exact", lay_out=False)
             at_speed(runtime, "auto", lay_out=False)
             assert (runtime.speed, runtime.native, runtime.copies.packed) == ("eager", None, False)
             assert {name: m.weight.stride() for name, m in maps.items()} == strides
@@ -636,7 +636,7 @@ def test_dtypes_that_the_kernels_have_not_are_left_to_torch(dtype: torch.dtype) 
     library()
     runtime = tiny_runtime("llama", dtype)
     with pytest.raises(SettingsError, match=f"weights of {dtype} are computed by torch"):
-        at_speed(runtime, "native")
+        at_speed(runtime, "exact")
     at_speed(runtime, "auto")
     assert (runtime.native, runtime.speed, runtime.exact) == (None, "eager", False)
 
@@ -657,7 +657,7 @@ def test_copies_that_were_made_for_torch_are_made_anew() -> None:
     runtime = tiny_runtime("llama", torch.bfloat16)
     draft = LayerSet(4, formats=FORMATS[1])
     runtime.copies.prepare(draft)
-    at_speed(runtime, "native")
+    at_speed(runtime, "exact")
     assert runtime.forward(Rows([3, 1], 0, variants=(draft,)), runtime.new_buffer(4)).isfinite().all()
 
 
@@ -674,5 +674,5 @@ def test_refused_speed_has_laid_no_weights_out() -> None:
     runtime = tiny_runtime("gpt2", torch.float64)
     maps = [m for m in runtime.hf_model.modules() if isinstance(m, Conv1D)]
     with pytest.raises(SettingsError):
-        at_speed(runtime, "native")
+        at_speed(runtime, "exact")
     assert maps and all(m.weight.is_contiguous() for m in maps)

@@ -70,10 +70,10 @@ def test_logits_are_those_that_transformers_reads_itself(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("speed", ["eager", "native"])
+@pytest.mark.parametrize("speed", ["eager", "exact"])
 def test_drafts_change_no_token(speed: Any, tmp_path: Path) -> None:
     packed_folder(tmp_path, "qwen2", FLOATS[0])
-    if speed == "native":
+    if speed == "exact":
         library()
     runtime = load(str(tmp_path), "float32", "cpu", speed=speed)
     check_drafts(runtime)

@@ -25,7 +25,7 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
 from swiftopt.models.fingerprint import fingerprint
-from swiftopt.models.loading import load
+from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised_checkpoints import is_by_library
 from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
@@ -198,11 +198,11 @@ def test_exported_draft_of_such_a_target_has_its_codes(tmp_path: Path) -> None:
 
 def test_other_ways_to_compute_are_refused(tmp_path: Path) -> None:
     library_folder(tmp_path, NF4)
-    with pytest.raises(SettingsError, match="speed 'compiled' is not for maps that a library computes: use auto"):
-        load(str(tmp_path), "float32", "cpu", speed="compiled")
-    with pytest.raises(SettingsError, match="our kernels cannot be used: "):
-        load(str(tmp_path), "float32", "cpu", speed="native")
-    assert logits_of(load(str(tmp_path), "bfloat16", "cpu", speed="onednn")).dtype == torch.bfloat16
+    runtime = library_target(tmp_path)
+    with pytest.raises(SettingsError, match="speed 'graphs' is not for maps that a library computes: use auto"):
+        at_speed(runtime, "graphs")
+    with pytest.raises(SettingsError, match="passes cannot be exact here: "):
+        load(str(tmp_path), "float32", "cpu", speed="exact")
 
 
 # --- bad input

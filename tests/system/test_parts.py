@@ -119,7 +119,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("speed", ["eager", "native"])
+@pytest.mark.parametrize("speed", ["eager", "exact"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_logits_are_those_of_transformers_when_norms_are_of_another_kind(kind: str, speed: Any) -> None:
     model = tiny_model("qwen3", torch.float32, scale=2.0)

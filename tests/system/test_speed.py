@@ -1,12 +1,8 @@
-"""Laws of the speed levels: compiled pieces and static passes compute what the eager runtime computes."""
+"""Laws of the speeds: static passes compute what the eager runtime computes."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +15,6 @@ import torch
 from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
 from tiny_files import save
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 
 from swiftopt import __version__
 from swiftopt.cli.main import run
@@ -32,14 +27,12 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.models import costs, loading
-from swiftopt.models.blocks import EAGER
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
 from swiftopt.models.early_exit import StackedLayers
 from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, launched_s, pass_seconds, replayed_s
 from swiftopt.models.kernels import device as device_kernels
-from swiftopt.models.loading import at_speed, load
-from swiftopt.models.quantised import QuantisedLinear
+from swiftopt.models.loading import at_speed
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.store import Store
@@ -51,23 +44,6 @@ PROMPT = [3, 17, 42, 8, 91, 5]
 N_LAYERS = 2  # what the second is given the first has made; the interpreter's time is that of its operations
 SKIPPING = LayerSet(N_LAYERS, frozenset({1}), frozenset({0}))
 TREES = swift(SKIPPING, SwiftSettings(early_stop=False, max_draft_length=4, branching=((1.0, 3),)))  # 13 rows
-
-UNCOMPILED = """
-from swiftopt.core import collector
-collector.start()
-import torch
-from families import tiny_runtime
-from swiftopt.core.errors import SettingsError
-from swiftopt.models.blocks import EAGER
-from swiftopt.models.buffer import KVBuffer
-from swiftopt.models.loading import at_speed
-runtime = tiny_runtime("llama", torch.float32)
-try:
-    at_speed(runtime, "compiled")
-except SettingsError as error:
-    print(error)
-assert all(block.functions is EAGER for block in runtime.blocks)
-"""
 
 
 def tokens(runtime: Runtime, method: Method, n_new: int = 24) -> tuple[int, ...]:
@@ -241,10 +217,6 @@ def test_rows_that_fill_a_pass_up_change_no_slot_of_the_request() -> None:
     assert recorded[0].shape.width == 4 and changed == [6, 7, 8]
 
 
-def quantised_maps(module: torch.nn.Module) -> list[QuantisedLinear]:
-    return [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-
-
 def test_layer_sets_that_are_run_once_are_not_captured() -> None:
     recorded: list[StaticPass] = []
     runtime = graphed("llama", recorded)
@@ -252,28 +224,6 @@ def test_layer_sets_that_are_run_once_are_not_captured() -> None:
     for skipped in (({0}, ()), ({1}, ()), ((), {0}), ((), {1})):
         runtime.forward(Rows([4], 0, variants=(LayerSet(N_LAYERS, *map(frozenset, skipped)),)), buffer)
     assert recorded == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a CUDA device says")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3-window"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_onednn_computes_what_eager_passes_do(family: str, dtype: torch.dtype) -> None:
-    """In the model's own place: copies for drafts are made of the same weights."""
-    eager, packed = tiny_runtime(family, dtype), tiny_runtime(family, dtype)
-    try:
-        at_speed(packed, "onednn")
-    except SettingsError as error:
-        pytest.skip(str(error))
-    text = [5, 9, 11, 7, 30, 31, 5, 9]
-    a, b = (each.forward(Rows(text, 0), each.new_buffer(16)).float() for each in (eager, packed))
-    assert torch.allclose(a, b, atol=1e-4 if dtype is torch.float32 else 0.06)
-    assert packed.speed == "onednn" and not packed.exact
-    for layer in range(2):
-        ours, theirs = (each.copies.parts("attn", layer, "int8").out for each in (packed, eager))
-        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
-        mine, eagers = (quantised_maps(each.copies.parts("mlp", layer, "int8").mlp) for each in (packed, eager))
-        assert mine and all(torch.equal(own.codes, other.codes) for own, other in zip(mine, eagers, strict=True))
-    assert torch.equal(packed.copies.head("int8").codes, eager.copies.head("int8").codes)
 
 
 def test_passes_that_cannot_be_captured_are_asked_for_once_and_computed_all_the_same() -> None:
@@ -417,16 +367,15 @@ def test_a_launched_task_is_timed_until_the_device_is_done(monkeypatch: pytest.M
     assert 0.001 <= launched_s(torch.device("cuda"), lambda: waiting.append(None)) < 0.1
 
 
-@pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
-def test_graphs_without_a_cuda_device_are_refused_in_a_sentence(speed: str) -> None:
+def test_graphs_without_a_cuda_device_are_refused_in_a_sentence() -> None:
     runtime = tiny_runtime("llama")
     with pytest.raises(SettingsError, match="one CUDA device, and this one lies on cpu"):
-        at_speed(runtime, speed)  # type: ignore[arg-type]
-    assert runtime.graphs is None and runtime.blocks[0].functions is EAGER
+        at_speed(runtime, "graphs")
+    assert runtime.graphs is None and runtime.speed == "eager"
 
 
 def test_graphs_without_kernels_for_them_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match="which do not compute in float64: use the eager"):
+    with pytest.raises(SettingsError, match="which do not compute in float64: use the speed eager"):
         GraphPasses(tiny_runtime("llama"), lambda static: static.run)
     monkeypatch.setattr("swiftopt.models.kernels.device.obstacle", lambda: "Triton is gone: get it")
     with pytest.raises(SettingsError, match="and Triton is gone: get it"):
@@ -455,90 +404,8 @@ def test_what_keeps_triton_from_starting_kernels_is_said_in_a_sentence(
 
 
 def test_unknown_speed_is_refused_with_those_there_are() -> None:
-    with pytest.raises(SettingsError, match="eager, onednn, compiled, graphs"):
+    with pytest.raises(SettingsError, match="use auto, exact, eager, graphs"):
         at_speed(tiny_runtime("llama"), "warp")  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_without_a_compiler_the_runtime_stays_eager_and_a_sentence_says_so(tmp_path: Path) -> None:
-    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", UNCOMPILED], env=environment, capture_output=True, text=True)
-    sentence = done.stdout.strip()
-    assert done.returncode == 0, done.stderr
-    assert "does not work on this machine" in sentence and sentence.endswith(
-        "install a C++ compiler, or use the eager runtime"
-    )
-    assert "\n" not in sentence and "Traceback" not in done.stderr
-
-
-def test_a_compiler_that_fails_leaves_the_runtime_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(piece: Callable[..., object]) -> Callable[..., object]:
-        def broken(*args: object) -> object:
-            raise BackendCompilerFailed(fail, RuntimeError("no room"), None)
-
-        return broken
-
-    monkeypatch.setattr(loading, "_compiled", fail)
-    runtime = tiny_runtime("llama")
-    with pytest.raises(SettingsError, match="use the eager runtime"):
-        at_speed(runtime, "compiled")
-    assert all(block.functions is EAGER for block in runtime.blocks)
-
-
-def has_compiler() -> bool:
-    """Whether torch finds the C++ compiler that its own needs."""
-    named = os.environ.get("CXX")
-    return any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"]))
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="this machine has no C++ compiler, which torch needs")
-
-
-@pytest.fixture(scope="module")
-def compiled_runtime() -> Runtime:
-    runtime = tiny("gemma3")
-    at_speed(runtime, "compiled")
-    return runtime
-
-
-@needs_compiler
-def test_compiled_pieces_give_the_tokens_and_logits_of_eager_ones(compiled_runtime: Runtime) -> None:
-    eager = tiny("gemma3")
-    assert compiled_runtime.blocks[0].functions is not EAGER
-    quantised = LayerSet(N_LAYERS, formats=(("attn", "int8"), ("mlp", "int4")))
-    for method in (PLAIN, TREES, swift(quantised, SwiftSettings(max_draft_length=3))):
-        assert tokens(compiled_runtime, method) == tokens(eager, method)
-    buffers = [each.new_buffer(40) for each in (eager, compiled_runtime)]
-    for variants in ((), (quantised,)):
-        for n in (1, 3, 7):
-            rows = Rows(PROMPT[:1] * n, 0, variants=variants)
-            wanted, given = (e.forward(rows, b) for e, b in zip((eager, compiled_runtime), buffers, strict=True))
-            torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
-
-
-@needs_compiler
-def test_pieces_are_compiled_for_one_row_and_for_several_and_never_again(compiled_runtime: Runtime) -> None:
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    buffer = compiled_runtime.new_buffer(40)
-    for n in (1, 2, 3, 5, 9, 1):
-        compiled_runtime.forward(Rows([4] * n, 0), buffer)
-    assert counters["stats"]["unique_graphs"] == 0 and not counters["graph_break"]
-
-
-@needs_compiler
-@pytest.mark.model
-@pytest.mark.slow
-def test_compiled_smollm2_decodes_as_eager_in_float32() -> None:
-    runtime = load("smollm2-135m", "float32", "cpu")
-    prompt = runtime.tokenizer.encode("def fibonacci(n):\n")
-    method = swift(LayerSet.uniform(30, 12), SwiftSettings(max_draft_length=5))
-    rule = TokenRule.of(Sampling(), None)
-    expected = decode(runtime, prompt, PLAIN, rule, Ending(16)).token_ids
-    at_speed(runtime, "compiled")
-    assert all(decode(runtime, prompt, each, rule, Ending(16)).token_ids == expected for each in (PLAIN, method))
 
 
 @pytest.fixture
@@ -546,19 +413,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"p{i}", "prompt": f"w{i} w{i + 1} w{i + 2}"}) for i in range(2)]
     (tmp_path / "notes.jsonl").write_text("\n".join(lines) + "\n")
-    save(tmp_path / "tiny", "gemma3")  # as `compiled_runtime`: what torch has compiled it finds again
+    save(tmp_path / "tiny")
     return tmp_path
 
 
 DECODE = ["bench", "decode", "--model", "./tiny", "--stream", "notes.jsonl", "--max-new-tokens", "12"]
 
 
-@needs_compiler
 def test_commands_run_at_the_speed_that_they_are_given(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = [*DECODE, "--methods", "plain,prompt-lookup", "--dtype", "float32", "--speed", "compiled", "--json"]
+    args = [*DECODE, "--methods", "plain,prompt-lookup", "--dtype", "float32", "--speed", "eager", "--json"]
     assert run(args) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["device"] == f"{device_name(torch.device('cpu'))}, compiled"
+    assert report["device"] == device_name(torch.device("cpu")), "not of our kernels, which auto takes"
     assert [result["identical"] for result in report["results"]] == [2, 2]
 
 
@@ -572,10 +438,10 @@ def test_costs_of_each_speed_are_kept_apart() -> None:
     runtime = tiny_runtime("llama")
     with Store.open("sqlite://") as store:
         eager = stored_costs(runtime, store, 32)
-        runtime.speed = "compiled"
-        compiled = stored_costs(runtime, store, 32)
-        assert compiled.device == f"{eager.device}, compiled"
-        assert stored_costs(runtime, store, 32) == compiled
+        runtime.speed = "graphs"
+        replayed = stored_costs(runtime, store, 32)
+        assert replayed.device == f"{eager.device}, graphs"
+        assert stored_costs(runtime, store, 32) == replayed
         runtime.speed = "eager"
         assert stored_costs(runtime, store, 32) == eager
 
@@ -594,7 +460,7 @@ def test_costs_of_other_software_are_measured_again() -> None:
 
 
 def test_jobs_say_at_which_speed() -> None:
-    request = TuneRequest("tiny", "s.jsonl", speed="compiled")
+    request = TuneRequest("tiny", "s.jsonl", speed="exact")
     assert TuneRequest.from_json(request.to_json()) == request
     assert TuneRequest.from_json({"model": "tiny", "stream": "s.jsonl"}).speed == "auto"
     with pytest.raises(SettingsError, match="warp"):
@@ -602,12 +468,11 @@ def test_jobs_say_at_which_speed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("speed", ["graphs", "compiled+graphs"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_captured_passes_give_the_tokens_of_eager_ones(family: str, speed: str) -> None:
+def test_captured_passes_give_the_tokens_of_eager_ones(family: str) -> None:
     info = ModelInfo("tiny", family, N_LAYERS, 1)
     models = [tiny_model(family, torch.float32, num_hidden_layers=N_LAYERS).to("cuda") for _ in range(2)]
     runtimes = [Runtime(model, None, info) for model in models]
-    at_speed(runtimes[1], speed)  # type: ignore[arg-type]
+    at_speed(runtimes[1], "graphs")
     for method in (PLAIN, TREES, PLAIN):
         assert tokens(runtimes[1], method) == tokens(runtimes[0], method)
