@@ -28,9 +28,10 @@ from transformers import (
 
 from ..core.types import FinishReason, Sampling
 from ..models.buffer import KVBuffer
-from ..models.rows import Load, uploaded
+from ..models.rows import uploaded
 from ..models.runtime import Runtime
 from .grammar import GrammarMask
+from .load import Load
 
 # Processors that read nothing but scores.
 _BLIND = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
@@ -182,14 +183,11 @@ class TokenRule:
             return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
         return torch.softmax(scores.double(), dim=-1)
 
-    def draw(self, probs: Tensor) -> int:
-        """Draw a token of `probs` (vocab,), float64, by inversion, for verifiers that weigh two distributions."""
-        token_id = int(self.peek(probs))
-        self.spend()
-        return token_id
-
     def peek(self, probs: Tensor) -> Tensor:
-        """Return what `draw` would of each of `probs` (…, vocab) before `spend`: int64 (…, 1), on their device."""
+        """Draw a token of each of `probs` (…, vocab), all by one number, by inversion: int64 (…, 1), on their device.
+
+        For verifiers that weigh two distributions. Draws before `spend` are by the same number.
+        """
         if self._peeked is None:
             self._peeked = self._uniform(0)
         return inverted(probs, self._peeked)
@@ -199,7 +197,7 @@ class TokenRule:
         self._peeked = None
 
     def draw_drafts(self, probs: Tensor) -> Tensor:
-        """Draw a token of each of `probs` (…, vocab) as `draw` does, from the draft's stream: int64 (…, 1), there."""
+        """Draw a token of each of `probs` (…, vocab), by inversion, from the draft's stream: int64 (…, 1), there."""
         numbers = [self._uniform(1) for _ in range(math.prod(probs.shape[:-1]))]
         if probs.dim() == 1:
             return inverted(probs, numbers[0])

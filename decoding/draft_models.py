@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
 from ..models.early_exit import StagedPass
-from ..models.rows import Pass, fetched
+from ..models.rows import Pass, PassKind, fetched
 from ..models.runtime import Runtime
 from .draft import UNKNOWN, Draft, DraftModel
 from .engine import PassGenerator
@@ -42,8 +42,8 @@ class SkippedTarget(DraftModel):
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
-        drafts = self.layer_set is not None  # the target itself does not let others wait
-        return (yield Pass(self.context.runtime, rows, self.context.buffer, drafts=drafts))
+        kind: PassKind = "check" if self.layer_set is None else "draft"  # the target itself does not let others wait
+        return (yield Pass(self.context.runtime, rows, self.context.buffer, kind=kind))
 
 
 class EarlyExit(DraftModel):
@@ -115,7 +115,7 @@ class OtherModel(DraftModel):
         if rows.visible is None:
             held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
             self._held[rows.first_slot :] = held
-        return self._fit((yield Pass(self.runtime, rows, self.buffer, drafts=True)))
+        return self._fit((yield Pass(self.runtime, rows, self.buffer, kind="draft")))
 
     def draft_ahead(self, *args: Any, **kwargs: Any) -> PassGenerator[Draft]:
         draft = yield from super().draft_ahead(*args, **kwargs)
@@ -138,8 +138,9 @@ class OtherModel(DraftModel):
             same += 1
         self._held, self._n_same = list(committed), same
         unread = self._known(committed[same:])
-        for pass_ in self.runtime.prefill_passes(unread, self.buffer, same, load=self.context.load):
-            logits = yield replace(pass_, drafts=bool(pass_.wanted))  # a long text is read beside the others' rounds
+        for pass_ in self.runtime.prefill_passes(unread, self.buffer, same, is_shared=self.context.load.is_shared):
+            # A long text is read beside the others' rounds, up to its last pass.
+            logits = yield replace(pass_, kind="draft") if pass_.wanted else pass_
         return logits
 
     def _known(self, token_ids: Sequence[int]) -> list[int]:

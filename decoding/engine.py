@@ -16,7 +16,7 @@ from itertools import takewhile
 from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from torch import Tensor
 from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
 from ..models.costs import is_out_of_memory
-from ..models.rows import Load, Pass
+from ..models.rows import Pass
 from ..models.runtime import Runtime
 from .draft_trials import DraftTrials
+from .load import Load
 from .pass_clock import PassClock
 
 T = TypeVar("T")
@@ -36,6 +37,25 @@ E = TypeVar("E")
 Event = Any  # What is yielded beside demands.
 Work = Generator[Any, Any, T]  # Yields demands and events; is sent what it demanded, and None for an event.
 PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPass:
+    """The demand for a pass whose best tokens are read at once, with numbers that are on its device still.
+
+    The answer is the logits, and the most probable token of each of their rows, the first of several, with the numbers
+    of `unread` behind these. What all passes that run together ask for is moved from the device in one transfer.
+    """
+
+    pass_: Pass
+    unread: Tensor | None = None
+
+
+class ReadLogits(NamedTuple):
+    """The answer to a `ReadPass`."""
+
+    logits: Tensor
+    numbers: list[float]
 
 
 @dataclass(eq=False)
@@ -79,7 +99,7 @@ class Free:
     token_ids: Sequence[int]
 
 
-DEMANDS = (Pass, Slots, Free)
+DEMANDS = (Pass, ReadPass, Slots, Free)
 
 
 def alone(work: Work[T]) -> T:
@@ -151,7 +171,7 @@ class Request(Generic[T]):
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
-        self.pending: Pass | Slots | Free | None = None
+        self.pending: Pass | ReadPass | Slots | Free | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
         self.waits = False  # True while another request reads the beginning of its text.
@@ -170,11 +190,17 @@ class Request(Generic[T]):
         return self._result[0]
 
     @property
+    def pass_(self) -> Pass | None:
+        """The pass that it waits for, if it waits for one."""
+        pending = self.pending.pass_ if isinstance(self.pending, ReadPass) else self.pending
+        return pending if isinstance(pending, Pass) else None
+
+    @property
     def texts(self) -> Iterator[tuple[_Prefix, int]]:
         """What it reads or has read, and how many tokens of each so far."""
-        if isinstance(pending := self.pending, Pass):
+        if (pass_ := self.pass_) is not None:
             for slots, buffer in self.held.items():
-                n_read = pending.rows.first_slot if pending.buffer is buffer else len(slots.tokens)
+                n_read = pass_.rows.first_slot if pass_.buffer is buffer else len(slots.tokens)
                 yield _Prefix(slots, buffer, slots.tokens), n_read
 
     def send(self, answer: Any) -> Iterator[Event]:
@@ -300,15 +326,15 @@ class Engine:
 
     def _run_passes(self) -> Generator[Event, None, bool]:
         """Run the draft passes that wait, or else all that wait; return whether these were checks of the target."""
-        waiting = [(request, request.pending) for request in self.requests if isinstance(request.pending, Pass)]
-        drafting = [(request, pass_) for request, pass_ in waiting if pass_.drafts]
+        waiting = [(request, pass_) for request in self.requests if (pass_ := request.pass_) is not None]
+        drafting = [(request, pass_) for request, pass_ in waiting if pass_.kind == "draft"]
         if drafting:
             self.load.drafted, self._drafting = len(drafting), True
         else:
             self._drafting |= any(len(pass_.rows.token_ids) > 1 for _, pass_ in waiting)
             self.load.checked = max(1, len(waiting))
-            self.load.n_checks += not all(pass_.beside for _, pass_ in waiting)
-            self.load.n_beside += any(pass_.beside for _, pass_ in waiting)
+            self.load.n_checks += not all(pass_.kind == "beside" for _, pass_ in waiting)
+            self.load.n_beside += any(pass_.kind == "beside" for _, pass_ in waiting)
         together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
         for request, pass_ in drafting or waiting:
             together.setdefault((pass_.runtime, pass_.layers), []).append((request, pass_))
@@ -319,26 +345,26 @@ class Engine:
         return bool(waiting) and not drafting
 
     def _run(self, group: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
-        logits, kept = None, self._kept
+        answers, kept = None, self._kept
         passes, runtime = [pass_ for _, pass_ in group], group[0][1].runtime
         started, away, n_first = perf_counter(), 0.0, runtime.n_first
         try:
-            logits = runtime.forward_together(passes)
+            answers = _answers(group, runtime.forward_together(passes))
         except Exception as error:
             kept = kept if is_out_of_memory(error) else []
             if len(group) == 1 and not kept:
                 yield from group[0][0].throw(error)
                 return
-        if logits is None:  # Not in the `except` block, where the error keeps what the pass held in memory.
+        if answers is None:  # Not in the `except` block, where the error keeps what the pass held in memory.
             # All run again without the kept texts, or one by one, so that only the request whose pass it was fails.
             again = [group] if kept else [[member] for member in group]
             kept.clear()
             for smaller in again:
                 yield from self._run(smaller)
             return
-        for number, ((request, pass_), rows) in enumerate(zip(group, logits, strict=True)):
-            if request.pending is pass_:  # It was not cancelled meanwhile.
-                for event in request.send(rows):
+        for number, ((request, pass_), answer) in enumerate(zip(group, answers, strict=True)):
+            if request.pass_ is pass_:  # It was not cancelled meanwhile.
+                for event in request.send(answer):
                     left = perf_counter()
                     yield event
                     away += perf_counter() - left
@@ -476,6 +502,17 @@ class Engine:
             if self.n_bytes + self.kept_bytes + n_bytes <= (self.memory or 0):
                 return
             del self._kept[0]
+
+
+def _answers(group: Sequence[tuple[Request[Any], Pass]], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
+    """Return the answer to each request's demand for its pass, given the passes' logits."""
+    answers: list[Tensor | ReadLogits] = [*logits]
+    asking = [(at, demand) for at, (request, _) in enumerate(group) if isinstance(demand := request.pending, ReadPass)]
+    if asking:
+        read = group[0][1].runtime.read_best([logits[at] for at, _ in asking], [demand.unread for _, demand in asking])
+        for (at, _), numbers in zip(asking, read, strict=True):
+            answers[at] = ReadLogits(logits[at], numbers)
+    return answers
 
 
 def _too_long(slots: Slots, memory: int) -> ContextOverflow:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
-from ..models.rows import Pass
 from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
-from .draft import Draft, Drafter, DraftTree, Outcome, Walk, tree_rows
-from .engine import Free, PassGenerator, Slots, Work, alone
+from .draft import Draft, Drafter, DraftTree, Outcome, Walk
+from .engine import Free, Slots, Work, alone
 from .methods import PLAIN, Method
-from .verify import Target, TargetWalk, Verifier, reads_best, token_logprobs
+from .verify import Target, TargetWalk, Verifier, token_logprobs
 
 MOST_FORCED = 15  # A grammar drafts at most so many tokens: with the root they are 16 rows of the target.
 FEWEST_FORCED = 2  # The method's own draft may go further than fewer tokens of the grammar.
@@ -150,7 +149,8 @@ def _prefill(
     of_prompt: list[TokenLogprob] = []
     n_known = 0 if slots.state is None else n_read
     total = 0.0 if slots.state is None else n_read * slots.state.double()
-    passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, capture, context.load, prompt_logprobs)
+    is_shared = context.load.is_shared
+    passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, capture, is_shared, prompt_logprobs)
     for pass_ in passes:
         logits = yield pass_
         if prompt_logprobs:
@@ -174,7 +174,7 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
     context.rule.skip(point.n_drawn)
     if point.finish is None:
         unread = context.token_ids[n_read:-1]
-        yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)
+        yield from context.runtime.prefill_passes(unread, context.buffer, n_read, is_shared=context.load.is_shared)
         context.tally.prefill_s += perf_counter() - clock
         yield Prefilled(context, ())
 
@@ -190,7 +190,7 @@ def _grow(context: Context, slots: Slots, draft_rows: int) -> Work[Slots]:
     slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
     context.buffer, n_read, *_ = yield slots
     unread = token_ids[n_read:-1]
-    yield from context.runtime.prefill_passes(unread, context.buffer, n_read, load=context.load)
+    yield from context.runtime.prefill_passes(unread, context.buffer, n_read, is_shared=context.load.is_shared)
     return slots
 
 
@@ -234,10 +234,8 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     forced = _forced_draft(context, room)
     draft = (yield from drafting.draft(room)) if forced is None else forced
     drafted = perf_counter()
-    best: list[float] | None = [] if reads_best(context, draft, verifier) else None
-    logits = yield from _check(context, draft, best)
-    target = Target(context, draft, logits, best)
-    draft = target.read(verifier)
+    target = Target(context, draft, verifier)
+    draft = yield from target.check()
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
         if node != depth:  # The keys and values of another path go to the slot of their position.
@@ -300,26 +298,6 @@ def _forced_draft(context: Context, room: int) -> Draft | None:
         return None
     sources: dict[int, TokenSource] = dict.fromkeys(range(1, len(token_ids) + 1), "grammar")
     return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]), sources=sources)
-
-
-def _check(context: Context, draft: Draft, best: list[float] | None) -> PassGenerator[Tensor | None]:
-    """Return the target's logits for the tree's rows and, behind them, the extra ones; by one pass, or its rest.
-
-    Args: best: see `Pass`.
-    """
-    if draft.n_checked == 0:
-        return None
-    if draft.staged is not None:
-        return (yield from draft.staged)
-    if draft.unread is not None:
-        rows = tree_rows(draft.tokens(context.runtime.device), draft.tree.parents, context.root_slot)
-        return (yield Pass(context.runtime, rows, context.buffer, best=best, unread=draft.unread))
-    tree, extra, rows_read, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
-    if extra is not None:
-        n_rows = tree.n_nodes + len(extra.token_ids)
-        rows_read = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
-    rows = tree_rows(tree.token_ids[checked], tree.parents[checked], context.root_slot, extra)
-    return (yield Pass(context.runtime, rows, context.buffer, rows_read, best=best))
 
 
 def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:

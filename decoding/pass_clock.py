@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.observed_costs import Part, PassTiming
-from ..models.rows import Load, Pass
+from ..models.rows import Pass
+from .load import Load
 
 
 class PassClock:
@@ -31,7 +32,7 @@ class PassClock:
             return
         self._waiting.append(part)
         began = started if self._began is None else self._began
-        if passes[0].drafts and passes[0].runtime.blocks[0].device.type == "cuda":
+        if passes[0].kind == "draft" and passes[0].runtime.blocks[0].device.type == "cuda":
             self._began = began
             return
         n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
@@ -45,12 +46,12 @@ def part_of(passes: Sequence[Pass]) -> Part | None:
     It has checks of the whole target, and drafts of one layer set of it.
     """
     first = passes[0]
-    kind = (first.drafts, first.rows.variants)
-    if any((pass_.drafts, pass_.rows.variants) != kind for pass_ in passes[1:]):
+    if any((pass_.kind, pass_.rows.variants) != (first.kind, first.rows.variants) for pass_ in passes[1:]):
         return None
-    if any(pass_.beside or pass_.layers is not None or pass_.capture is not None for pass_ in passes):
+    if first.kind == "beside" or any(pass_.layers is not None or pass_.capture is not None for pass_ in passes):
         return None
-    if len(first.rows.variants) != first.drafts:  # a draft by another model has none, and a scored window has several
+    is_draft = first.kind == "draft"
+    if len(first.rows.variants) != is_draft:  # a draft by another model has none
         return None
     n_rows = sum(len(pass_.rows.token_ids) for pass_ in passes)
-    return n_rows, first.rows.variants[0] if first.drafts else None
+    return n_rows, first.rows.variants[0] if is_draft else None

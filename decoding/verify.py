@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.types import TokenLogprob
-from .draft import Draft, DraftTree, Offer, Walk, remaining
+from .draft import Draft, DraftTree, Offer, Walk, remaining, tree_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..models.rows import Pass
     from .context import Context, Drafted
+    from .engine import ReadPass
 
 AT_ROOT = Walk((), ())
 SeveralRule = Literal["with", "without", "k-seq"]
@@ -39,64 +41,109 @@ _BISECTIONS = 12  # any divisor at or above the smallest one is exact; a closer 
 
 
 class Target:
-    """The target's logits for a draft, and the random draws of a verifier, to be asked for in order of the tokens.
+    """The target's logits for a draft, what is read of them, and a verifier's random draws, in order of the tokens.
 
-    Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `accepted` are the tokens between
-    the root and a node, the node's own included (`above`).
+    All that a round reads of its device is read here. Where the request `reads_late`, or its draft is on the device
+    still, everything that the verifier may ask for is computed there and moved in one transfer; else argmaxes are, and
+    the rest is computed as it is asked for.
 
-    Args: logits: (rows, vocab), of one pass; None: the round needed no pass. best: what was read of it, see `Pass`.
+    Nodes 0 … `n_checked` - 1 have logits; `greedy` says that a token is the argmax. `argmaxes` are those of all rows,
+    where tokens are argmaxes or the draft wants them. `accepted` are the tokens between the root and a node, the node's
+    own included (`above`).
     """
 
-    def __init__(
-        self, context: Context, draft: Draft, logits: Tensor | None, best: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, context: Context, draft: Draft, verifier: Verifier) -> None:
         self.context, self.rule, self.greedy = context, context.rule, context.rule.greedy
-        self._draft = draft
+        self._draft, self._verifier = draft, verifier
         self.accept = self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
-        self._logits, self._best = logits, best
+        self.argmaxes: list[int] = []
+        self._logits: Tensor | None = None  # (rows, vocab); None: the round needed no pass
+        self._late = context.reads_late or draft.unread is not None
         self._choices: dict[int, int] = {}  # the target's own token after a node, as far as it was read already
-        self.weights: list[float] | None = None  # what the verifier weighs, likewise
-        self.argmaxes: list[int] = []  # of all rows, where tokens are argmaxes or the draft wants them
+        self._weights: dict[int, Sequence[float]] = {}  # what `weights` yields of a node, likewise
+        self._probs: dict[int, Tensor] = {}  # what `probs` has computed
+        self.backed: list[Tensor] = []  # what `BlockRatio` has computed of a chain
         self._drawn: dict[int, Tensor] = {}  # what `peek` found, (1,) after a node
         self._logprobs: list[list[float]] = []  # what `logprobs_of` found of each node, where tokens are read late
 
-    def read(self, verifier: Verifier) -> Draft:
-        """Read what a round needs of its device in one transfer; return the draft with its tokens.
+    def check(self) -> Generator[Pass | ReadPass, Any, Draft]:
+        """Run the pass that checks the draft, or its rest, if it needs any; return the draft with its tokens."""
+        from .engine import ReadPass
 
-        Where tokens are not read late, all but argmaxes is computed when it is asked for.
-        """
+        draft, verifier, is_argmax = self._draft, self._verifier, self.rule.is_argmax
+        if draft.n_checked == 0:
+            return draft
+        if draft.staged is not None:
+            self._logits = yield from draft.staged
+            return self._read()
+        if self._late:
+            reads_best = is_argmax and self.context.logprobs is None and not verifier.weighed(draft, self)
+        else:
+            reads_best = is_argmax or draft.wants_argmaxes
+        if not reads_best:
+            self._logits = yield self._pass()
+            return self._read()
+        self._logits, numbers = yield ReadPass(self._pass(), draft.unread)
+        n_rows = len(self._logits)
+        self._take_argmaxes(numbers[:n_rows])
+        return draft.read(numbers[n_rows:])
+
+    def _pass(self) -> Pass:
+        """Return the pass over the tree's rows and, behind them, the extra ones."""
+        from ..models.rows import Pass
+
+        draft, context = self._draft, self.context
+        tree, extra, rows_read, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
+        token_ids = tree.token_ids if draft.unread is None else draft.tokens(context.runtime.device)
+        if extra is not None:
+            n_rows = tree.n_nodes + len(extra.token_ids)
+            rows_read = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
+        rows = tree_rows(token_ids[checked], tree.parents[checked], context.root_slot, extra)
+        return Pass(context.runtime, rows, context.buffer, rows_read)
+
+    def _read(self) -> Draft:
+        """Read what the round needs in one transfer; return the draft with its tokens."""
         import torch
 
         from ..models.rows import best_of, read_together
 
-        draft, is_argmax = self._draft, self.rule.is_argmax
-        late = self.context.reads_late or draft.unread is not None
-        if self._logits is None or not (late or is_argmax or draft.wants_argmaxes):
+        draft, verifier, is_argmax = self._draft, self._verifier, self.rule.is_argmax
+        if self._logits is None or not (self._late or is_argmax or draft.wants_argmaxes):
             return draft
-        if self._best:
-            n_rows = self._logits.shape[0]
-            self.argmaxes, unread = list(map(int, self._best[:n_rows])), self._best[n_rows:]
-            if is_argmax:
-                self._choices = dict(enumerate(self.argmaxes[: self.n_checked]))
-            return draft.read(unread)
         argmaxes = best_of(self._logits) if is_argmax or draft.wants_argmaxes else None
-        nodes, choices, weights = list(range(self.n_checked)), None, None
-        if late and not is_argmax:
-            weighed = _weighed(draft, self) if verifier.weighs_offers else ()
-            nodes = [node for node in nodes if node not in weighed]
+        nodes, choices = list(range(self.n_checked)), None
+        weighed = verifier.weighed(draft, self) if self._late else []
+        if self._late and not is_argmax:
+            drawn = _offering(draft, self) if verifier.weighs_offers else ()
+            nodes = [node for node in nodes if node not in drawn]
             scores = [self.context.noisy_scores(self.above(node), self._row(node), of_target=True) for node in nodes]
             choices = best_of(torch.stack(scores)) if scores else None
+        weights = [torch.cat(list(verifier.weigh(draft, self, group)), dim=1) for group in weighed]  # (nodes, numbers)
         logprobs: list[Tensor] = []
-        if late:
-            weights = verifier.weigh(draft, self)
+        if self._late:
             logprobs = self._logprobs_of_all(verifier.lossy, nodes, argmaxes if is_argmax else choices)
-        best, chosen, read, unread, *self._logprobs = read_together(argmaxes, choices, weights, draft.unread, *logprobs)
-        self.argmaxes = list(map(int, best))
-        if late or is_argmax:
-            self._choices = dict(zip(nodes, self.argmaxes if is_argmax else map(int, chosen), strict=False))
-        self.weights = None if weights is None else read
+        best, chosen, unread, *read = read_together(argmaxes, choices, draft.unread, *weights, *logprobs)
+        self._take_argmaxes(best)
+        self._choices |= zip(nodes, map(int, chosen), strict=False)
+        for group, numbers in zip(weighed, read, strict=False):
+            n = len(numbers) // len(group)
+            self._weights |= {node: numbers[at * n : (at + 1) * n] for at, node in enumerate(group)}
+        self._logprobs = read[len(weights) :]
         return draft.read(unread)
+
+    def _take_argmaxes(self, numbers: Sequence[float]) -> None:
+        self.argmaxes = list(map(int, numbers))
+        if self.rule.is_argmax:
+            self._choices = dict(enumerate(self.argmaxes[: self.n_checked]))
+
+    def weights(self, nodes: Sequence[int]) -> Iterator[Sequence[float]]:
+        """Yield what the verifier weighs at `nodes`, a number of each at a time: as it was read, or is computed now."""
+        if nodes[0] in self._weights:
+            yield from zip(*(self._weights[node] for node in nodes), strict=True)
+        else:
+            for numbers in self._verifier.weigh(self._draft, self, nodes):
+                yield numbers.flatten().tolist()
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
         """Return the target's own token after a node: its argmax, or a draw."""
@@ -122,16 +169,12 @@ class Target:
         """Return the tokens between the root and a node of the draft before it is read, the node's own included."""
         return cast("Drafted", [self._tokens[node_above] for node_above in self._draft.tree.path(node)])
 
-    def probs(self, node: int, accepted: Drafted) -> Tensor:
+    def probs(self, node: int) -> Tensor:
         """Return the target's distribution after a node, processors applied: float64 (vocab,); one-hot if greedy."""
-        return self.rule.probs(self.context.scores(accepted, self._row(node), of_target=True))
-
-    def draw(self, left: Tensor | float) -> int:
-        """Draw a token of `left` (vocab,); a number is the token that was drawn with `peek`."""
-        if not isinstance(left, float):
-            return self.rule.draw(left)
-        self.rule.spend()
-        return int(left)
+        if node not in self._probs:
+            scores = self.context.scores(self.above(node), self._row(node), of_target=True)
+            self._probs[node] = self.rule.probs(scores)
+        return self._probs[node]
 
     def raw_probs(self, n: int) -> Tensor:
         """Return the target's distributions after the first `n` nodes without any processor: float64 (n, vocab)."""
@@ -139,10 +182,18 @@ class Target:
         return self._logits[:n].double().softmax(dim=-1)
 
     def peek(self, left: Tensor, nodes: Sequence[int]) -> Tensor:
-        """Return what `draw` would after each of `nodes`, of `left` (nodes, vocab): int64 (nodes, 1), on the device."""
+        """Return the token drawn after each of `nodes`, of `left` (nodes, vocab): int64 (nodes, 1), on the device.
+
+        A walk commits one of them at most, by `draw`.
+        """
         drawn = self.rule.peek(left)
         self._drawn.update(zip(nodes, drawn, strict=True))
         return drawn
+
+    def draw(self, drawn: float) -> int:
+        """Return a token that `peek` gave, as the next draw of the request."""
+        self.rule.spend()
+        return int(drawn)
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
@@ -246,21 +297,20 @@ class Verifier(ABC):
     lossy = False
     weighs_offers = False  # whether a node that has an offer gets its token by weighing this
 
-    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
-        """Return what `verify` decides by beside tokens, (numbers,), without waiting for its device; None: nothing."""
-        return None
+    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
+        """Return the nodes that `verify` may ask `Target.weights` of, in groups that are weighed together."""
+        return []
+
+    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield what `verify` decides by at nodes of one group, a number of each at a time: (nodes, 1), on the device.
+
+        Only `Target` calls it, and waits for the numbers when it reads them.
+        """
+        yield from ()
 
     @abstractmethod
     def verify(self, draft: Draft, target: Target) -> Walk:
         """Return the accepted path, and the tokens to commit: at least one."""
-
-
-def reads_best(context: Context, draft: Draft, verifier: Verifier) -> bool:
-    """Tell whether a pass's best tokens, with the draft's own, are all that a round reads of its device."""
-    is_argmax = context.rule.is_argmax
-    if context.reads_late or draft.unread is not None:
-        return is_argmax and context.logprobs is None and type(verifier).weigh is Verifier.weigh
-    return is_argmax or draft.wants_argmaxes
 
 
 class TargetWalk(Verifier):
@@ -285,33 +335,27 @@ class SeveralRatio(Verifier):
         self._independent = rule != "without"
         self._tries = _k_seq if rule == "k-seq" else _one_by_one
 
-    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
-        """Return of each node with an offer the chance of every try, and the token that is drawn where none succeeds.
+    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
+        by_tries = groupby(_offering(draft, target), lambda node: len(draft.offers[node].nodes))
+        return [list(nodes) for _, nodes in by_tries]
+
+    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the chance of every try at nodes with as many each, and then the token drawn where none succeeds.
 
         A walk draws once at most: what was refused has no probability left.
         """
         import torch
 
-        parts: list[Tensor] = []
-        for _, group in groupby(_weighed(draft, target), lambda node: len(draft.offers[node].nodes)):
-            nodes = list(group)
-            target_probs = torch.stack([target.probs(node, target.above(node)) for node in nodes])
-            *chances, left = self._weigh_tries(draft, nodes, target_probs)
-            parts.append(torch.cat((*chances, target.peek(left, nodes)), dim=1).flatten())
-        return torch.cat(parts) if parts else None
-
-    def _weigh_tries(self, draft: Draft, nodes: Sequence[int], target_probs: Tensor) -> Iterator[Tensor]:
-        """Yield what the rule does for nodes with as many tries each, given the target's distributions after them."""
-        import torch
-
         from ..models.rows import uploaded
 
         offers = [draft.offers[node] for node in nodes]
-        draft_probs = torch.stack([offer.probs for offer in offers])
+        target_probs = _stacked([target.probs(node) for node in nodes])
+        draft_probs = _stacked([offer.probs for offer in offers])
         tried = [offer.tried for offer in offers if offer.tried is not None]
         tokens = draft.tokens(draft_probs.device)[uploaded([offer.nodes for offer in offers], draft_probs.device)]
-        replaced = offers[0].replaced
-        yield from self._tries(tokens, draft_probs, target_probs, replaced, torch.stack(tried) if tried else None)
+        replaced, is_tried = offers[0].replaced, torch.stack(tried) if tried else None
+        left = yield from self._tries(tokens, draft_probs, target_probs, replaced, is_tried)
+        yield target.peek(left, nodes)
 
     def verify(self, draft: Draft, target: Target) -> Walk:
         assert all(o.replaced == self._independent or len(o.nodes) == 1 for o in draft.offers.values())
@@ -324,20 +368,12 @@ class SeveralRatio(Verifier):
         def choose(node: int, accepted: tuple[int, ...]) -> int:
             if node not in offers:
                 return target.choose(node, accepted)
-            read = target.weights
-            tries: Iterator[Any]
-            if read is not None:
-                before = (numbers_before for numbers_before in _weighed(draft, target) if numbers_before < node)
-                tries = iter(read[sum(len(offers[numbers_before].nodes) + 1 for numbers_before in before) :])
-            else:
-                tries = (
-                    numbers_before[0]
-                    for numbers_before in self._weigh_tries(draft, [node], target.probs(node, accepted)[None])
-                )
-            for child, chance in zip(offers[node].nodes, tries, strict=False):
-                if chance > 0.0 and target.accept(float(chance)):
+            weights = target.weights([node])
+            for child, [chance] in zip(offers[node].nodes, weights, strict=False):
+                if chance > 0.0 and target.accept(chance):
                     return draft.tree.token_ids[child]
-            return target.draw(next(tries))
+            [drawn] = next(weights)
+            return target.draw(drawn)
 
         return walk(draft.tree, choose, target.n_checked, start)
 
@@ -356,94 +392,92 @@ class BlockRatio(ChainRatio):
     Source: Sun et al. (arXiv:2403.10444), Algorithm 2.
     """
 
-    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
-        """Return the chance of each block, from the longest to that of one token; then what is drawn behind each.
+    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
+        """Return the nodes of the sampled chain, and then those behind it."""
+        n = _n_sampled(draft, target)
+        behind = ([node for node in nodes if node >= n] for nodes in super().weighed(draft, target))
+        return [nodes for nodes in (list(range(n)), *behind) if nodes]
 
-        From that of no token on; behind the longest one nothing is drawn of a residual.
+    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the chance of the block that ends with the token after each node, where that is the whole chain.
+
+        Then that of the block which ends at the node, after a longer one was refused, and what is drawn behind it.
         """
         import torch
 
-        n = _n_sampled(draft, target)
-        if n == 0 or n != len(_weighed(draft, target)):
-            return None if n else super().weigh(draft, target)
-        target_probs = torch.stack([target.probs(node, target.above(node)) for node in range(n)])
-        draft_probs = torch.stack([draft.offers[node].probs for node in range(n)])
-        tokens = draft.tokens(target_probs.device)[1 : n + 1, None]
-        backed = torch.stack(_backed(target_probs.gather(1, tokens), draft_probs.gather(1, tokens)))  # (n + 1, 1)
-        chances = _block_chance(backed[:n], target_probs, draft_probs)
-        drawn = target.peek(residual(backed[:n] * target_probs, draft_probs), range(n))
-        return torch.cat((backed[n:], chances[1:].flip(0), drawn)).flatten()
+        if nodes[0] >= _n_sampled(draft, target):
+            yield from super().weigh(draft, target, nodes)
+            return
+        backed = torch.stack(_backed(draft, target, nodes[-1] + 1)[nodes[0] :])  # (nodes + 1, 1)
+        yield backed[1:]
+        kept_probs = backed[:-1] * _stacked([target.probs(node) for node in nodes])
+        left, total = _left(kept_probs, _stacked([draft.offers[node].probs for node in nodes]))
+        missing = total + (1.0 - backed[:-1])  # never below `total`
+        yield (total / missing).where(missing > 0.0, 1.0)
+        yield target.peek((left / total).where(total > 0.0, kept_probs), nodes)
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        n, read = _n_sampled(draft, target), target.weights
+        n = _n_sampled(draft, target)
         tokens = draft.tree.token_ids[1 : n + 1]
-        if read is None:
-            target_probs = [target.probs(node, tokens[:node]) for node in range(n)]
-            draft_probs = [draft.offers[node].probs for node in range(n)]
-            pairs = zip(tokens, target_probs, draft_probs, strict=True)
-            of_tokens = [(target_prob[token, None], offered[token, None]) for token, target_prob, offered in pairs]
-            backed = _backed(*zip(*of_tokens, strict=True)) if n else []
-        for kept in range(n, 0, -1):  # the longest block whose own chance comes up
-            if read is not None:
-                chance = read[n - kept]
-            else:
-                chance = float(
-                    backed[n] if kept == n else _block_chance(backed[kept], target_probs[kept], draft_probs[kept])
-                )
-            if target.accept(chance):
+        if n == 0 or target.accept(next(target.weights([n - 1]))[0]):
+            return self._descend(draft, target, Walk(tuple(range(1, n + 1)), tokens))
+        for kept in range(n - 1, -1, -1):  # the longest block whose own chance comes up
+            weights = target.weights([kept])
+            _, [chance] = next(weights), next(weights)
+            if kept == 0 or target.accept(chance):
                 break
-        else:
-            kept = 0
-        path = tuple(range(1, kept + 1))
-        if kept == n:
-            return self._descend(draft, target, Walk(path, tokens))
-        left = residual(backed[kept] * target_probs[kept], draft_probs[kept]) if read is None else read[n + kept]
-        return Walk(path, (*tokens[:kept], target.draw(left)))
+        [drawn] = next(weights)
+        return Walk(tuple(range(1, kept + 1)), (*tokens[:kept], target.draw(drawn)))
 
 
-def _backed(target_probs: Iterable[Tensor], draft_probs: Iterable[Tensor]) -> list[Tensor]:
-    """Return how far the target backs the first i tokens of a chain by their probabilities, (1,) each; at most 1."""
-    backing: list[Tensor] = []
-    for target_prob, offered in zip(target_probs, draft_probs, strict=True):
-        backing = backing or [target_prob.new_ones(1)]
-        backing.append((backing[-1] * target_prob / offered).clamp(max=1.0))
-    return backing
+def _backed(draft: Draft, target: Target, n: int) -> list[Tensor]:
+    """Return how far the target backs the first 0 … `n` tokens of a chain by their probabilities, (1,); at most 1."""
+    backed = target.backed  # as far as it was computed before
+    backed += [] if backed else [target.probs(0).new_ones(1)]
+    tokens = draft.tokens(backed[0].device)
+    for node in range(len(backed) - 1, n):
+        token = tokens[node + 1, None]
+        target_prob, offered = (probs.gather(0, token) for probs in (target.probs(node), draft.offers[node].probs))
+        backed.append((backed[-1] * target_prob / offered).clamp(max=1.0))
+    return backed[: n + 1]
 
 
-def _block_chance(backed: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return the chance (…, 1) of the block that is backed so far, (…, 1), before a longer one that was refused.
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows (vocab,) as (rows, vocab); a single one is not copied."""
+    import torch
 
-    Args: target_probs, draft_probs: (…, vocab), of the token behind it.
-    """
-    left = (backed * target_probs - draft_probs).clamp_min(0.0).sum(dim=-1, keepdim=True)
-    missing = left + (1.0 - backed)  # never below `left`
-    return (left / missing).where(missing > 0.0, 1.0)
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
 
 
-def _weighed(draft: Draft, target: Target) -> list[int]:
+def _offering(draft: Draft, target: Target) -> list[int]:
     """Return the nodes that have an offer and logits of the target, in order."""
     return [] if target.greedy else sorted(node for node in draft.offers if node < target.n_checked)
 
 
 def _n_sampled(draft: Draft, target: Target) -> int:
     """Return how many tokens of a chain, from its first on, were sampled and have logits of the target; else 0."""
-    nodes = _weighed(draft, target) if draft.tree.is_chain else []
+    nodes = _offering(draft, target) if draft.tree.is_chain else []
     return next((n for n, node in enumerate(nodes) if node != n), len(nodes))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Return max(0, target - draft) made to sum to 1, (…, vocab); the target's own where nothing is left of it."""
-    left = (target_probs - draft_probs).clamp_min(0.0)
-    total = left.sum(dim=-1, keepdim=True)
+    left, total = _left(target_probs, draft_probs)
     return (left / total).where(total > 0.0, target_probs)
+
+
+def _left(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return max(0, target - draft), (…, vocab), and its sum, (…, 1)."""
+    left = (target_probs - draft_probs).clamp_min(0.0)
+    return left, left.sum(dim=-1, keepdim=True)
 
 
 def _one_by_one(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
-) -> Iterator[Tensor]:
-    """Yield the chance (n, 1) of each try of `tokens` (n, tries), and then what is drawn from if none succeeds.
+) -> Generator[Tensor, None, Tensor]:
+    """Yield the chance (n, 1) of each try of `tokens` (n, tries); return what is drawn from if none succeeds.
 
-    Each is given that those before it were refused. The distributions, the last one too, are (n, vocab). Tries that
+    Each is given that those before it were refused. The distributions, the returned one too, are (n, vocab). Tries that
     `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
     """
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
@@ -454,12 +488,12 @@ def _one_by_one(
         target_probs = left if is_tried is None else left.where(is_tried, target_probs)
         if not replaced:
             draft_probs = remaining(draft_probs, token)
-    yield target_probs
+    return target_probs
 
 
 def _k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, Tensor]:
     """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
     is_tried = tokens.new_ones(tokens.shape).bool() if tried is None else tried
     n_tries = is_tried.sum(dim=1, keepdim=True)
@@ -468,7 +502,7 @@ def _k_seq(
         yield _chance(accepted, draft_probs, token) * is_tried[:, at, None]
     once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # the chance that one try is accepted
     gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
-    yield residual(target_probs, accepted * gain)
+    return residual(target_probs, accepted * gain)
 
 
 def _chance(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
@@ -514,12 +548,17 @@ class KeptPrefix(Verifier):
         weights = self._weights(draft, target)
         return next((n for n, weight in enumerate(weights) if not weight), len(weights))
 
-    def _weights(self, draft: Draft, target: Target) -> list[float]:
-        return self.weigh(draft, target).tolist() if target.weights is None else target.weights
+    def _weights(self, draft: Draft, target: Target) -> Sequence[float]:
+        """Return a weight for each of the draft's tokens that the target has logits for."""
+        return next((next(target.weights(nodes)) for nodes in self.weighed(draft, target)), ())
 
-    def weigh(self, draft: Draft, target: Target) -> Tensor:
-        probs = target.raw_probs(min(draft.tree.n_steps, target.n_checked))
-        return self.judge(draft.tokens(probs.device)[1 : len(probs) + 1, None], probs)
+    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
+        nodes = list(range(min(draft.tree.n_steps, target.n_checked)))
+        return [nodes] if nodes else []
+
+    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
+        probs = target.raw_probs(len(nodes))
+        yield self.judge(draft.tokens(probs.device)[1 : len(probs) + 1, None], probs)[:, None]
 
     @abstractmethod
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:

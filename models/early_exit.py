@@ -32,7 +32,7 @@ from ..core.records import LearnedKind, LearnedRecord
 from .blocks import LayerModules, attend, attention_out, mlp_out, queries_keys_values
 from .buffer import KVBuffer
 from .quantised import has_linears, replaced
-from .rows import Pass, Rows, uploaded
+from .rows import Pass, PassKind, Rows, uploaded
 from .runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
@@ -125,10 +125,12 @@ class StagedPass:
         self._hidden.append(self.runtime.embed(token_ids, self.first_slot + self.n_rows))
         self.depths.append(0)
 
-    def advance(self, depth: int, with_logits: bool = False, drafts: bool = True) -> Generator[Pass, Tensor, Tensor]:
+    def advance(
+        self, depth: int, with_logits: bool = False, kind: PassKind = "draft"
+    ) -> Generator[Pass, Tensor, Tensor]:
         """Run every row to at least `depth` layers; returns the logits (1, vocab) read from the newest row there.
 
-        Args: with_logits: False: return logits of no row. drafts: see `Pass`.
+        Args: with_logits: False: return logits of no row. kind: see `Pass`.
         """
         logits = self.newest[:0]
         while self.depths[-1] < depth:
@@ -136,22 +138,22 @@ class StagedPass:
             first = self.depths.index(self.depths[-1])
             until = min(depth, self.depths[first - 1]) if first else depth
             read_rows = (self.n_rows - first - 1,) if with_logits and until == depth else ()
-            logits = yield from self._run(first, until, read_rows, drafts)
+            logits = yield from self._run(first, until, read_rows, kind)
         return logits
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
         """Run what is left of every row; returns the logits (rows, vocab) after all layers."""
-        yield from self.advance(self.depths[0], drafts=False)  # all rows have run as many layers then
-        return (yield from self._run(0, self.runtime.n_layers, None, drafts=False))
+        yield from self.advance(self.depths[0], kind="check")  # all rows have run as many layers then
+        return (yield from self._run(0, self.runtime.n_layers, None, "check"))
 
     def _run(
-        self, first: int, until: int, wanted: Sequence[int] | None, drafts: bool
+        self, first: int, until: int, wanted: Sequence[int] | None, kind: PassKind
     ) -> Generator[Pass, Tensor, Tensor]:
         hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
         states: list[Tensor] = []
         rows = Rows([0] * hidden.shape[0], self.first_slot + first)
         span = (self.depths[first], until)
-        logits = yield Pass(self.runtime, rows, self.buffer, wanted, {until: states}, drafts, hidden, span)
+        logits = yield Pass(self.runtime, rows, self.buffer, wanted, {until: states}, hidden, span, kind)
         self._hidden[first:] = torch.split(states[0], 1)
         self.depths[first:] = [until] * (self.n_rows - first)
         return logits

@@ -9,19 +9,17 @@ buffers.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.observed_costs import PassTiming
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, BufferRows, HeadLayout, RotationTables, RowGroup
 from .buffer import KVBuffer
@@ -29,32 +27,7 @@ from .kernels import device as kernels
 
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # first slot, slots from there on, and slots behind these
-MOST_TIMINGS = 256  # passes whose times are kept until somebody takes them
-
-
-@dataclass(slots=True)
-class Load:
-    """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
-
-    `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
-    those that will be replayed but are not yet, and what else took time beside rounds; `n_tokens` what rounds
-    committed. `drafts` says whether drafts pay beside so many others. `timings` are the latest passes that were timed,
-    for whoever learns from them and takes them out.
-    """
-
-    checked: int = 1
-    drafted: int = 1
-    n_checks: int = 0
-    n_beside: int = 0
-    n_tokens: int = 0
-    drafts: bool = True
-    timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
-
-    def take_timings(self) -> list[PassTiming]:
-        """Return the passes that were timed since the last call, oldest first, `MOST_TIMINGS` at most."""
-        taken = list(self.timings)
-        self.timings.clear()
-        return taken
+PassKind = Literal["check", "draft", "beside"]
 
 
 class PassRunner(Protocol):
@@ -73,6 +46,9 @@ class PassRunner(Protocol):
 
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the wanted logits (rows, vocab) of each pass."""
+
+    def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
+        """Return the most probable token of each row of several logits, and the numbers of `unread` behind each's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +92,10 @@ class Pass:
     """Rows of one sequence that are to be run through a model.
 
     `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
-    `capture` is as in `Runtime.forward`. `drafts` says that the sequence is still drafting, `beside` that a prompt is
-    read or a window scored. `layers` (first, last): the rows, whose states (rows, hidden_size) after `first` layers are
-    `hidden`, run up to `last` layers only, and logits are read there. `best`: list that the most probable token of each
-    wanted row is appended to, the first of several, and then the numbers of `unread`, which are on the device still; of
-    all passes that run together they are moved at once.
+    `capture` is as in `Runtime.forward`. `layers` (first, last): the rows, whose states (rows, hidden_size) after
+    `first` layers are `hidden`, run up to `last` layers only, and logits are read there. `kind` is for whoever runs
+    several sequences, and changes no number: "check" is a round's pass of the target, "draft" one that its draft takes,
+    "beside" one that reads a prompt or scores a window.
     """
 
     runtime: PassRunner
@@ -128,12 +103,9 @@ class Pass:
     buffer: KVBuffer
     wanted: Sequence[int] | None = None
     capture: Mapping[int, list[Tensor]] | None = None
-    drafts: bool = False
     hidden: Tensor | None = None
     layers: tuple[int, int] | None = None
-    beside: bool = False
-    best: list[float] | None = None
-    unread: Tensor | None = None
+    kind: PassKind = "check"
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants

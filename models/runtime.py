@@ -6,7 +6,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; nothing is e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +23,6 @@ from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
 from .rows import (
     BufferPlan,
-    Load,
     Member,
     Pass,
     PassPlan,
@@ -201,21 +200,22 @@ class Runtime:
         buffer: KVBuffer,
         first_slot: int = 0,
         capture: Mapping[int, list[Tensor]] | None = None,
-        load: Load | None = None,
+        is_shared: Callable[[], bool] = lambda: False,
         every_row: bool = False,
     ) -> Iterator[Pass]:
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
         Args: capture: as in `forward`; a text of several passes appends to it several times.
-              load: the engine's; None: nothing else waits. every_row: each pass gives all its rows' logits.
+              is_shared: whether other sequences wait for the next pass, which is a shorter one then.
+              every_row: each pass gives all its rows' logits.
         """
         start = 0
         while start < len(token_ids):
-            n_rows = PREFILL_ROWS if load is None or load.checked == 1 else PREFILL_ROWS_BESIDE
+            n_rows = PREFILL_ROWS_BESIDE if is_shared() else PREFILL_ROWS
             chunk = token_ids[start : start + n_rows]
             last_row = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
             rows = Rows(chunk, first_slot + start)
-            yield Pass(self, rows, buffer, None if every_row else last_row, capture, beside=True)
+            yield Pass(self, rows, buffer, None if every_row else last_row, capture, kind="beside")
             start += len(chunk)
 
     def forward(
@@ -240,25 +240,20 @@ class Runtime:
         bits are those of passes of their own.
         """
         replayed = None if self.graphs is None else self.graphs.forward(passes)
-        logits = self._computed(passes) if replayed is None else replayed
-        if asking := [
-            (pass_, pass_logits) for pass_, pass_logits in zip(passes, logits, strict=True) if pass_.best is not None
-        ]:
-            self._note_best(asking)
-        return logits
+        return self._computed(passes) if replayed is None else replayed
 
-    def _note_best(self, asking: Sequence[tuple[Pass, Tensor]]) -> None:
-        """Append what passes ask for to their `best`, given the logits of each."""
-        rows = [pass_logits for _, pass_logits in asking]
+    @torch.inference_mode()
+    def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
+        """Return the first most probable token of each row of several `logits` (rows, vocab), in one transfer.
+
+        Args: unread: numbers on the device, one tensor for each of the logits; they follow the tokens of these.
+        """
         if self.device.type == "cpu":
-            best = [
-                best_of(pass_logits) if self.native is None else self.native.best(pass_logits) for pass_logits in rows
-            ]
+            best = [best_of(rows) if self.native is None else self.native.best(rows) for rows in logits]
         else:  # in as few launches as can be
-            best = list(torch.split(best_of(torch.cat(rows)), [pass_logits.shape[0] for pass_logits in rows]))
-        read = read_together(*best, *(pass_.unread for pass_, _ in asking))
-        for (pass_, _), tokens, numbers in zip(asking, read[: len(asking)], read[len(asking) :], strict=True):
-            cast("list[float]", pass_.best).extend(tokens + numbers)
+            best = list(torch.split(best_of(torch.cat(list(logits))), [len(rows) for rows in logits]))
+        read = read_together(*best, *unread)
+        return [tokens + numbers for tokens, numbers in zip(read[: len(best)], read[len(best) :], strict=True)]
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
         # Made before the layers run: on a GPU, a transfer waits for all earlier work.

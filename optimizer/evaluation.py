@@ -66,7 +66,7 @@ def score_window(
     visible = torch.eye(n, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
     positions = list(range(first, first + window)) * n
     rows = Rows(inputs * n, context.root_slot, positions, visible, tuple(layer_sets), n_read=first)
-    logits = yield Pass(context.runtime, rows, context.buffer, beside=True)  # (n * window, vocab)
+    logits = yield Pass(context.runtime, rows, context.buffer, kind="beside")  # (n * window, vocab)
     return [_window_score(context, set_logits, first) for set_logits in logits.reshape(n, window, -1).unbind()]
 
 

@@ -31,11 +31,11 @@ from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.engine import PassGenerator, Work, intercept
+from ..decoding.load import Load
 from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session, Turn
 from ..models.costs import machine_name
-from ..models.rows import Load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch

@@ -8,7 +8,7 @@ accepted. What is moved from there without waiting is counted when it is read, i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -498,16 +498,22 @@ class Both(BlockRatio):
         super().__init__(rule or "with")
         self.one_way = BlockRatio() if rule is None else SeveralRatio(rule)
 
-    def weigh(self, draft: Draft, target: Target) -> Tensor | None:
-        return self.one_way.weigh(draft, target)
+    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
+        return self.one_way.weighed(draft, target)
+
+    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
+        return self.one_way.weigh(draft, target, nodes)
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        rule, assumed = target.rule, target.weights
-        assert (assumed is None) == (not draft.offers)
+        rule = target.rule
+        assert sorted(target._weights) == sorted(draft.offers)
         peeked, states = rule._peeked, [own.get_state() for own in (rule._generator, rule._accept_generator)]
         walked = self.one_way.verify(draft, target)
         used = rule._peeked, [own.get_state() for own in (rule._generator, rule._accept_generator)]
-        target.weights, rule._peeked = None, peeked
+        target._draft, rule._peeked = draft, peeked
+        target._weights.clear()
+        target._probs.clear()
+        target.backed.clear()
         for own, state in zip((rule._generator, rule._accept_generator), states, strict=True):
             own.set_state(state)
         assert self.one_way.verify(draft, target) == walked

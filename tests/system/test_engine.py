@@ -202,8 +202,8 @@ def test_engine_leaves_drafts_where_their_passes_take_too_long(
     own, n_passes, run_passes = parts("llama"), Counter[bool](), Runtime.forward_together
 
     def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
-        n_passes[passes[0].drafts] += 1
-        sleep(draft_s if passes[0].drafts else check_s)
+        n_passes[passes[0].kind == "draft"] += 1
+        sleep(draft_s if passes[0].kind == "draft" else check_s)
         return run_passes(runtime, passes)
 
     asked = [repeating(seed) for seed in range(4)]
@@ -226,7 +226,7 @@ def test_requests_that_may_stop_drafting_draft_beside_one_that_may_not(monkeypat
     own, run_passes = parts("llama"), Runtime.forward_together
 
     def slowly(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
-        sleep(0 if passes[0].drafts else 0.003)
+        sleep(0 if passes[0].kind == "draft" else 0.003)
         return run_passes(runtime, passes)
 
     monkeypatch.setattr(Runtime, "forward_together", slowly)
@@ -251,7 +251,7 @@ class _Failing(Drafter):
             if not self.bad_pass:
                 raise RuntimeError("no more ideas")
             runtime, buffer = self.context.runtime, self.context.buffer
-            yield Pass(runtime, Rows([1], buffer.capacity), buffer, drafts=True)
+            yield Pass(runtime, Rows([1], buffer.capacity), buffer, kind="draft")
         return (yield from self.plain.draft(room))
 
     def max_rows(self, room: int) -> int:
@@ -360,7 +360,7 @@ def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
 
     class Watched(Runtime):
         def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
-            seen.append([each.drafts for each in passes])
+            seen.append([each.kind == "draft" for each in passes])
             return super().forward_together(passes)
 
     runtime = own.runtime

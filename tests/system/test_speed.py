@@ -123,7 +123,7 @@ def test_one_static_pass_serves_several_sequences_and_early_exits(family: str) -
             states: list[list[Tensor]] = [[], []]
             span, own_rows = (first, last), () if first == 0 else None
             some = [
-                Pass(of, Rows([0], slot), buffer, own_rows, {last: state}, True, hidden, span)
+                Pass(of, Rows([0], slot), buffer, own_rows, {last: state}, hidden, span)
                 for slot, buffer, state, hidden in zip((9, 33), (own[0], own[2]), states, begun, strict=True)
             ]
             logits = of.forward_together(some)

@@ -273,9 +273,9 @@ class Clock:
         self.now, self.decoding_s, forward_together = 0.0, 0.0, runtime.forward_together
 
         def timed(passes: Sequence[Pass]) -> list[Tensor]:
-            own = draft_s if passes[0].drafts else target_s
-            self.decoding_s += 0 if all(each.beside for each in passes) else own
-            self.now += own + sum(len(each.rows.token_ids) for each in passes if each.beside)
+            own = draft_s if passes[0].kind == "draft" else target_s
+            self.decoding_s += 0 if all(each.kind == "beside" for each in passes) else own
+            self.now += own + sum(len(each.rows.token_ids) for each in passes if each.kind == "beside")
             return forward_together(passes)
 
         monkeypatch.setattr(runtime, "forward_together", timed)

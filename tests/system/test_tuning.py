@@ -358,7 +358,7 @@ def test_search_that_does_not_fit_in_memory_asks_for_less_and_the_request_goes_o
     forward = Runtime.forward_together
 
     def small(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
-        if any(each.beside and len(each.rows.variants) > fits for each in passes):
+        if any(each.kind == "beside" and len(each.rows.variants) > fits for each in passes):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(runtime, passes)
 
@@ -375,7 +375,7 @@ def test_known_sets_whose_pass_did_not_fit_in_memory_are_scored_later(monkeypatc
     forward = Runtime.forward_together
 
     def small(runtime: Runtime, passes: Sequence[Pass]) -> list[Tensor]:
-        if any(each.beside and len(each.rows.variants) > 2 for each in passes):
+        if any(each.kind == "beside" and len(each.rows.variants) > 2 for each in passes):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(runtime, passes)
 

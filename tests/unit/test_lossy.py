@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftopt.decoding.draft import Draft, DraftTree
+from swiftopt.decoding.draft import Draft, DraftTree, Walk
 from swiftopt.decoding.verify import JointRatio, KeepAll, Rollback, Typical, Verifier, warp
 
 VOCAB = 8
@@ -22,10 +23,9 @@ class RandomTarget:
     """One random distribution per node; an answer of its own is always `OWN`."""
 
     greedy = False
-    weights = None
 
-    def __init__(self, rows: Tensor, n_checked: int) -> None:
-        self.rows, self.n_checked = rows, n_checked
+    def __init__(self, verifier: Verifier, draft: Draft, rows: Tensor, n_checked: int) -> None:
+        self.verifier, self.draft, self.rows, self.n_checked = verifier, draft, rows, n_checked
         self.asked: list[tuple[int, tuple[int, ...]]] = []
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
@@ -33,14 +33,23 @@ class RandomTarget:
         self.asked.append((node, tuple(accepted)))
         return OWN
 
+    def walk(self) -> Walk:
+        target: Any = self
+        return self.verifier.verify(self.draft, target)
+
+    def weights(self, nodes: Sequence[int]) -> Iterator[list[float]]:
+        target: Any = self
+        for numbers in self.verifier.weigh(self.draft, target, nodes):
+            yield numbers.flatten().tolist()
+
     def raw_probs(self, n: int) -> Tensor:
         assert n <= self.n_checked
         return self.rows[:n]
 
-    def probs(self, node: int, accepted: Sequence[int]) -> Tensor:
+    def probs(self, node: int) -> Tensor:
         raise AssertionError("judged by the model's own distribution")
 
-    def draw(self, probs: Tensor) -> int:
+    def draw(self, drawn: float) -> int:
         raise AssertionError("the target chooses, it is not drawn for")
 
     def accept(self, probability: float) -> bool:
@@ -70,8 +79,8 @@ def test_accepted_prefix_exceeds_the_ratio_and_no_longer_one_does(
 ) -> None:
     draft = drafted(seed, length, top_k, top_p)
     n_checked = length + 1 if answered else max(1, length)
-    target = RandomTarget(table(seed + 1, length + 1), n_checked)
-    walked = JointRatio(threshold, top_k, top_p).verify(draft, target)
+    target = RandomTarget(JointRatio(threshold, top_k, top_p), draft, table(seed + 1, length + 1), n_checked)
+    walked = target.walk()
     tokens = draft.tree.token_ids[1:]
 
     def ratio(n: int) -> float:
@@ -95,24 +104,24 @@ def test_longer_prefix_is_tried_after_a_shorter_one_failed() -> None:
     rows[1, 2] = 0.9  # both: 0.09 / 0.045, or 0.09 / 0.81
     tree = DraftTree.grow(0, [[1], [2]])
     draft = Draft(tree, logprobs=(0.0, math.log(0.9), math.log(0.05)))
-    assert JointRatio(0.5, VOCAB, 1.0).verify(draft, RandomTarget(rows, 3)).path == (1, 2)
+    assert RandomTarget(JointRatio(0.5, VOCAB, 1.0), draft, rows, 3).walk().path == (1, 2)
     unlucky = Draft(tree, logprobs=(0.0, math.log(0.9), math.log(0.9)))
-    assert JointRatio(0.5, VOCAB, 1.0).verify(unlucky, RandomTarget(rows, 3)).path == ()
+    assert RandomTarget(JointRatio(0.5, VOCAB, 1.0), unlucky, rows, 3).walk().path == ()
 
 
 def test_threshold_zero_keeps_all_that_the_target_does_not_rule_out() -> None:
     rows = table(3, 4)
     rows[2, 6] = 0.0
     draft = Draft(DraftTree.grow(0, [[1], [2], [6]]), logprobs=(0.0, 0.0, 0.0, 0.0))
-    assert JointRatio(0.0, VOCAB, 1.0).verify(draft, RandomTarget(rows, 4)).path == (1, 2)
+    assert RandomTarget(JointRatio(0.0, VOCAB, 1.0), draft, rows, 4).walk().path == (1, 2)
 
 
 def check_first_refusal(verifier: Verifier, seed: int, length: int, answered: bool, margins: list[float]) -> None:
     """`margins[i]` > 0 says that token i is to stand; the block ends at the first that is not."""
     draft = drafted(seed, length, VOCAB, 1.0)
     n_checked = length + 1 if answered else max(1, length)
-    target = RandomTarget(table(seed + 1, length + 1), n_checked)
-    walked = verifier.verify(draft, target)
+    target = RandomTarget(verifier, draft, table(seed + 1, length + 1), n_checked)
+    walked = target.walk()
     kept = next((i for i, margin in enumerate(margins) if margin <= 0.0), length)
     tokens = draft.tree.token_ids[1 : kept + 1]
     assert walked.path == tuple(range(1, kept + 1))
@@ -148,14 +157,14 @@ def test_impossible_token_is_refused_by_every_verifier_that_looks() -> None:
     rows[:, 1] = 1.0
     draft = Draft(DraftTree.grow(0, [[2]]), logprobs=(0.0, -3.0))
     for verifier in (JointRatio(0.0, 3, 0.9), Typical(0.09, 0.3), Rollback(50.0)):
-        walked = verifier.verify(draft, RandomTarget(rows, 2))
+        walked = RandomTarget(verifier, draft, rows, 2).walk()
         assert walked.path == () and walked.token_ids == (OWN,)
         assert verifier.lossy
 
 
 def test_block_of_the_target_is_kept_whole_and_nothing_is_asked() -> None:
-    target = RandomTarget(table(0, 1), 0)
-    walked = KeepAll().verify(Draft(DraftTree.grow(0, [[3], [4]]), n_checked=0), target)
+    target = RandomTarget(KeepAll(), Draft(DraftTree.grow(0, [[3], [4]]), n_checked=0), table(0, 1), 0)
+    walked = target.walk()
     assert walked.path == (1, 2) and walked.token_ids == (3, 4) and not target.asked and KeepAll().lossy
 
 

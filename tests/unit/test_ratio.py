@@ -112,26 +112,50 @@ class TableModel(DraftModel):
 
 
 class TableTarget:
-    """A target that answers from `target_table` and whose draws branch."""
+    """A target that answers from `target_table` and whose draws branch.
+
+    What is drawn after a node is a number until it is used, and branches only then: what becomes of the others changes
+    nothing.
+    """
 
     greedy = False
-    weights: list[float] | None = None
 
-    def __init__(self, branches: Branches, n_checked: int) -> None:
-        self.branches, self.n_checked = branches, n_checked
+    def __init__(self, branches: Branches, n_checked: int, draft: Draft, verifier: Verifier) -> None:
+        self.branches, self.n_checked, self.draft, self.verifier = branches, n_checked, draft, verifier
+        self.rows: list[list[float]] = []
+        self.backed: list[Tensor] = []
+
+    def walk(self) -> Walk:
+        target: Any = self
+        return self.verifier.verify(self.draft, target)
+
+    def weights(self, nodes: Sequence[int]) -> Iterator[Sequence[float]]:
+        target: Any = self
+        for numbers in self.verifier.weigh(self.draft, target, nodes):
+            yield numbers.flatten().tolist()
 
     def choose(self, node: int, accepted: Path) -> int:
-        return self.draw(self.probs(node, accepted))
+        assert accepted == self.above(node)
+        return self.branches.pick(self.probs(node).tolist())
 
-    def probs(self, node: int, accepted: Path) -> Tensor:
+    def above(self, node: int) -> Path:
+        return tuple(self.draft.tree.token_ids[each] for each in self.draft.tree.path(node))
+
+    def probs(self, node: int) -> Tensor:
         assert node < self.n_checked
-        return target_table(tuple(accepted))
+        return target_table(self.above(node))
 
-    def raw_probs(self, node: int) -> Tensor:
+    def raw_probs(self, n: int) -> Tensor:
         raise AssertionError("an exact verifier has no business with the unprocessed distribution")
 
-    def draw(self, probs: Tensor) -> int:
-        return self.branches.pick(probs.tolist())
+    def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
+        assert len(nodes) == len(probs)
+        self.rows += probs.tolist()
+        return torch.arange(len(self.rows) - len(nodes), len(self.rows))[:, None]
+
+    def draw(self, drawn: float) -> int:
+        row = self.rows[int(drawn)]
+        return self.branches.pick(row) if any(row) else 0  # of nothing: whatever it is
 
     def accept(self, probability: float) -> bool:
         assert 0.0 <= probability <= 1.0
@@ -139,32 +163,19 @@ class TableTarget:
 
 
 class ReadTarget(TableTarget):
-    """One whose draft is weighed before any of it is read: each node has its draw already.
+    """One that weighs all of a draft at once, whose tokens may not be read yet."""
 
-    It is a number until it is used, and branches only then, once: what becomes of the others changes nothing.
-    """
+    def __init__(self, branches: Branches, n_checked: int, draft: Draft, verifier: Verifier) -> None:
+        read = draft if draft.unread is None else draft.read(draft.unread.flatten().tolist())
+        super().__init__(branches, n_checked, read, verifier)
+        self.read: dict[int, tuple[float, ...]] = {}
+        target: Any = self
+        for nodes in verifier.weighed(draft, target):
+            columns = [numbers.flatten().tolist() for numbers in verifier.weigh(draft, target, nodes)]
+            self.read |= zip(nodes, zip(*columns, strict=True), strict=True)
 
-    def __init__(self, branches: Branches, n_checked: int, draft: Draft) -> None:
-        super().__init__(branches, n_checked)
-        self.tree = draft.tree
-        self.rows: list[list[float]] = []
-        self.drawn: dict[int, int] = {}
-
-    def above(self, node: int) -> Path:
-        return tuple(self.tree.token_ids[each] for each in self.tree.path(node))
-
-    def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
-        assert len(nodes) == len(probs)
-        self.rows += probs.tolist()
-        return torch.arange(len(self.rows) - len(nodes), len(self.rows))[:, None]
-
-    def draw(self, probs: Any) -> int:
-        if not isinstance(probs, float):
-            return super().draw(probs)
-        number, row = int(probs), self.rows[int(probs)]
-        if number not in self.drawn:
-            self.drawn[number] = self.branches.pick(row) if any(row) else 0  # of nothing: whatever it is
-        return self.drawn[number]
+    def weights(self, nodes: Sequence[int]) -> Iterator[Sequence[float]]:
+        yield from zip(*(self.read[node] for node in nodes), strict=True)
 
 
 def offered(drafter: Drafter, branches: Branches, depth: int, sampling: Sampling, late: bool = False) -> Draft:
@@ -185,13 +196,7 @@ def outcomes(
     def program(branches: Branches) -> Walk:
         draft = tamper(offered(drafter, branches, depth, Sampling(temperature=1.0), late=way == LATE))
         checked = draft.tree.n_nodes if n_checked is None else n_checked
-        if way == AT_ONCE:
-            return verifier.verify(draft, TableTarget(branches, checked))
-        read = draft if draft.unread is None else draft.read(draft.unread.flatten().tolist())
-        target = ReadTarget(branches, checked, read)
-        weights = verifier.weigh(draft, target)
-        target.weights = None if weights is None else weights.tolist()
-        return verifier.verify(read, target)
+        return (TableTarget if way == AT_ONCE else ReadTarget)(branches, checked, draft, verifier).walk()
 
     return list(all_runs(program))
 
@@ -308,8 +313,8 @@ def as_independent(draft: Draft) -> Draft:
 class PlainRedraw(TableTarget):
     """Draws from the target itself where the residual was asked for."""
 
-    def draw(self, probs: Tensor) -> int:
-        return super().draw(target_table(()))
+    def draw(self, drawn: float) -> int:
+        return self.branches.pick(target_table(()).tolist())
 
 
 def test_enumeration_catches_a_wrong_rule() -> None:
@@ -320,7 +325,7 @@ def test_enumeration_catches_a_wrong_rule() -> None:
 
     def redrawn(branches: Branches) -> Walk:
         draft = offered(chain(1), branches, 1, Sampling(temperature=1.0))
-        return ChainRatio().verify(draft, PlainRedraw(branches, 1))
+        return PlainRedraw(branches, 1, draft, ChainRatio()).walk()
 
     assert worst_error(list(all_runs(redrawn)), 1) > 0.01
 
@@ -366,6 +371,11 @@ def test_draws_of_draft_target_and_acceptance_do_not_tell_of_each_other(seed: in
     rule = TokenRule.of(Sampling(temperature=1.0, seed=seed), None)
     even = torch.full((1000,), 1e-3, dtype=torch.float64)
 
-    draws = [(rule.draw(even), int(rule.draw_drafts(even)), rule.accept(0.5)) for _ in range(200)]
+    def drawn() -> tuple[int, int, bool]:
+        token_id = int(rule.peek(even))
+        rule.spend()
+        return token_id, int(rule.draw_drafts(even)), rule.accept(0.5)
+
+    draws = [drawn() for _ in range(200)]
     correlation = torch.corrcoef(torch.tensor(draws, dtype=torch.float64).T) - torch.eye(3)
     assert float(correlation.abs().max()) < 0.35

@@ -1,0 +1,39 @@
+"""What an engine's requests may know of one another: how many there are, and what their passes took."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..core.observed_costs import PassTiming
+
+MOST_TIMINGS = 256  # Passes whose times are kept until somebody takes them.
+
+
+@dataclass(slots=True)
+class Load:
+    """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
+
+    `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
+    those that will be replayed but are not yet, and what else took time beside rounds; `n_tokens` what rounds
+    committed. `drafts` says whether drafts pay beside so many others. `timings` are the latest passes that were timed,
+    for whoever learns from them and takes them out.
+    """
+
+    checked: int = 1
+    drafted: int = 1
+    n_checks: int = 0
+    n_beside: int = 0
+    n_tokens: int = 0
+    drafts: bool = True
+    timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
+
+    def is_shared(self) -> bool:
+        """Whether other sequences wait for each pass of one."""
+        return self.checked > 1
+
+    def take_timings(self) -> list[PassTiming]:
+        """Return the passes that were timed since the last call, oldest first, `MOST_TIMINGS` at most."""
+        taken = list(self.timings)
+        self.timings.clear()
+        return taken
