@@ -24,7 +24,7 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
 from ..decoding.engine import alone
-from ..decoding.loop import Round
+from ..decoding.events import Round
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import machine_name, measure_costs

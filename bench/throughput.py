@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, sleep
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..core.types import Prompt
-from ..decoding.engine import Engine, Request, intercept
-from ..decoding.loop import Prefilled, Round
+from ..decoding.engine import Engine, Request, subscribed
+from ..decoding.events import Prefilled, Round, WorkEvent
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
@@ -32,11 +32,10 @@ class Served:
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
-    def note(self, started: float, event: Any) -> Iterator[Any]:
+    def note(self, started: float, event: WorkEvent) -> None:
         if isinstance(event, Prefilled | Round):
             self.times += [perf_counter() - started] * len(event.token_ids)
             self.token_ids += event.token_ids
-        yield from ()
 
 
 def serve(
@@ -52,13 +51,13 @@ def serve(
         at += rng.expovariate(rate) if rate else 0.0
         waiting.append((prompt, Served(at)))
     served = [client for _, client in waiting]
-    engine, requests, started = Engine(at_once=concurrency), list[Request[Any]](), perf_counter()
+    engine, requests, started = Engine(at_once=concurrency), list[Request[object]](), perf_counter()
     while waiting or engine.requests:
         now = perf_counter() - started
         while waiting and waiting[0][1].arrived <= now:
             prompt, client = waiting.pop(0)
             work = session.request(prompt, method_of(prompt))
-            requests.append(engine.add(intercept(work, partial(client.note, started))))
+            requests.append(engine.add(subscribed(work, partial(client.note, started))))
         if engine.requests:
             list(engine.step())
         else:

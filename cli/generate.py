@@ -26,7 +26,7 @@ from .render import number
 
 if TYPE_CHECKING:
     from ..client.chat import Answered
-    from ..tasks.generate import GenerateInfo
+    from ..decoding.events import GenerateInfo
 
 Message = Mapping[str, str]
 
@@ -97,7 +97,7 @@ def generate(
         store = stack.enter_context(options.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
 
-        from ..tasks.generate import Generated
+        from ..decoding.events import Generated
         from ..tasks.generate import generate as decode
 
         in_line, printer = False, TextPrinter()

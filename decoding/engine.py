@@ -1,9 +1,10 @@
 """Whatever computes is a generator that yields what it needs; an engine runs any number of them side by side.
 
-Such a generator yields a `Pass` and is sent its logits, or `Slots` and is sent a buffer. Whatever else it yields is an
-event: the engine's caller gets it before the generator goes on, so that the state can be read or saved between any two
-events. Generators that wait for passes of one model share a forward pass: its weights are read once for all of their
-rows. A round's draft passes go first, until every sequence waits for its target.
+Such a generator yields a `Demand` and is sent its `Answer`: of a `Pass` the logits, of `Slots` a buffer. What else it
+yields is an event, a `WorkEvent`. The engine's caller gets it before the generator goes on, so that the state can be
+read or saved between any two events; then the generator's subscribers do (`subscribed`), which may demand passes and
+report events of their own. Generators that wait for passes of one model share a forward pass: its weights are read once
+for all of their rows. A round's draft passes go first, until every sequence waits for its target.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import takewhile
 from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,17 +27,16 @@ from torch import Tensor
 from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
 from ..models.costs import is_out_of_memory
-from ..models.rows import Pass
+from ..models.rows import Pass, PassRunner
 from ..models.runtime import Runtime
 from .draft_trials import DraftTrials
+from .events import WorkEvent
 from .load import Load
 from .pass_clock import PassClock
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 E = TypeVar("E")
-Event = Any  # What is yielded beside demands.
-Work = Generator[Any, Any, T]  # Yields demands and events; is sent what it demanded, and None for an event.
-PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,9 @@ class ReadPass:
     pass_: Pass
     unread: Tensor | None = None
 
+    def run(self) -> Generator[ReadPass, ReadLogits, ReadLogits]:
+        return (yield self)
+
 
 class ReadLogits(NamedTuple):
     """The answer to a `ReadPass`."""
@@ -62,12 +65,11 @@ class ReadLogits(NamedTuple):
 class Slots:
     """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
-    The answer is the buffer, how many of its slots hold that text's keys and values already (fewer than there are
-    tokens), the `state` of the text that these are of, and the engine's load. Where memory is bounded the buffer has
-    `first` slots; when they are full, the text frees them and asks for more. The text's passes write only behind what
-    it has read. Only texts of one `salt` share any. `draft_slot_bytes` are those of drafting beside each slot. The
-    buffer has up to `spare` slots more, for passes that the text does without where memory is short. `state` is the
-    mean state of what is read of the text's prompt, for others that go on from it; None: not known.
+    The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
+    them and asks for more. The text's passes write only behind what it has read. Only texts of one `salt` share any.
+    `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for passes that
+    the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
+    others that go on from it; None: not known.
     """
 
     runtime: Runtime
@@ -90,6 +92,21 @@ class Slots:
     def bytes_of(self, n_slots: int) -> int:
         return n_slots * (self.runtime.slot_bytes + self.draft_slot_bytes)
 
+    def granted(self) -> Generator[Slots, Granted, Granted]:
+        return (yield self)
+
+
+class Granted(NamedTuple):
+    """The answer to `Slots`: a buffer, of which `n_read` slots hold keys and values of the text already.
+
+    They are fewer than its tokens, and of a text of that `state`. `load` is the engine's.
+    """
+
+    buffer: KVBuffer
+    n_read: int
+    state: Tensor | None
+    load: Load
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
@@ -99,13 +116,21 @@ class Free:
     token_ids: Sequence[int]
 
 
-DEMANDS = (Pass, ReadPass, Slots, Free)
+Demand = Pass | ReadPass | Slots | Free
+Answer = Tensor | ReadLogits | Granted | None  # None: to `Free`, and to events.
+PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
+Work = Generator[Demand | WorkEvent, Answer, T]
+Subscriber = Callable[[WorkEvent], Work[None] | None]  # May demand and report, too, before the generator goes on.
 
 
-def alone(work: Work[T]) -> T:
+def alone(work: Work[T] | PassGenerator[T]) -> T:
     """Run one generator to its end, dropping its events; return what it returns."""
+
+    def working() -> Work[T]:
+        return (yield from work)
+
     with closing(Engine()) as engine:
-        request = engine.add(work)
+        request = engine.add(working())
         while not request.is_done:
             for _ in engine.step():
                 pass
@@ -113,8 +138,8 @@ def alone(work: Work[T]) -> T:
 
 
 def side_by_side(
-    works: Iterable[Work[Any]], at_once: int = 1, memory: int | None = None, by_time: bool = True
-) -> Generator[Event, None, None]:
+    works: Iterable[Work[object]], at_once: int = 1, memory: int | None = None, by_time: bool = True
+) -> Generator[WorkEvent, None, None]:
     """Run generators in an engine, each added when there is a place for it; yield their events as they come.
 
     When one fails no other is started, those in flight run to their ends, and its error is raised.
@@ -145,10 +170,13 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
             return result
 
 
-def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T]:
-    """Yield what a generator demands, and in place of each of its events what `handle` yields for it."""
+def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
+    """Do what a generator does, and tell `subscriber` each of its events, after whoever runs this got it.
+
+    What the subscriber demands and reports comes then, before the generator goes on.
+    """
     with closing(work):
-        answer: Any = None
+        answer: Answer = None
         error: Exception | None = None
         while True:
             try:
@@ -157,8 +185,9 @@ def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T
                 result: T = end.value
                 return result
             answer = error = None
-            if not isinstance(step, DEMANDS):
-                yield from handle(step)
+            if not isinstance(step, Demand):
+                yield step
+                yield from subscriber(step) or ()
                 continue
             try:
                 answer = yield step
@@ -166,24 +195,24 @@ def intercept(work: Work[T], handle: Callable[[Event], Iterator[Any]]) -> Work[T
                 error = failure
 
 
-class Request(Generic[T]):
+class Request(Generic[T_co]):
     """A generator in flight: the demand that it waits for, its result or error, and the slots that it holds."""
 
-    def __init__(self, work: Work[T]) -> None:
+    def __init__(self, work: Work[T_co]) -> None:
         self._work = work
-        self.pending: Pass | ReadPass | Slots | Free | None = None
+        self.pending: Demand | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
         self.waits = False  # True while another request reads the beginning of its text.
         self.error: Exception | None = None
-        self._result: list[T] = []
+        self._result: list[T_co] = []
 
     @property
     def is_done(self) -> bool:
         return bool(self._result) or self.error is not None
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         """What the generator returned; raises what it raised."""
         if self.error is not None:
             raise self.error
@@ -203,12 +232,12 @@ class Request(Generic[T]):
                 n_read = pass_.rows.first_slot if pass_.buffer is buffer else len(slots.tokens)
                 yield _Prefix(slots, buffer, slots.tokens), n_read
 
-    def send(self, answer: Any) -> Iterator[Event]:
+    def send(self, answer: Answer) -> Iterator[WorkEvent]:
         """Send what it waits for (None: it begins), and run up to its next demand."""
         self.is_new = False
         return self._advance(partial(self._work.send, answer))
 
-    def throw(self, error: Exception) -> Iterator[Event]:
+    def throw(self, error: Exception) -> Iterator[WorkEvent]:
         return self._advance(partial(self._work.throw, error))
 
     def close(self) -> None:
@@ -216,7 +245,7 @@ class Request(Generic[T]):
         self.held.clear()
         self._work.close()
 
-    def _advance(self, go_on: Callable[[], Any]) -> Iterator[Event]:
+    def _advance(self, go_on: Callable[[], Demand | WorkEvent]) -> Iterator[WorkEvent]:
         self.pending = None
         while True:
             try:
@@ -228,11 +257,14 @@ class Request(Generic[T]):
                 clear_frames(error.__traceback__)  # The frames hold what a failed pass held in memory.
                 self.error = error
                 return self.held.clear()
-            if isinstance(step, DEMANDS):
+            if isinstance(step, Demand):
                 self.pending = step
                 return None
             yield step
             go_on = partial(next, self._work)
+
+
+Waiting = tuple[Request[object], Pass]
 
 
 @dataclass(slots=True)
@@ -270,7 +302,7 @@ class Engine:
     """
 
     def __init__(self, memory: int | None = None, at_once: int | None = None, by_time: bool = True) -> None:
-        self.requests: list[Request[Any]] = []
+        self.requests: list[Request[object]] = []
         self.memory, self.at_once, self.by_time = memory, at_once, by_time
         self.load = Load()
         self._clock = PassClock(self.load)
@@ -302,14 +334,14 @@ class Engine:
         self.requests.append(request)
         return request
 
-    def cancel(self, request: Request[Any]) -> None:
+    def cancel(self, request: Request[object]) -> None:
         """Stop a request; its buffer is free at once."""
         request.close()
         with suppress(ValueError):
             self.requests.remove(request)
 
     @torch.inference_mode()
-    def step(self) -> Iterator[Event]:
+    def step(self) -> Iterator[WorkEvent]:
         """Begin what is new, then run the draft passes that wait, or else all that wait, and send their logits.
 
         Yields the events that arise; to be run to its end before the next step.
@@ -324,7 +356,7 @@ class Engine:
         if not self.requests:
             self.load.checked, self.load.drafts = 1, True
 
-    def _run_passes(self) -> Generator[Event, None, bool]:
+    def _run_passes(self) -> Generator[WorkEvent, None, bool]:
         """Run the draft passes that wait, or else all that wait; return whether these were checks of the target."""
         waiting = [(request, pass_) for request in self.requests if (pass_ := request.pass_) is not None]
         drafting = [(request, pass_) for request, pass_ in waiting if pass_.kind == "draft"]
@@ -335,7 +367,7 @@ class Engine:
             self.load.checked = max(1, len(waiting))
             self.load.n_checks += not all(pass_.kind == "beside" for _, pass_ in waiting)
             self.load.n_beside += any(pass_.kind == "beside" for _, pass_ in waiting)
-        together: dict[Any, list[tuple[Request[Any], Pass]]] = {}
+        together: dict[tuple[PassRunner, tuple[int, int] | None], list[Waiting]] = {}
         for request, pass_ in drafting or waiting:
             together.setdefault((pass_.runtime, pass_.layers), []).append((request, pass_))
         for (runtime, _), group in together.items():
@@ -344,7 +376,7 @@ class Engine:
             self.load.n_beside += runtime.n_first > n_first  # The time of a first pass tells nothing of later rounds.
         return bool(waiting) and not drafting
 
-    def _run(self, group: list[tuple[Request[Any], Pass]]) -> Iterator[Event]:
+    def _run(self, group: list[Waiting]) -> Iterator[WorkEvent]:
         answers, kept = None, self._kept
         passes, runtime = [pass_ for _, pass_ in group], group[0][1].runtime
         started, away, n_first = perf_counter(), 0.0, runtime.n_first
@@ -383,7 +415,7 @@ class Engine:
         self._drafting, self._checked = False, (replace(load), now)
         load.drafts = load.checked == 1 or trials.drafts
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[WorkEvent]:
         n_running = sum(not request.is_new for request in self.requests)
         for request in [request for request in self.requests if request.is_new]:
             if self.at_once is not None and n_running >= self.at_once:
@@ -395,7 +427,7 @@ class Engine:
         while self.requests:
             self.cancel(self.requests[-1])
 
-    def _serve_slots(self) -> Iterator[Event]:
+    def _serve_slots(self) -> Iterator[WorkEvent]:
         """Take back what is free, and give out buffers in the order of arrival as far as memory goes.
 
         `promised` are the bytes of those that wait until others have read the beginning of their texts.
@@ -421,12 +453,12 @@ class Engine:
                         yield from request.throw(error)
                         continue
                     request.held[pending] = buffer
-                    yield from request.send((buffer, n_read, state, self.load))
+                    yield from request.send(Granted(buffer, n_read, state, self.load))
 
     def _fits(self, n_bytes: int) -> bool:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory
 
-    def _is_being_read(self, request: Request[Any], slots: Slots) -> bool:
+    def _is_being_read(self, request: Request[object], slots: Slots) -> bool:
         """Return whether the request had better wait until an earlier one has read the beginning of its text.
 
         As their passes would run together, that takes one pass more at most.
@@ -504,7 +536,7 @@ class Engine:
             del self._kept[0]
 
 
-def _answers(group: Sequence[tuple[Request[Any], Pass]], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
+def _answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
     """Return the answer to each request's demand for its pass, given the passes' logits."""
     answers: list[Tensor | ReadLogits] = [*logits]
     asking = [(at, demand) for at, (request, _) in enumerate(group) if isinstance(demand := request.pending, ReadPass)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 from torch import Tensor
@@ -14,52 +14,13 @@ from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
 from .draft import Draft, Drafter, DraftTree, Outcome, Walk
 from .engine import Free, Slots, Work, alone
+from .events import Prefilled, Round
 from .methods import PLAIN, Method
 from .verify import Target, TargetWalk, Verifier, token_logprobs
 
 MOST_FORCED = 15  # A grammar drafts at most so many tokens: with the root they are 16 rows of the target.
 FEWEST_FORCED = 2  # The method's own draft may go further than fewer tokens of the grammar.
 FIRST_NEW = 256  # A buffer in bounded memory begins with slots for so many new tokens, and grows by as many.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefilled:
-    """The prompt was read, and gave its first token; a resumed request has no new one.
-
-    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the prompt's tokens; those that
-    another request has read count as the mean of what it has read of its prompt.
-    `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
-    not wanted.
-    """
-
-    context: Context
-    token_ids: Sequence[int]
-    state: Tensor | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-    @property
-    def traced(self) -> tuple[TracedToken, ...]:
-        """The tokens, which nothing has drafted."""
-        return tuple(map(TracedToken, self.token_ids))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Round:
-    """One draft and its verification, and the tokens that they committed, with their `logprobs` where wanted.
-
-    `traced` says where each of the tokens came from.
-    """
-
-    context: Context
-    token_ids: Sequence[int]
-    n_steps: int
-    n_accepted: int
-    n_rows: int
-    draft_s: float
-    verify_s: float
-    logprobs: tuple[TokenLogprob, ...] = ()
-    traced: tuple[TracedToken, ...] = ()
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
@@ -83,9 +44,9 @@ def decoding(
 ) -> Work[Completion]:
     """Decode one prompt, pass by pass; unless the method is lossy, the output is plain decoding's with the same rule.
 
-    Yields `Prefilled` once and `Round` after each round. A consumer of these events may run extra passes before the
-    generator goes on. They use the slots after the last committed one, `scratch_rows` or fewer where memory is short,
-    and the consumer adds their seconds to the tally.
+    Yields `Prefilled` once and `Round` after each round. A subscriber of these events may demand extra passes before
+    the generator goes on. They use the slots after the last committed one, `scratch_rows` or fewer where memory is
+    short, and the subscriber adds their seconds to the tally.
 
     Args:   prompt_ids: at least one token. resume_from: where the same request was interrupted; its tokens are not
             yielded again. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
@@ -114,7 +75,7 @@ def decoding(
     first = min(capacity, len(token_ids) + FIRST_NEW + draft_rows)
     spare = max(0, scratch_rows - draft_rows)
     slots = Slots(runtime, capacity, first, shared, salt, method.drafter.slot_bytes, spare)
-    buffer, n_read, state, load = yield slots
+    buffer, n_read, state, load = yield from slots.granted()
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt = list(prompt_ids)
     slots.state = state if with_state else None
@@ -152,7 +113,7 @@ def _prefill(
     is_shared = context.load.is_shared
     passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, capture, is_shared, prompt_logprobs)
     for pass_ in passes:
-        logits = yield pass_
+        logits = yield from pass_.run()
         if prompt_logprobs:
             following = prompt_ids[len(of_prompt) + 1 :]
             of_prompt += token_logprobs(logits, following, context.logprobs or 0)
@@ -188,7 +149,7 @@ def _grow(context: Context, slots: Slots, draft_rows: int) -> Work[Slots]:
     yield Free(slots, token_ids[:-1])
     first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + draft_rows
     slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
-    context.buffer, n_read, *_ = yield slots
+    context.buffer, n_read, *_ = yield from slots.granted()
     unread = token_ids[n_read:-1]
     yield from context.runtime.prefill_passes(unread, context.buffer, n_read, is_shared=context.load.is_shared)
     return slots

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
@@ -14,25 +14,19 @@ from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.serialization import LARGEST
 from ..core.streams import EMPTY_STOP
-from ..core.types import Completion, Prompt, Sampling, n_turns
+from ..core.types import Prompt, Sampling, n_turns
 from ..models.prompts import refuse_tokens
 from ..models.runtime import Runtime
 from .chats import ChatPrompt
 from .context import Ending, ResumePoint, TokenRule
 from .engine import Work, alone
+from .events import Turn
 from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
 
 # Characters per position of the context: a text of more than LONG is first looked at in pieces of PIECE.
 LONG, PIECE = 16, 4
-
-
-class Turn(NamedTuple):
-    """A completion of a prompt; of several turns each prompt has an id of its own, `id#1`, `id#2`, …"""
-
-    prompt: Prompt
-    completion: Completion
 
 
 @dataclass(eq=False)

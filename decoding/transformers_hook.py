@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -29,9 +29,10 @@ from ..models.loading import at_speed, info_of
 from ..models.runtime import Runtime
 from .context import Ending, TokenRule
 from .draft_models import SkippedTarget
-from .engine import alone, intercept
+from .engine import alone, subscribed
+from .events import Prefilled, Round, WorkEvent
 from .generate_options import STATELESS, refuse_dropout, refuse_inputs, refuse_options
-from .loop import Prefilled, Round, decoding
+from .loop import decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
 
@@ -79,16 +80,16 @@ def custom_generate(
     room = (stopping_criteria.max_length or generation_config.max_length) - len(prompt_ids)
     ending = CriteriaEnding(room, criteria=stopping_criteria, prompt=input_ids, steps=steps)
 
-    def report(event: Prefilled | Round) -> Iterator[Any]:
+    def report(event: WorkEvent) -> None:
+        assert isinstance(event, Prefilled | Round)
         if on_tokens is not None:
             on_tokens(event.token_ids)
         for token_id in event.token_ids if streamer is not None else ():
             streamer.put(torch.tensor([token_id]))
-        yield from ()
 
     with shared.lock:
         method = shared.method(skipped, swift_settings or settings)
-        done = alone(intercept(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
+        done = alone(subscribed(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
     if streamer is not None:
         streamer.end()
     sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.types import TokenLogprob
 from .draft import Draft, DraftTree, Offer, Walk, remaining, tree_rows
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..models.rows import Pass
     from .context import Context, Drafted
-    from .engine import ReadPass
+    from .engine import Work
 
 AT_ROOT = Walk((), ())
 SeveralRule = Literal["with", "without", "k-seq"]
@@ -67,7 +67,7 @@ class Target:
         self._drawn: dict[int, Tensor] = {}  # what `peek` found, (1,) after a node
         self._logprobs: list[list[float]] = []  # what `logprobs_of` found of each node, where tokens are read late
 
-    def check(self) -> Generator[Pass | ReadPass, Any, Draft]:
+    def check(self) -> Work[Draft]:
         """Run the pass that checks the draft, or its rest, if it needs any; return the draft with its tokens."""
         from .engine import ReadPass
 
@@ -82,9 +82,9 @@ class Target:
         else:
             reads_best = is_argmax or draft.wants_argmaxes
         if not reads_best:
-            self._logits = yield self._pass()
+            self._logits = yield from self._pass().run()
             return self._read()
-        self._logits, numbers = yield ReadPass(self._pass(), draft.unread)
+        self._logits, numbers = yield from ReadPass(self._pass(), draft.unread).run()
         n_rows = len(self._logits)
         self._take_argmaxes(numbers[:n_rows])
         return draft.read(numbers[n_rows:])

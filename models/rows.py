@@ -9,7 +9,7 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -106,6 +106,10 @@ class Pass:
     hidden: Tensor | None = None
     layers: tuple[int, int] | None = None
     kind: PassKind = "check"
+
+    def run(self) -> Generator[Pass, Tensor, Tensor]:
+        """Demand the pass of whoever runs the calling generator; return its logits (rows, vocab)."""
+        return (yield self)
 
 
 Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.serialization import Record
 from ..core.types import LayerSet, SubLayer, Trial
-from ..decoding.loop import Round
+from ..decoding.events import Round
 
 FINALISTS = 4  # challengers that are kept
 FINAL_WINDOWS = 2  # windows, besides the one that brought it here, over which a challenger must win

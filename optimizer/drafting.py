@@ -17,10 +17,10 @@ from ..core.settings import AUTO, STORED, Branching, SwiftSettings
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
-from ..decoding.loop import Prefilled, Round
+from ..decoding.events import Prefilled, Round, Turn
 from ..decoding.methods import Method, swift
 from ..decoding.methods.adaptive import AdaptiveSettings, adaptive
-from ..decoding.session import Session, Turn
+from ..decoding.session import Session
 from ..models.runtime import Runtime
 from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
 from .verdict import ERROR, Timed, speed, speed_interval

@@ -14,9 +14,9 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import PassGenerator, Work, intercept
-from ..decoding.loop import Prefilled, Round
-from ..decoding.session import Session, Turn
+from ..decoding.engine import PassGenerator, Subscriber, Work, subscribed
+from ..decoding.events import Prefilled, Round, Turn, WorkEvent
+from ..decoding.session import Session
 from ..models.costs import is_out_of_memory
 from ..models.restacked import nearest
 from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed
@@ -119,54 +119,60 @@ class Search:
         prompt: Prompt,
         answers: Sequence[str] = (),
         resume_from: ResumePoint | None = None,
+        on_event: Subscriber = lambda event: None,
         **options: Any,
     ) -> Work[list[Turn]]:
-        """Decode a prompt with the set in use, and search meanwhile; arguments as for `Session.request`."""
+        """Decode a prompt with the set in use, and search meanwhile; see `Session.request` and `during`."""
         options["scratch_rows"] = self.scratch_rows
-        return self.during(session.request(prompt, self.method, answers, resume_from, **options), prompt.id)
+        request = session.request(prompt, self.method, answers, resume_from, **options)
+        return self.during(request, prompt.id, on_event)
 
-    def during(self, request: Work[T], prompt_id: str) -> Work[T]:
-        """Decode a request, and search after its prefill and after its rounds; yields its events and the search's.
+    def during(self, request: Work[T], prompt_id: str, on_event: Subscriber = lambda event: None) -> Work[T]:
+        """Decode a request, and search after its prefill and after its rounds; reports the search's events, too.
 
         The request should have `scratch_rows`. Several may run beside each other: one at a time has candidates scored.
+
+        Args: on_event: gets each event of the request, and what comes of it before the search looks at the request, and
+              each event of that look.
         """
         has_room = bool(self.scratch_rows)  # a search that is opened meanwhile has none behind this request
 
-        def handle(event: Any) -> Work[None]:
+        def follow(event: WorkEvent) -> Work[None]:
             if isinstance(event, Round):
                 self._n_rounds += 1
                 yield from self.lower(event)
-            yield event
+            yield from on_event(event) or ()
             if has_room and isinstance(event, Prefilled | Round) and event.context.finish is None:
-                yield from self.score(event.context, prompt_id)
+                for of_search in (yield from self.score(event.context, prompt_id)):
+                    yield from on_event(of_search) or ()
+                    yield of_search
 
-        return intercept(request, handle)
+        return subscribed(request, follow)
 
-    def score(self, context: Context, prompt_id: str) -> Work[None]:
+    def score(self, context: Context, prompt_id: str) -> PassGenerator[Sequence[Event]]:
         """Score candidates in one pass, once the context window is full; at most once between two rounds.
 
         They are as many as the request's buffer has slots for. A pass that does not fit in memory is given up, and
-        later ones score half as many.
+        later ones score half as many. Returns the events that come of it.
         """
         settings = self.settings
         window, waits = settings.context_window, self._n_rounds % settings.optimise_interval > 0
         if not self.optimising or self._scoring or context.searched or waits or len(context.generated) < window:
-            return
+            return ()
         room = context.buffer.capacity - context.root_slot
         if room < self._scratch_rows(1):
-            return
+            return ()
         batch = min(self.batch, room // window - 1)  # beside the set in use
         context.searched = True  # a request that is resumed from here is not searched again
         start = context.n_prompt if settings.window_at == "first" else len(context.token_ids) - window
         place = WindowStart(prompt_id, start)
         if self._proposer.paired and not self._contest.is_news(place, window):
-            return
+            return ()
         clock = perf_counter()
         try:
-            events = yield from self._look(context, place, batch)
+            return (yield from self._look(context, place, batch))
         finally:
             context.tally.optimise_s += perf_counter() - clock
-        yield from events
 
     def _look(self, context: Context, place: WindowStart, batch: int) -> PassGenerator[list[Event]]:
         """Score up to `batch` candidates beside the set in use; return the events that come of it."""

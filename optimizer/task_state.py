@@ -16,7 +16,7 @@ from ..core.serialization import adapter
 from ..core.settings import SwiftSettings
 from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, n_turns
 from ..decoding.context import Context, ResumePoint
-from ..decoding.loop import Prefilled, Round
+from ..decoding.events import Prefilled, Round
 from ..models.costs import machine_name
 from ..models.restacked import check_restackable
 from ..models.runtime import Runtime

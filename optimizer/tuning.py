@@ -25,9 +25,9 @@ from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, Verdict, n_turns
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import Work, intercept, side_by_side
-from ..decoding.loop import Prefilled, Round
-from ..decoding.session import Session, Turn
+from ..decoding.engine import Work, side_by_side
+from ..decoding.events import Prefilled, Round, Turn, WorkEvent
+from ..decoding.session import Session
 from .drafting import N_PROMPTS, drafting_with, timed_by_turns, unbeaten
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
@@ -185,7 +185,10 @@ class Tuner:
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
         places_to_serve = [at for at in places if at not in held and self._prompts[at].task in self._running]
         # Not by time: what the search tries must not depend on the clock.
-        yield from side_by_side(map(self._serve, places_to_serve), self.concurrency, self.memory, by_time=False)
+        works = map(self._serve, places_to_serve)
+        for event in side_by_side(works, self.concurrency, self.memory, by_time=False):
+            if isinstance(event, Event):
+                yield event
         for task in self._running.values():
             task.search.finish("the stream ended")
             yield from task.search.choose_drafting()
@@ -201,23 +204,23 @@ class Tuner:
         current = self._in_progress.setdefault(index, PromptInProgress())
         self._next = max(self._next, index + 1)
         yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-        request = search.request(self.session, prompt, current.answers, current.resume_from, with_state=True)
 
-        def handle(event: Any) -> Iterator[Event]:
-            if isinstance(event, Prefilled):
-                current.context = event.context
-                current.read = task.add_prompt(event, goes_on=bool(current.answers)) or current.read
-            elif isinstance(event, Round):
-                yield from self._after_round(task, event)
-            elif isinstance(event, Turn):
-                yield from self._after_turn(task, index, current, event)
-            else:
-                if isinstance(event, TrialsDone):
+        def follow(event: WorkEvent) -> Work[None]:
+            match event:
+                case Prefilled():
+                    current.context = event.context
+                    current.read = task.add_prompt(event, goes_on=bool(current.answers)) or current.read
+                case Round():
+                    yield from self._after_round(task, event)
+                case Turn():
+                    yield from self._after_turn(task, index, current, event)
+                case TrialsDone():
                     task.seconds += sum(trial.seconds for trial in event.trials)
-                yield event
 
         try:
-            yield from intercept(request, handle)
+            yield from search.request(
+                self.session, prompt, current.answers, current.resume_from, follow, with_state=True
+            )
         except ContextOverflow as error:
             if not current.answers:
                 raise

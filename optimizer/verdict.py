@@ -22,7 +22,7 @@ from ..core.types import NOT_FASTER, Completion, Prompt, Verdict, n_turns
 from ..decoding.methods import PLAIN, Method
 
 if TYPE_CHECKING:
-    from ..decoding.loop import Round
+    from ..decoding.events import Round
     from ..decoding.session import Session
 
 E = TypeVar("E")
@@ -60,8 +60,7 @@ def in_pairs(
     Yields every round, and each turn's prompt and pair.
     """
     from ..decoding.engine import side_by_side
-    from ..decoding.loop import Round
-    from ..decoding.session import Turn
+    from ..decoding.events import Round, Turn
 
     plain = session.request(prompt, PLAIN, [pair.plain.text for pair in earlier])
     tuned = session.request(prompt, method, [pair.tuned.text for pair in earlier])

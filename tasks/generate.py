@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
-from ..core.plainly import REQUESTED, WhyPlain, why_nothing_was_drafted
-from ..core.records import FoundPlan, LayerSetRecord, Plan
+from ..core.plainly import REQUESTED, WhyPlain
+from ..core.records import FoundPlan, Plan
 from ..core.requests import GenerateRequest, settled
-from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
-from ..decoding.engine import Work, intercept, side_by_side
-from ..decoding.loop import Prefilled, Round
+from ..core.types import Completion, Prompt, TokenLogprob, TracedToken
+from ..decoding.engine import Work, side_by_side, subscribed
+from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Shown, TextAdded, Turn, WorkEvent
 from ..decoding.methods import PLAIN, Method, build, method_info
-from ..decoding.session import Session, Turn
+from ..decoding.session import Session
 from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime
@@ -28,52 +28,12 @@ from .recipes import Recipe, Recipes, opened
 MOST_PLANNED = 64  # A planner keeps the methods of so many tasks.
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateInfo:
-    """How a completion was decoded: method, layer set and its origin, a note for the user, and why plainly, if so."""
-
-    method: str
-    record: LayerSetRecord | None = None
-    version: int | None = None
-    verdict: VerdictWord | None = None
-    fallback: str | None = None
-    note: str = ""
-    why_plain: WhyPlain | None = None
-
-    def of(self, completion: Completion) -> GenerateInfo:
-        """Return it with the reason why nothing was drafted for a completion, where none was known before."""
-        return replace(self, why_plain=self.why_plain or why_nothing_was_drafted(completion))
-
-
-class Generated(NamedTuple):
-    """A completion, and how it was decoded."""
-
-    prompt: Prompt
-    completion: Completion
-    info: GenerateInfo
-
-
-@dataclass(frozen=True, slots=True)
-class TextAdded:
-    """Text that a completion has grown by, final.
-
-    It came with `n_tokens` tokens, `traced` to their sources, with their `logprobs` where wanted; `prompt_logprobs` are
-    those of the prompt's tokens after the first one.
-    """
-
-    text: str
-    n_tokens: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    traced: tuple[TracedToken, ...] = ()
-
-
 def generate(
     request: GenerateRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
     on_step: OnStep = no_step,
-) -> Iterator[TextAdded | Generated]:
+) -> Iterator[Shown]:
     """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each finished turn.
 
     Raises: ContextOverflow: a chat's later turn does not fit the context; all other prompts were decoded before.
@@ -92,24 +52,26 @@ def generate(
         except ContextOverflow as error:
             too_long.append(error)
 
-    yield from side_by_side(map(work, prompts), request.concurrency, memory_for_texts(session.runtime))
+    for event in side_by_side(map(work, prompts), request.concurrency, memory_for_texts(session.runtime)):
+        if isinstance(event, Shown):
+            yield event
     if too_long:
         raise too_long[0]
 
 
 def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: Prompt, **options: Any) -> Work[None]:
-    """Decode one prompt by its task's plan; yields `TextAdded` and, per turn, `Generated`."""
+    """Decode one prompt by its task's plan; reports `TextAdded` and, per turn, `Generated`, too."""
     method, info = planned
     text = GrowingText(session, prompt)
 
-    def handle(event: Any) -> Iterator[TextAdded | Generated]:
+    def show(event: WorkEvent) -> Work[None]:
         if isinstance(event, Turn):
             yield from text.ended(event.completion)
             yield Generated(event.prompt, event.completion, info.of(event.completion))
-        else:
+        elif isinstance(event, Prefilled | Round):
             yield from text.grown(event)
 
-    yield from intercept(session.request(prompt, method, **options), handle)
+    yield from subscribed(session.request(prompt, method, **options), show)
 
 
 class Planner:

@@ -21,7 +21,8 @@ from ..core.errors import SettingsError, StreamError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
-from ..decoding.engine import Engine, Request, Work, intercept, side_by_side
+from ..decoding.engine import Engine, Request, Work, side_by_side, subscribed
+from ..decoding.events import Generated, GenerateInfo, Shown, TextAdded, WorkEvent
 from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..models import loading
@@ -29,7 +30,7 @@ from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import Generated, GenerateInfo, Planner, TextAdded, as_planned
+from .generate import Planner, as_planned
 from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
@@ -157,7 +158,7 @@ class Model(AbstractContextManager["Model"]):
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
     ) -> Work[None]:
-        """Return a prompt's decoding, for an engine; it yields `TextAdded` and, per turn, `Generated`.
+        """Return a prompt's decoding, for an engine; it reports `TextAdded` and, per turn, `Generated`, too.
 
         Args:   task: whose stored plan to use; a `Prompt` has its own. method: in place of what the plan says.
                 stop: a text, or several, before which the completion ends.
@@ -200,7 +201,7 @@ class Ticket:
     """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[TextAdded | Generated | None] = SimpleQueue()  # None is the end.
+        self._events: SimpleQueue[Shown | None] = SimpleQueue()  # None is the end.
         self._done = threading.Event()
         self.give_up: Callable[[], None] = lambda: None
         self.generated: list[Generated] = []
@@ -231,7 +232,7 @@ class Ticket:
         """Cancel the request; its slots are free before the next pass."""
         self.give_up()
 
-    def put(self, event: TextAdded | Generated) -> None:
+    def put(self, event: Shown) -> None:
         """Pass an event on, in the engine's thread."""
         if isinstance(event, Generated):
             self.generated.append(event)
@@ -359,11 +360,11 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         return perf_counter() - begun if waited else 0.0
 
     def _add(self, ticket: Ticket, work: Work[None]) -> None:
-        def handle(event: Any) -> Work[None]:
-            yield from ()
-            ticket.put(event)
+        def put(event: WorkEvent) -> None:
+            if isinstance(event, Shown):
+                ticket.put(event)
 
-        self._requests[ticket] = self._engine.add(intercept(work, handle))
+        self._requests[ticket] = self._engine.add(subscribed(work, put))
 
     def _step(self) -> None:
         begun = perf_counter()

@@ -22,7 +22,7 @@ from ..core.settings import STORED, Preset, SwiftSettings
 from ..core.streams import stream_sha256
 from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
 from ..decoding.engine import side_by_side
-from ..decoding.loop import Round
+from ..decoding.events import Round
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session

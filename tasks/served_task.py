@@ -16,8 +16,8 @@ from ..core.events import PairKind, SearchStatus, ShiftStatus, TaskTuning, Way
 from ..core.plainly import COMPARISON, WhyPlain
 from ..core.records import FoundPlan, LayerSetRecord
 from ..core.types import Completion, LayerSet, Verdict, VerdictWord
+from ..decoding.events import Round
 from ..decoding.load import Load
-from ..decoding.loop import Round
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import SEARCH_SHARE
 from ..optimizer.search import Search

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -30,17 +30,17 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
-from ..decoding.engine import PassGenerator, Work, intercept
+from ..decoding.engine import PassGenerator, Work, subscribed
+from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Turn, WorkEvent
 from ..decoding.load import Load
-from ..decoding.loop import Prefilled, Round
 from ..decoding.methods import PLAIN, Method
-from ..decoding.session import Session, Turn
+from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
-from .generate import Generated, GenerateInfo, GrowingText
+from .generate import GrowingText
 from .job import patiently
 from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 from .served_task import RoundTimings, TaskTraffic
@@ -155,8 +155,8 @@ class ServedRequest:
         """Whether its prompt was read, so that it counts as running."""
         return self._rounds is not None
 
-    def handle(self, event: Any) -> Work[None]:
-        """Yield what the client gets of an event of the decoding, and search for better drafts after it."""
+    def handle(self, event: WorkEvent) -> Work[None]:
+        """Report what the client gets of an event of the decoding, and search for better drafts after it."""
         self._traffic.take_stored()
         match event:
             case Prefilled(context=context):
@@ -173,13 +173,9 @@ class ServedRequest:
                 return
         yield from self._text.grown(event)
         if self._learns and self._traffic.may_search(self._task, self._prompt_id) and context.finish is None:
-            yield from intercept(self._traffic.look(self._task, context, self._prompt_id), self._drop)
+            yield from self._traffic.look(self._task, context, self._prompt_id)
+            self._traffic.take_stored()
         self._traffic.compare(self._begun, context.load)
-
-    def _drop(self, event: Any) -> Iterator[Any]:
-        """Yield nothing of an event of the search, of which the client gets none."""
-        self._traffic.take_stored()
-        return iter(())
 
     @property
     def _begun(self) -> RoundTimings:
@@ -265,12 +261,12 @@ class Traffic:
         counts: bool = True,
         **options: Any,
     ) -> Work[None]:
-        """Decode one request; yields `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
+        """Decode one request; reports `TextAdded` and `Generated`, too. Arguments as for `ServedRequest`."""
         served = ServedRequest(self, session, prompt, task, learn, counts)
         scratch = max(task_known.search.scratch_rows for task_known in self._tasks.values()) if learn else 0
         method, given = Method("adaptive", served.drafter), {**options, "scratch_rows": scratch, "with_state": True}
         try:
-            yield from intercept(session.request(prompt, method, **given), served.handle)
+            yield from subscribed(session.request(prompt, method, **given), served.handle)
         finally:
             self._n_running -= served.is_begun
 
@@ -313,7 +309,7 @@ class Traffic:
         """Count a request that has ended, however it was decoded."""
         self.task(event.prompt.task).count(event.completion)
 
-    def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> Work[None]:
+    def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> PassGenerator[None]:
         """Look at candidates beside a request, and count the seconds of that."""
         before, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
         try:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput, OutputError
 from ..core.types import Prompt
-from ..decoding.engine import Work, alone, intercept, side_by_side
-from ..decoding.loop import Round
+from ..decoding.engine import Work, alone, side_by_side, subscribed
+from ..decoding.events import Round, WorkEvent
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.costs import memory_for_texts
@@ -192,10 +192,12 @@ def collect(
         done[index] = yield from _features(session, prompts[index], depths)
         if kept is not None:
             kept.add(index, done[index])
-        yield TrainingStep("collect", len(done), len(prompts))
 
-    for step in side_by_side(works(), AT_ONCE, memory_for_texts(session.runtime)):
-        on_step(step)
+    n_reported, events = len(done), side_by_side(works(), AT_ONCE, memory_for_texts(session.runtime))
+    for _ in chain(events, (None,)):  # The last prompt is done after the last event.
+        if len(done) > n_reported:
+            n_reported = len(done)
+            on_step(TrainingStep("collect", n_reported, len(prompts)))
     parts = [done[index] for index in takewhile(done.__contains__, order)]
     n_held_out = max(1, round(HELD_OUT * len(parts)))
     train, held_out = Features.joined(parts[:-n_held_out]), Features.joined(parts[-n_held_out:])
@@ -215,13 +217,12 @@ def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Feat
 def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
     states_read = [states_of(session.runtime, [], 0, depths)]
 
-    def handle(event: Any) -> Iterator[Any]:
+    def read(event: WorkEvent) -> None:
         if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round
             context = event.context
             states_read.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
-        yield from ()
 
-    yield from intercept(session.request(prompt, PLAIN), handle)
+    yield from subscribed(session.request(prompt, PLAIN), read)
     return Features.joined(states_read)
 
 

@@ -69,13 +69,14 @@ from ..core.settings import LOG_FORMAT
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.engine import Work
+from ..decoding.events import Generated, Shown, TextAdded
 from ..decoding.grammar import Grammar
 from ..decoding.session import LONG, Session
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
 from ..models.runtime import Runtime
 from ..tasks import model as models
-from ..tasks.generate import Generated, TextAdded, as_planned
+from ..tasks.generate import as_planned
 from ..tasks.model import Model, Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
@@ -131,7 +132,7 @@ class SentCompletion(Ticket):
         self._wire, self.number, self.request, self._piece_of = wire, number, request, piece_of
         self.counts, self._on_end = not request.trace, on_end
 
-    def put(self, event: TextAdded | Generated) -> None:
+    def put(self, event: Shown) -> None:
         if self.request.max_new_tokens == 0:
             event = _without_text(event)
         if isinstance(event, TextAdded):

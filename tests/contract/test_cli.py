@@ -494,7 +494,7 @@ def test_tune_object_keeps_the_verdict_and_the_command() -> None:
 
 def test_completion_object_names_the_layer_set_only_when_it_was_used() -> None:
     from swiftopt.cli.generate import completion_json
-    from swiftopt.tasks.generate import GenerateInfo
+    from swiftopt.decoding.events import GenerateInfo
 
     record = some_record(version=1)
     prompt, info = Prompt("1", "notes", text="x"), GenerateInfo("swift", record, 1, "use", "tuned on cpu")
@@ -514,7 +514,7 @@ def test_remark_on_a_plain_verdict_names_the_method_that_the_set_is_for(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from swiftopt.cli.generate import note_remarks
-    from swiftopt.tasks.generate import GenerateInfo
+    from swiftopt.decoding.events import GenerateInfo
 
     info = GenerateInfo("plain", some_record(settings={"method": method}), 1, "plain")
     note_remarks(Completion((5,), "a", "length", "plain"), info, set())

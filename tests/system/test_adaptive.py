@@ -15,7 +15,8 @@ from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.engine import side_by_side
-from swiftopt.decoding.loop import Round, decode, decoding
+from swiftopt.decoding.events import Round
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.text_matches import HitRates, Matches

@@ -30,8 +30,9 @@ from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
+from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.grammar import Grammar, GrammarMask
-from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, SpdSettings, StopRule

@@ -31,9 +31,10 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling, n_skipped_for
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
+from swiftopt.decoding.events import Generated, Turn
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.decoding.session import Session, Turn
+from swiftopt.decoding.session import Session
 from swiftopt.models import costs
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import measure_costs
@@ -43,7 +44,7 @@ from swiftopt.optimizer.evaluation import score_window
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed, judge
 from swiftopt.store import Store
-from swiftopt.tasks.generate import Generated, GrowingText, generate
+from swiftopt.tasks.generate import GrowingText, generate
 from swiftopt.tasks.tune import run_tuning
 
 WIDE = SwiftSettings(early_stop=False, max_draft_length=25, branching=((1.0, 10),))

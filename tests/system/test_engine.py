@@ -37,10 +37,11 @@ from swiftopt.decoding.engine import (
     Slots,
     Work,
     alone,
-    intercept,
     side_by_side,
+    subscribed,
 )
-from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
+from swiftopt.decoding.events import Prefilled, Round, WorkEvent
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT
@@ -653,12 +654,11 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
         def noting(
             number: int = number, ids: list[int] = ids, n_new: int = n_new, scratch: int = scratch
         ) -> Work[Completion]:
-            def note(event: object) -> Iterator[object]:
+            def note(event: WorkEvent) -> None:
                 if isinstance(event, Prefilled):
                     began.append(number)
-                yield event
 
-            return intercept(request(own, PLAIN, ids, SAMPLINGS[0], n_new, scratch), note)
+            return subscribed(request(own, PLAIN, ids, SAMPLINGS[0], n_new, scratch), note)
 
         running.append((engine.add(noting()), by_itself(own, PLAIN, ids, SAMPLINGS[0], n_new)))
     with pytest.MonkeyPatch.context() as patch:

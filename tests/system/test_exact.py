@@ -10,7 +10,6 @@ from functools import cache
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,8 +26,9 @@ from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Sampling, TokenLogprob, searchable
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import ancestor_mask
-from swiftopt.decoding.engine import Engine, intercept, side_by_side
-from swiftopt.decoding.loop import Prefilled, decode, decoding
+from swiftopt.decoding.engine import Engine, side_by_side, subscribed
+from swiftopt.decoding.events import Prefilled, WorkEvent
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.session import Session
@@ -539,13 +539,12 @@ def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.Monk
     for _ in range(2):
         found: list[TokenLogprob] = []
 
-        def note(event: Any, found: list[TokenLogprob] = found) -> Iterator[Any]:
+        def note(event: WorkEvent, found: list[TokenLogprob] = found) -> None:
             found += event.prompt_logprobs if isinstance(event, Prefilled) else ()
-            yield event
 
         rule = TokenRule.of(GREEDY, None)
         work = decoding(runtime, ids, PLAIN, rule, Ending(3), logprobs=2, prompt_logprobs=True)
-        request = engine.add(intercept(work, note))
+        request = engine.add(subscribed(work, note))
         while engine.requests:
             list(engine.step())
         assert request.result.n_tokens == 3 and found == expected

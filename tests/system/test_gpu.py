@@ -14,7 +14,8 @@ from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_models import EarlyExit, OtherModel
 from swiftopt.decoding.engine import side_by_side
-from swiftopt.decoding.loop import Round, decode, decoding
+from swiftopt.decoding.events import Round
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.models.graphs import captured, replayed_s

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,8 @@ from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree
 from swiftopt.decoding.draft_models import OtherModel
-from swiftopt.decoding.engine import PassGenerator, alone, intercept
+from swiftopt.decoding.engine import PassGenerator, alone, subscribed
+from swiftopt.decoding.events import Prefilled, Round, WorkEvent
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
@@ -144,11 +144,11 @@ def test_noise_is_kept_only_where_it_will_be_read_again(name: str) -> None:
     own, ids = parts("llama", False, quick_runtime), prompt(1)
     rule = rule_of(WARM, len(ids))
 
-    def check(event: Any) -> Iterator[None]:
+    def check(event: WorkEvent) -> None:
+        assert isinstance(event, Prefilled | Round)
         assert all(position >= len(event.context.token_ids) for position in rule._noises)
-        yield from ()
 
-    done = alone(intercept(decoding(own.runtime, ids, build(name, own), rule, Ending(90)), check))
+    done = alone(subscribed(decoding(own.runtime, ids, build(name, own), rule, Ending(90)), check))
     assert done.token_ids == run(PLAIN, own.runtime, ids, WARM, 90).token_ids
 
 

@@ -15,7 +15,7 @@ from swiftopt.core.errors import ContextOverflow, SettingsError, StoreError, Str
 from swiftopt.core.events import Event, PromptFinished
 from swiftopt.core.requests import CompletionRequest
 from swiftopt.decoding.engine import side_by_side
-from swiftopt.tasks.generate import Generated
+from swiftopt.decoding.events import Generated
 from swiftopt.tasks.job import Cancelled
 from swiftopt.tasks.model import TURN_SHARE, Ticket
 from swiftopt.worker.serving import session_of

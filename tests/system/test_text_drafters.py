@@ -16,7 +16,8 @@ from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Outcome, Walk, ancestor_mask, tree_rows
 from swiftopt.decoding.engine import PassGenerator, alone, side_by_side
-from swiftopt.decoding.loop import Prefilled, Round, _traced, decode, decoding
+from swiftopt.decoding.events import Prefilled, Round
+from swiftopt.decoding.loop import _traced, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.guesses import (

@@ -24,7 +24,8 @@ from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
-from swiftopt.decoding.engine import Work, side_by_side
+from swiftopt.decoding.engine import Slots, Work, side_by_side
+from swiftopt.decoding.events import Generated
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
@@ -33,7 +34,6 @@ from swiftopt.optimizer.evaluation import SEARCH_SHARE
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
-from swiftopt.tasks.generate import Generated
 from swiftopt.tasks.served_task import (
     COMPARED_ROUNDS,
     LOOK_MARGIN,
@@ -166,6 +166,7 @@ def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
         return traffic.work(session, Prompt("p", "x", text=text), None, learn)
 
     unread, unsearched = next(work(TEXTS[0])), next(work(TEXTS[0], learn=False))
+    assert isinstance(unread, Slots) and isinstance(unsearched, Slots)
     assert unread.capacity == unsearched.capacity and unread.spare > 0 == unsearched.spare
     events = list(side_by_side(map(work, TEXTS[:4]), memory=unread.n_bytes))
     found = [event.completion.token_ids for event in events if isinstance(event, Generated)]

@@ -30,7 +30,8 @@ from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
-from swiftopt.decoding.loop import Prefilled, Round, decode, decoding
+from swiftopt.decoding.events import Prefilled, Round
+from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
 from swiftopt.models.buffer import KVBuffer
