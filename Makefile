@@ -139,9 +139,9 @@ gpu:
 
 # The papers' tables and figures, small: results in bench/results/papers, then docs/papers.md. MODEL, STREAM, ONLY, LIMIT.
 papers: setup
-	$(BIN)/python -m swiftopt.bench.papers $(if $(MODEL),--model $(MODEL)) $(if $(STREAM),--stream $(STREAM)) \
+	$(BIN)/python -m swiftopt.papers.tables $(if $(MODEL),--model $(MODEL)) $(if $(STREAM),--stream $(STREAM)) \
 	    $(if $(ONLY),--only $(ONLY)) $(if $(LIMIT),--limit $(LIMIT))
-	$(BIN)/python -m swiftopt.bench.papers --write
+	$(BIN)/python -m swiftopt.papers.tables --write
 
 # Exported drafts in the engines that run here, which are installed at first (gigabytes, minutes): tokens and acceptance.
 # MODEL, STREAM, LAYER_SET and MORE (such as MORE="--draft-tokens 4 --limit 16") choose others.

@@ -9,7 +9,7 @@ def main() -> NoReturn:
     try:
         from .cli.main import main
     except KeyboardInterrupt:
-        sys.exit(130)  # `cli.output.INTERRUPTED`, which is not there yet
+        sys.exit(130)  # `terminal.output.INTERRUPTED`, which is not there yet
     main()
 
 

@@ -45,6 +45,16 @@ PLATFORMS = {
 }
 
 
+# Developers' scripts, which are no part of a wheel: `python -m swiftopt.bench.micro` runs in a checkout.
+SCRIPTS = {
+    "swiftopt.bench": (
+        *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "micro", "parity", "search", "stream_shift"),
+        *("tables", "verdicts"),
+    ),
+    "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),
+}
+
+
 def wanted() -> Platform | None:
     """Return the platform that kernels are made for; None: there are none for it."""
     given = os.environ.get("SWIFTOPT_PLATFORM")
@@ -92,6 +102,10 @@ def compile_library(place: Platform, folder: Path, cache: str, variant: tuple[st
 
 class BuildWithKernels(build_py):
     """Copies the package, and compiles the kernels beside it; into the source tree for an editable install."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        scripts = SCRIPTS.get(package, ())
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] not in scripts]
 
     def run(self) -> None:
         super().run()

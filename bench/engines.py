@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,16 +19,15 @@ from typing import Any
 
 import torch
 
-from ..cli.main import run as swiftopt
-from ..cli.output import note, show
-from ..cli.render import folding, number, numeric, table
 from ..core.settings import EXPORT_SUMMARY
 from ..core.streams import read_stream
 from ..engines.packages import PACKAGES, RUNNABLE, Row
+from ..engines.peers import all_rows, exported_rows, report_of
 from ..engines.turns import Turns, TurnsRequest, questions_of
 from ..models.costs import device_name
 from ..models.sources import local_folder, resolve
-from .peers import all_rows, exported_rows, report_of
+from ..terminal.output import note, show
+from ..terminal.render import folding, number, numeric, table
 
 TASK = "engines"  # All lines have this task, so that one layer set is tuned for them.
 TUNED_TOKENS = "64"  # The new tokens of each prompt to tune on.
@@ -70,6 +70,11 @@ class EngineChecks:
             number(self.ngram.get("acceptance"), 3),
             f"{self.exported['identical']} of {self.exported['of']}",
         )
+
+
+def swiftopt(words: Sequence[str]) -> int:
+    """Run a command line of `swiftopt` and return its exit code."""
+    return subprocess.run([sys.executable, "-m", "swiftopt", *words], check=False).returncode
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -24,14 +24,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from ..cli.engines import peers_view
-from ..cli.output import note, show
 from ..core.errors import SwiftoptError
+from ..engines.commands import peers_view
 from ..engines.devices import chosen_device
+from ..engines.peers import all_rows, chosen_rows, report_of
 from ..engines.turns import Question, Turns, TurnsRequest
 from ..models.costs import device_name
+from ..terminal.output import note, show
 from .gpu import SHAPES, ModelShape, obstacle, permuting_runtime, prompt_of, scale_inner
-from .peers import all_rows, chosen_rows, report_of
 
 ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
 SCALE = 0.0625  # Scales what inner sub-layers add; with random weights drafts in int4 agree only so.

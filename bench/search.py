@@ -1,6 +1,8 @@
 """Search strategies side by side: every one sees the same recorded windows in the same order, scored by the model.
 
 A long search, up from the best set that they found, estimates how far they end from the best there is.
+
+    python -m swiftopt.bench.search --model M --stream prompts.jsonl --record texts.json --png search.png
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
+import click
 import torch
+from rich.table import Table
 
 from ..core.costs import CostProfile, context_bucket
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, NotFound
+from ..core.requests import GenerateRequest
 from ..core.serialization import Record
 from ..core.settings import SwiftSettings
+from ..core.streams import read_stream
 from ..core.types import LayerSet, Prompt, Sampling
 from ..decoding.context import Context
 from ..decoding.engine import alone
@@ -31,6 +37,13 @@ from ..models.costs import machine_name, measure_costs
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search
+from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
+from ..terminal import options, program
+from ..terminal.charts import Pictures
+from ..terminal.options import decoding_request, measurement, positive
+from ..terminal.output import Result, check_writable, note, writing
+from ..terminal.render import fixed, number, numbers, table
+from .charts import draw_search
 
 SCHEMA = "swiftopt.bench-search/1"
 AT_ONCE = 4  # sets that are judged in one pass
@@ -39,6 +52,10 @@ GOAL = 0.95  # The share of the best final objective that counts as found.
 BASE = "swift"  # The strategy that the others' passes are compared with.
 PAIRS = 96  # pairs of sub-layers that are tried before a set counts as a peak
 KICK = 4  # sub-layers that are flipped at random to leave a peak
+SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Strategies compared by default.
+# with which no search stops before its passes are used up, for what each finds in them is compared
+ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
+SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 OnGain = Callable[[str, float, float], None]  # strategy, passes, objective
 
@@ -78,7 +95,7 @@ class TextRecord(Record):
             raise InvalidInput("the --record was made with another model: name another file, and it is recorded anew")
 
 
-def record(
+def recorded(
     runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]
 ) -> TextRecord:
     """Complete the prompts greedily and measure what passes cost; chats are cut to their first turn."""
@@ -153,10 +170,10 @@ class Bench:
 
     def _see(self, layer_sets: Sequence[LayerSet], n: int) -> None:
         """Score the sets, side by side, on those of the first `n` windows that they were not scored on yet."""
-        for number in range(n):
-            new = [layer_set for layer_set in layer_sets if len(self._seen.get(layer_set, ())) == number]
+        for at in range(n):
+            new = [layer_set for layer_set in layer_sets if len(self._seen.get(layer_set, ())) == at]
             if new:
-                scores = alone(score_window(self._windows[number], new, self.window))
+                scores = alone(score_window(self._windows[at], new, self.window))
                 for layer_set, score in zip(new, scores, strict=True):
                     self._seen.setdefault(layer_set, []).append(score)
 
@@ -226,7 +243,7 @@ def _left_out(layer_set: LayerSet) -> dict[str, Any]:
 
 
 def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: OnGain) -> dict[str, Any]:
-    """Return the object that `swiftopt bench search --json` prints.
+    """Return the object that `python -m swiftopt.bench.search --json` prints.
 
     Ctrl-C ends it with the strategies that have ended, if any.
     """
@@ -359,3 +376,104 @@ class LongSearch:
     def _flipped(layer_set: LayerSet, units: Sequence[int]) -> LayerSet:
         bits = layer_set.bits()
         return layer_set.with_bits([1 - bit if i in units else bit for i, bit in enumerate(bits)])
+
+
+# --- the command
+
+
+@options.command()
+@options.model
+@click.option("--stream", type=options.FILE, help="Prompts to record, one JSON object per line; - is standard input.")
+@click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
+@measurement("--record", type=options.PATH, help="Recorded texts and costs: read where the file is, else written.")
+@measurement("--strategies", default=",".join(SEARCHES), help="What to compare, by commas.")
+@measurement("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
+@measurement(
+    "--window",
+    "context_window",
+    type=positive,
+    default=options.default_of(SwiftSettings, "context_window"),
+    help="γ, generated tokens that score a candidate.",
+)
+@measurement("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
+@options.shared(SwiftSettings, "seed")
+@measurement(
+    "--long-search", type=options.natural, default=0, metavar="N", help="Judge N sets more, up from the best one."
+)
+@options.pictures("Draw the best objective against candidate passes and seconds.")
+@options.machine(GenerateRequest, "max_new_tokens")
+@options.json
+def command(
+    stream: str | None,
+    limit: int,
+    record: Path | None,
+    strategies: str,
+    passes: int,
+    stride: int,
+    long_search: int,
+    pictures: Pictures,
+    **values: Any,
+) -> Result:
+    """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
+
+    The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
+    takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
+    costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
+    says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
+    Ctrl-C shows the strategies that have ended, and the best set of a long search.
+    """
+    chosen = [word.strip() for word in strategies.split(",")]
+    for name in chosen:
+        strategy_info(name)
+    recorded_before = record is not None and record.exists()
+    if stream is None and not recorded_before:
+        raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
+    prompts = [] if stream is None else read_stream(stream, None, limit)
+    request, settings = decoding_request(values), options.pick(SwiftSettings, {**values, **ENDLESS})
+    lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
+    if not recorded_before and max(lengths) < settings.context_window:
+        raise InvalidInput(
+            f"no completion has {settings.context_window} tokens: raise --max-new-tokens or lower --window"
+        )
+    if record is not None and not recorded_before:
+        check_writable(record)
+
+    texts = TextRecord.read(record) if record is not None and recorded_before else None
+    runtime = options.load(request)
+    if texts is not None:
+        texts.check(runtime)
+    else:
+        texts = recorded(runtime, prompts, request.max_new_tokens, note)
+        if record is not None:
+            with writing(record):
+                texts.write(record)
+    run = Bench(runtime, texts, settings, stride)
+    report = {"model": request.model, **compare_strategies(run, chosen, passes, _note_gain)}
+    if long_search and not report["interrupted"]:
+        report = with_long_search(run, report, long_search, _note_gain)
+    pictures.draw(draw_search, report)
+    return Result(report, [_search_table(report)], interrupted=report["interrupted"])
+
+
+def _note_gain(strategy: str, passes: float, value: float) -> None:
+    note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
+
+
+def _search_table(report: Mapping[str, Any]) -> Table:
+    goal = f"to {report['goal']:.3f}x"
+    headings = numbers("objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
+    rows = []
+    for result in report["results"]:
+        reached = result["to_goal"] or {"passes": None, "seconds": None}
+        spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
+        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
+    caption = None
+    if long_search := report.get("long_search"):
+        caption = f"a long search over {long_search['sets']} sets: {long_search['best']:.3f}x"
+        caption += f", {long_search['n_skipped']} left out"
+    title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['windows']} windows"
+    return table([fixed("strategy"), *headings], rows, lined=True, title=title, caption=caption)
+
+
+if __name__ == "__main__":
+    program.main(command, "python -m swiftopt.bench.search")

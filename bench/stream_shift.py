@@ -1,22 +1,39 @@
-"""A stream that changes its task: does acceptance come back to that of each task's own set (SWIFT Figure 7)."""
+"""A stream that changes its task: does acceptance come back to that of each task's own set (SWIFT Figure 7).
+
+python -m swiftopt.bench.stream_shift --model M --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import click
+from rich.table import Table
+
 from ..core.costs import CostProfile, expected_of
-from ..core.events import PromptFinished, StreamShifted, TrialsDone
-from ..core.settings import SwiftSettings
+from ..core.errors import InvalidInput
+from ..core.events import PromptFinished, StreamShifted, TrialsDone, event_line
+from ..core.requests import GenerateRequest
+from ..core.settings import SwiftSettings, TuningSettings
+from ..core.streams import read_stream
 from ..core.types import Completion, LayerSet, Prompt, Sampling
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import exhaust
 from ..decoding.session import Session
-from ..models.costs import machine_name
+from ..models.costs import machine_name, with_formats
 from ..models.runtime import Runtime
-from ..optimizer.drafting import drafting_with
+from ..optimizer.drafting import drafting_with, prepared
+from ..optimizer.strategies import strategy_info
 from ..optimizer.tuning import Tuner
+from ..tasks.recipes import stored_costs
+from ..terminal import options, program, tuning_options
+from ..terminal.charts import Pictures
+from ..terminal.options import decoding_request, load, measurement, pick, positive
+from ..terminal.output import Result, StepNotes, note
+from ..terminal.render import fixed, number, numbers, table
+from .charts import draw_stream_shift
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
 SETTLED_AFTER = 10  # prompts of a task after which its acceptance must be back
@@ -61,7 +78,7 @@ class StreamShift:
         self.n_trials = 0
 
     def run(self) -> dict[str, Any]:
-        """Return the object that `swiftopt bench stream-shift --json` prints.
+        """Return the object that `python -m swiftopt.bench.stream_shift --json` prints.
 
         Ctrl-C ends it with what was decoded, once every task has a set of its own.
         """
@@ -154,3 +171,67 @@ def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | 
     """Return by how much acceptance misses that of the task's own set, below 0 where it is higher."""
     gap = None if best is None or reached is None else best - reached
     return {"gap": gap, "within": None if gap is None else gap <= WITHIN}
+
+
+# --- the command
+
+
+@options.command(common="model stream prompts max_new_tokens strategy max_steps png as_json")
+@options.model
+@click.option("--stream", required=True, type=options.FILE, help="Prompts that come task by task; - is standard input.")
+@measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
+@options.pictures("Draw acceptance along the stream.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
+@tuning_options.settings
+@options.shared(TuningSettings, "seed")
+@options.json
+def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Result:
+    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
+
+    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
+    first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
+    prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
+    measured costs. Ctrl-C shows what was decoded with the sets, once every task has its own.
+    """
+    lines = read_stream(stream, None, None)
+    if len({prompt.task for prompt in lines}) < 2:
+        raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
+    settings: SwiftSettings = pick(TuningSettings, values)
+    strategy_info(settings.strategy)  # an unknown one is refused
+    tuning_options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
+    request = decoding_request({**values, "settings": settings})
+
+    runtime = load(request)
+    session = Session(runtime, request.sampling, request.max_new_tokens)
+    n_positions = max(session.check(prompt) for prompt in lines)
+    plain = stored_costs(runtime, None, n_positions, StepNotes())
+
+    def measured(*formats: str) -> CostProfile:
+        return with_formats(runtime, plain, formats, StepNotes())
+
+    settings, costs = exhaust(prepared(session, lines, settings, measured), lambda event: note(event_line(event) or ""))
+    shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
+    report = {"model": request.model, **shift.run()}
+    pictures.draw(draw_stream_shift, report)
+    return Result(report, [_shift_table(report)], interrupted=report["interrupted"])
+
+
+def _shift_table(report: Mapping[str, Any]) -> Table:
+    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
+    caption = (
+        f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
+        " with its own set, with the first task's, and in one stream that adapts"
+    )
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
+    columns = [fixed("task"), *numbers("left out", "α own", "α first", "α one", "missing", "x own", "x one")]
+    rows = []
+    for result in report["results"]:
+        rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
+        gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
+        speeds = (number(result[run]["expected"], unit="x") for run in ("own", "adapted"))
+        rows.append((result["task"], str(result["n_skipped"]), *rates, gap, *speeds))
+    return table(columns, rows, lined=True, title=title, caption=caption)
+
+
+if __name__ == "__main__":
+    program.main(command, "python -m swiftopt.bench.stream_shift")

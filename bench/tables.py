@@ -24,15 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli.charts import Pictures, Report, draw_ratios, draw_serving
-from ..cli.render import interval, number
 from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import EARLIER_NAMES
+from ..engines.peers import SCHEMA as PEERS_SCHEMA
+from ..engines.peers import equal_to
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
+from ..terminal.charts import Pictures, Report, draw_ratios
+from ..terminal.render import interval, number
+from .charts import draw_serving
 from .decode import SCHEMA
 from .gpu import SCHEMA as GPU_SCHEMA
-from .peers import SCHEMA as PEERS_SCHEMA
-from .peers import equal_to
 from .search import SCHEMA as SEARCH_SCHEMA
 from .serving import SCHEMA as SERVE_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA

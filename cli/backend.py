@@ -40,10 +40,10 @@ from ..core.events import (
     state_words,
 )
 from ..core.requests import Job, JobBoard, JobEvent
-from . import options
-from .options import on_command_line
-from .output import INTERRUPTED, console, note
-from .render import number, sparkline
+from ..terminal import options
+from ..terminal.options import on_command_line
+from ..terminal.output import INTERRUPTED, console, note
+from ..terminal.render import number, sparkline
 
 if TYPE_CHECKING:
     from ..client import Client

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from ..core.errors import SettingsError
 from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
-from ..core.settings import PRESETS, preset_of
+from ..core.settings import preset_of, presets
 from ..core.types import Prompt
 from ..decoding.methods import METHODS, method_info
-from . import options
-from .charts import Pictures, draw_ratios
-from .options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
-from .output import Result, RunNotes, StepNotes, about, console, note
-from .render import fixed, heading, interval, number, numeric, percent, ratio, size, table
+from ..terminal import options
+from ..terminal.charts import Pictures, draw_ratios
+from ..terminal.options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
+from ..terminal.output import Result, RunNotes, StepNotes, about, console, note
+from ..terminal.render import fixed, heading, interval, number, numeric, percent, ratio, size, table
 
 Row = Mapping[str, Any]
 ALL = "all"
@@ -60,10 +60,10 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
     "presets",
     metavar="NAME",
     multiple=True,
-    type=click.Choice([*PRESETS]),
+    type=click.Choice([*presets()]),
     is_eager=True,
     callback=_use_sampling,
-    help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(PRESETS)}.",
+    help=f"A paper's method with each of its numbers, in place of all; repeatable: {', '.join(presets())}.",
 )
 @options.draft_model
 @option(DRAFTING, "--lossless", is_flag=True, help="Only methods that keep the model's own output.")

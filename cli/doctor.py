@@ -23,9 +23,9 @@ from ..core.costs import QUALITIES
 from ..core.errors import SwiftoptError, safe_url
 from ..core.requests import worker_command
 from ..core.settings import n_threads, usable_cores
-from . import options
-from .output import Result
-from .render import fixed, folding, table
+from ..terminal import options
+from ..terminal.output import Result
+from ..terminal.render import fixed, folding, table
 from .services import FRESH_S, schema_problem
 
 GIB = 1 << 30

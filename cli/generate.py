@@ -18,11 +18,22 @@ from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.methods import method_info
-from . import options
+from ..terminal import options
+from ..terminal.options import (
+    FILE,
+    MODEL,
+    OTHER,
+    PROMPTS,
+    decoding_request,
+    from_field,
+    on_command_line,
+    option,
+    pick,
+    positive,
+)
+from ..terminal.output import StepNotes, TextPrinter, emit_json, note
+from ..terminal.render import number
 from .backend import Backend
-from .options import FILE, MODEL, OTHER, PROMPTS, decoding_request, from_field, on_command_line, option, pick, positive
-from .output import StepNotes, TextPrinter, emit_json, note
-from .render import number
 
 if TYPE_CHECKING:
     from ..client.chat import Answered

@@ -19,17 +19,14 @@ from rich.text import Text
 from ..core.errors import InvalidInput, safe_url
 from ..core.events import PHASES, JobState, TaskFinished
 from ..core.records import PlanInUse
-from ..core.requests import BASE, VERB_HELP, CompareRequest, Job, JobList, TuneRequest, Verb
-from ..core.settings import ENGINES, preset_of
-from ..core.streams import LineWriter, default_output, output_line, read_stream
-from ..core.types import Prompt, epoch_s, seconds_by_part
+from ..core.requests import VERB_HELP, Job, JobList, TuneRequest, Verb
+from ..core.streams import LineWriter, default_output, output_line
+from ..core.types import Prompt, seconds_by_part
+from ..core.wings import load, wings
 from ..tasks.admission import check_tuning
-from . import options, tuning_options
-from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
-from .charts import Pictures, draw_tuning
-from .compare import comparison
-from .engines import server_of, tune_engine
-from .options import (
+from ..terminal import options, tuning_options
+from ..terminal.charts import Pictures, draw_tuning
+from ..terminal.options import (
     FILE,
     PROMPTS,
     SERVICES,
@@ -40,8 +37,9 @@ from .options import (
     pick,
     positive,
 )
-from .output import Result, console, listed, note, write_text
-from .render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, tune_summary
+from ..terminal.output import Result, console, listed, note, write_text
+from ..terminal.render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, tune_summary
+from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
 
 STDOUT = "-"
 
@@ -72,21 +70,7 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 @options.queue
 @option(SERVICES, "--detach", is_flag=True, help="Submit the job and return at once.")
 @option(SERVICES, "--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
-@option(
-    options.ENGINES,
-    "--engine",
-    metavar="NAME",
-    type=click.Choice(ENGINES),
-    help=f"Tune another engine: what it can draft with is tried there. One of {', '.join(ENGINES)}.",
-)
-@option(
-    options.ENGINES,
-    "--engine-url",
-    "engine_urls",
-    type=options.Parsed("NAME=URL", server_of),
-    multiple=True,
-    help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
-)
+@options.of_wings("tune")
 @option(
     options.ENGINES,
     "--draft-model",
@@ -113,12 +97,12 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     With --redis or --server it submits a job and follows it; Ctrl-C leaves the job running. With --engine it tries
     what another engine can run, and judges the fastest against that engine's plain decoding; the answer may be plain.
     """
-    if values["engine"] is not None:
-        return tune_engine(values)
-    if values["preset"] is not None and not preset_of(values["preset"]).is_tuned:
-        return _tune_preset(pictures, values)
-    if values["engine_urls"] or values["draft_model"]:
-        raise InvalidInput("--engine-url and --draft-model are for another engine: name it with --engine")
+    for reference in (reference for wing in wings() for reference in wing.tunings):
+        result: Result | None = load(reference)(pictures, values)
+        if result is not None:
+            return result
+    if values["draft_model"]:
+        raise InvalidInput("--draft-model is for another engine: name it with --engine")
     request = pick(TuneRequest, values)
     backend = Backend() if values["local"] else Backend.chosen(values["server"], values["redis"], values["db"])
     queued = bool(backend.server or backend.redis)
@@ -135,25 +119,6 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     if queued:
         return _tune_through_queue(request, prompts, backend, values["queue"], values["detach"], pictures)
     return _tune_here(request, prompts, values["db"], pictures)
-
-
-def _tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result:
-    """Make on most prompts what a paper's method needs, and compare it with plain decoding on the others."""
-    from ..optimizer.verdict import hold_out
-
-    name = values["preset"]
-    if values["server"] or values["redis"]:
-        raise InvalidInput(
-            f"--preset {name} runs here, for jobs search layer sets only: leave --redis and --server out"
-        )
-    methods = (BASE, preset_of(name).method)
-    request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
-    prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
-    options.note_tasks(prompts, "result")
-    made_on, compared = hold_out(prompts)
-    if not compared:
-        raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
-    return comparison(request, compared, made_on, pictures, values["db"])
 
 
 def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, pictures: Pictures) -> Result:

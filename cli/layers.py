@@ -1,4 +1,4 @@
-"""`swiftopt layers`, `models` and `bench search`: look at what is stored, search layer sets, choose, move them."""
+"""`swiftopt layers` and `models`: look at what is stored, choose among it, move it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..core.errors import InvalidInput, LayerSetNotFound, NotFound
+from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
-from ..core.requests import GenerateRequest
-from ..core.settings import SwiftSettings
-from ..core.streams import read_stream
-from ..core.types import Prompt, Sampling, Trial, check_task
+from ..core.types import Trial, check_task
 from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
-from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
-from . import options
-from .charts import Pictures, draw_layer_sets, draw_search
-from .options import ConfiguredGroup, ModelTask, decoding_request, measurement, open_store, positive
-from .output import Result, StepNotes, check_writable, console, listed, note, write_text, writing
-from .render import (
+from ..terminal import options
+from ..terminal.charts import Pictures, draw_layer_sets
+from ..terminal.options import ConfiguredGroup, ModelTask, positive
+from ..terminal.output import Result, console, listed, note, write_text
+from ..terminal.render import (
     fixed,
     folding,
-    layer_map,
-    number,
-    numbers,
     numeric,
     ratio,
     record_view,
@@ -43,10 +36,6 @@ if TYPE_CHECKING:
     from ..store import Store
 
 TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Figures of a trial in --json.
-SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Strategies compared by default.
-# with which no search stops before its passes are used up, for what each finds in them is compared
-ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
-SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
 
 
 @click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
@@ -105,53 +94,6 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
         tried.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **parts})
     value = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": tried}
     return Result({**value, **pictures.to_json()}, [record_view(record, trials, console().width)])
-
-
-@layers.command(short_help="Self-SD's offline search for a layer set.")
-@options.model_and_stream
-@options.task("result", "Task to store the set under.  [default: the first prompt's own]")
-@options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
-@options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
-@options.option(
-    options.SEARCH,
-    "--minutes",
-    type=options.FloatRange(min=0, min_open=True),
-    help="Begin no candidate after this time.",
-)
-@options.form
-@options.machine(GenerateRequest, "max_new_tokens")
-@options.shared(Sampling, "seed")
-@options.db_and_json
-@options.example(
-    "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
-)
-@options.read
-def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
-    """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
-
-    The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
-    """
-    request = decoding_request(values)
-
-    def show_candidate(number: int, candidate: Any) -> None:
-        skipped = candidate.layer_set.n_skipped
-        note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
-
-    max_s = float("inf") if minutes is None else 60 * minutes
-    with open_store(db) as store:
-        from ..tasks.recipes import search_offline
-
-        record, result = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
-    ratio, median, n_tried = result.best.ratio, result.typical_ratio, len(result.candidates)
-    figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
-    text = (
-        f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
-        f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
-    )
-    return Result(
-        {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures},
-        [layer_map(record.layer_set, console().width), text],
-    )
 
 
 @layers.command("export", short_help="Write a layer set as JSON.")
@@ -287,106 +229,6 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
     where = {**name._asdict(), "alias": found.alias, "version": found.version}
     text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
     return Result({"schema": f"swiftopt.layers-{command}/1", **where, **found.plan.to_json()}, [text])
-
-
-# --- search strategies
-
-
-@options.command("search", short_help="Search strategies side by side on recorded text.")
-@options.model
-@click.option("--stream", type=options.FILE, help="Prompts to record, one JSON object per line; - is standard input.")
-@click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
-@measurement("--record", type=options.PATH, help="Recorded texts and costs: read where the file is, else written.")
-@measurement("--strategies", default=",".join(SEARCHES), help="What to compare, by commas.")
-@measurement("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
-@measurement(
-    "--window",
-    "context_window",
-    type=positive,
-    default=options.default_of(SwiftSettings, "context_window"),
-    help="γ, generated tokens that score a candidate.",
-)
-@measurement("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
-@options.shared(SwiftSettings, "seed")
-@measurement(
-    "--long-search", type=options.natural, default=0, metavar="N", help="Judge N sets more, up from the best one."
-)
-@options.pictures("Draw the best objective against candidate passes and seconds.")
-@options.machine(GenerateRequest, "max_new_tokens")
-@options.json
-@options.example("bench search --model smollm2-135m --stream prompts.jsonl --record texts.json --png search.png")
-def search_strategies(
-    stream: str | None,
-    limit: int,
-    record: Path | None,
-    strategies: str,
-    passes: int,
-    stride: int,
-    long_search: int,
-    pictures: Pictures,
-    **values: Any,
-) -> Result:
-    """Run search strategies on the same recorded windows and show how soon each finds a good layer set.
-
-    The prompts are completed once by plain decoding. Every strategy then sees the completions grow, and each set it
-    takes into use is judged on all of them, outside the timing. The objective is the expected speedup of measured
-    costs. A pass is one candidate on one window; studies of the model count by the rows that they run. A long search
-    says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
-    Ctrl-C shows the strategies that have ended, and the best set of a long search.
-    """
-    chosen = [word.strip() for word in strategies.split(",")]
-    for name in chosen:
-        strategy_info(name)
-    recorded_before = record is not None and record.exists()
-    if stream is None and not recorded_before:
-        raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
-    prompts = [] if stream is None else read_stream(stream, None, limit)
-    request, settings = decoding_request(values), options.pick(SwiftSettings, {**values, **ENDLESS})
-    lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
-    if not recorded_before and max(lengths) < settings.context_window:
-        raise InvalidInput(
-            f"no completion has {settings.context_window} tokens: raise --max-new-tokens or lower --window"
-        )
-    if record is not None and not recorded_before:
-        check_writable(record)
-
-    from ..bench import search as bench
-
-    texts = bench.TextRecord.read(record) if record is not None and recorded_before else None
-    runtime = options.load(request)
-    if texts is not None:
-        texts.check(runtime)
-    else:
-        texts = bench.record(runtime, prompts, request.max_new_tokens, note)
-        if record is not None:
-            with writing(record):
-                texts.write(record)
-    run = bench.Bench(runtime, texts, settings, stride)
-    report = {"model": request.model, **bench.compare_strategies(run, chosen, passes, _note_gain)}
-    if long_search and not report["interrupted"]:
-        report = bench.with_long_search(run, report, long_search, _note_gain)
-    pictures.draw(draw_search, report)
-    return Result(report, [_search_table(report)], interrupted=report["interrupted"])
-
-
-def _note_gain(strategy: str, passes: float, value: float) -> None:
-    note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
-
-
-def _search_table(report: Mapping[str, Any]) -> Table:
-    goal = f"to {report['goal']:.3f}x"
-    headings = numbers("objective", "left out", "passes", "seconds", f"passes {goal}", f"seconds {goal}")
-    rows = []
-    for result in report["results"]:
-        reached = result["to_goal"] or {"passes": None, "seconds": None}
-        spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
-        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
-    caption = None
-    if long_search := report.get("long_search"):
-        caption = f"a long search over {long_search['sets']} sets: {long_search['best']:.3f}x"
-        caption += f", {long_search['n_skipped']} left out"
-    title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['windows']} windows"
-    return table([fixed("strategy"), *headings], rows, lined=True, title=title, caption=caption)
 
 
 # --- models

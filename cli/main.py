@@ -1,15 +1,12 @@
-"""The program `swiftopt`: reads the configuration, imports a command when it is called, and maps errors to exit codes.
+"""The program `swiftopt`: reads the configuration, and imports a command when it is called.
 
 Values of options come from the command line, `SWIFTOPT_*` in the environment, ./swiftopt.toml, and their defaults.
 """
 
 from __future__ import annotations
 
-import codecs
 import difflib
-import errno
 import os
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
@@ -21,33 +18,26 @@ from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from .. import __version__
-from ..core import collector
-from ..core.errors import SettingsError, SwiftoptError
-from . import options
-from .options import ConfiguredGroup
-from .output import INTERRUPTED, note, silence
+from ..core.errors import SettingsError
+from ..terminal import options, program
+from ..terminal.options import ConfiguredGroup
+from ..terminal.output import note
 
-MODULES = {  # The commands' modules, in the order of help.
+NAME = "swiftopt"
+MODULES = {  # The commands' modules, in the order of help; wings put theirs between.
     "tune": "jobs",
     "generate": "generate",
     "chat": "generate",
     "compare": "compare",
     "layers": "layers",
-    "export": "engines",
-    "import": "engines",
-    "heads": "training_commands",
-    "probe": "training_commands",
     "models": "layers",
     "jobs": "jobs",
     "worker": "services",
     "serve": "services",
-    "bench": "bench",
     "db": "services",
     "doctor": "doctor",
     "completion": "reference",
 }
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
-IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Signs for terminals that have ASCII alone.
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
 # Variables that are read where they are used, and so are no fields below.
@@ -151,11 +141,11 @@ class LazyGroup(ConfiguredGroup):
     """Imports a command's module when the command, or the help that lists it, is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(MODULES)
+        return self.among_wings(MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in MODULES:
-            return None
+            return super().get_command(ctx, cmd_name)
         module = import_module(f".{MODULES[cmd_name]}", __package__)
         command: click.Command = getattr(module, cmd_name + "_" * iskeyword(cmd_name))
         return command
@@ -166,7 +156,8 @@ class LazyGroup(ConfiguredGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.exceptions.NoSuchCommand as error:
-            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=list(MODULES), ctx=ctx) from None
+            names = self.list_commands(ctx)
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=names, ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         ctx.default_map = load_settings()
@@ -179,7 +170,7 @@ class LazyGroup(ConfiguredGroup):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
-@click.version_option(__version__, prog_name="swiftopt")
+@click.version_option(__version__, prog_name=NAME)
 @click.option("--no-color", is_flag=True, help="No colours; the variable NO_COLOR does the same.")
 @click.pass_context
 @options.example(
@@ -197,67 +188,10 @@ def swiftopt(context: click.Context, no_color: bool) -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code; errors that are swiftopt's own are raised."""
-    try:
-        result = swiftopt.main(list(args), prog_name="swiftopt", standalone_mode=False)
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except (click.Abort, KeyboardInterrupt) as abort:
-        if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but no command asks for input
-            raise abort.__cause__ from None
-        note("interrupted: what was finished until now is kept")
-        return INTERRUPTED
-    except click.ClickException as error:
-        note(_usage(error))
-        return error.exit_code
-    except SwiftoptError as error:
-        note(f"error: {error}")
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "swiftopt"):
-            raise
-        note(f"error: {options.lacks(package)}")
-        return 1
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            if error.errno not in UNWRITABLE:
-                raise
-            note(f"error: cannot write the result: {(error.strerror or '').lower()}; send stdout somewhere else")
-        silence(sys.stdout)
-        return 1
-
-
-def _usage(error: click.ClickException) -> str:
-    """Return a usage error as one line, but the whole help for a group that was called with nothing."""
-    text = error.format_message().replace(". Did you", ": did you")
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        return text
-    context = getattr(error, "ctx", None)
-    advice = f" (see `{context.command_path} --help`)" if context is not None else ""
-    return f"error: {text[:1].lower()}{text[1:].rstrip('.')}{advice}"
+    """Run one command line of `swiftopt`, as `program.run`."""
+    return program.run(swiftopt, args, NAME)
 
 
 def main() -> NoReturn:
     """Run the console script."""
-    collector.start()
-    _replace_closed_streams()
-    codecs.register_error("swiftopt", _in_ascii)
-    for stream in (sys.stdout, sys.stderr):
-        getattr(stream, "reconfigure", lambda **_: None)(errors="swiftopt")
-    sys.exit(run(sys.argv[1:]))
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Return what a terminal shows in place of characters that its encoding lacks, of the same width."""
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
-
-
-def _replace_closed_streams() -> None:
-    """Open the null device for streams that the caller closed; else the next file opened would take their place."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    program.main(swiftopt, NAME)

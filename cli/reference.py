@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from . import options
+from ..terminal import options
+from ..terminal.output import Result
 from .main import swiftopt
-from .output import Result
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -24,9 +24,19 @@ from rich.text import Text
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel, worker_command
 from ..core.settings import LOG_FORMAT
-from . import options
-from .options import ConfiguredGroup, FloatRange, IntRange, database_url, natural, open_store, option, pick, positive
-from .output import Result, console, emit_json, note
+from ..terminal import options
+from ..terminal.options import (
+    ConfiguredGroup,
+    FloatRange,
+    IntRange,
+    database_url,
+    natural,
+    open_store,
+    option,
+    pick,
+    positive,
+)
+from ..terminal.output import Result, console, emit_json, note
 
 if TYPE_CHECKING:
     from ..store.migrations import SchemaState

@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from .errors import LayerSetError, SettingsError, look_up
 from .serialization import LARGEST, Settings, count, ranged, share
+from .wings import load, wings
 
 # weight formats that parts of a draft can have beside the model's own
 Format = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
@@ -136,8 +138,8 @@ class Preset:
     """How a paper decodes: by `method`, with `settings` in place of its defaults; `source` is their place in papers.
 
     `making` are settings by which what the method needs is made: of `TuningSettings` where that is searched while
-    decoding (`is_tuned`), else of `HeadSettings`, of `ProbeSettings` or of Self-SD's search. `sampling`: how the paper
-    warps the model's distribution, for its method and for all that are compared with it.
+    decoding (`is_tuned`), else of the maker of that part. `sampling`: how the paper warps the model's distribution, for
+    its method and for all that are compared with it.
     """
 
     method: str
@@ -168,10 +170,6 @@ _SEARCH = {
     "deterministic": True,
     "skip_ratio_step": 0.1,  # from 0.5 to 0.4, C.2; after how many rounds, neither says
 }
-# Heads at a quarter, half and three quarters of the depth: behind layers 8, 16 and 24 of 32.
-_HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
-_WARPING = {"top_k": 10, "top_p": 0.9}
-
 PRESETS: Mapping[str, Preset] = {
     "swift": Preset("swift", "SWIFT 4, B.2, C.2", {"sampled": True}, _SEARCH),
     "swift-code": Preset(
@@ -184,37 +182,19 @@ PRESETS: Mapping[str, Preset] = {
         },
         _SEARCH,
     ),
-    "self-sd": Preset(
-        "self-sd",
-        "AdaDecode B, C.1",
-        {"stop_threshold": 0.6, "max_draft_length": 12},
-        {"max_steps": 200, "n_prompts": 4, "uniform_starts": False},
-    ),
-    "adadecode": Preset(
-        "adadecode",
-        "AdaDecode 2, D",
-        {"early_threshold": 0.75, "max_early": 5},
-        {"epochs": 100, **_HEADS},
-    ),
-    "paradecode": Preset(
-        "paradecode",
-        "ParaDecode 2, 4.3, C",
-        {"early_threshold": 0.0},
-        {"epochs": 50, **_HEADS},
-    ),
-    "mtad": Preset(
-        "mtad",
-        "MTAD 3.2, F",
-        {"beam_width": 4, "draft_length": 4, **_WARPING, "acceptance_threshold": 0.5},
-        sampling={"temperature": 1.0, **_WARPING},
-    ),
-    "adaspeed": Preset("adaspeed", "AdaSPEED II, III, A"),
 }
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """Return all presets by name, those of wings last."""
+    of_wings = (load(wing.presets) for wing in wings() if wing.presets)
+    return {**PRESETS, **{name: preset for each in of_wings for name, preset in each.items()}}
 
 
 def preset_of(name: str) -> Preset:
     """Find a preset, as `look_up`."""
-    return look_up("preset", name, PRESETS)
+    return look_up("preset", name, presets())
 
 
 # --- formats of weights, and threads

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ..core.errors import ShapeError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ..core.types import LayerSet, TokenSource
     from ..models.buffer import KVBuffer
-    from ..models.early_exit import Probe, StagedPass
     from ..models.rows import Rows
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
@@ -311,6 +310,26 @@ class Outcome:
     argmaxes: Sequence[int]
 
 
+class StagedRows(Protocol):
+    """The rows of a draft that have run some of the target's layers."""
+
+    @property
+    def n_rows(self) -> int: ...
+
+    def add(self, token_id: int | Tensor) -> None:
+        """Start a row of a token; of one that is on the device, int64 ()."""
+
+    def finish(self) -> PassGenerator[Tensor]:
+        """Run what is left of every row; return the target's logits (rows, vocab)."""
+
+
+class AcceptanceProbe(Protocol):
+    """Predicts whether the target accepts the token that is read from a state."""
+
+    def acceptance(self, hidden: Tensor) -> Tensor:
+        """Return the probability for a state (1, hidden_size), of any device: float32 ()."""
+
+
 class DraftModel(ABC):
     """Something cheaper than the target that predicts its next tokens; each request drafts with a copy.
 
@@ -324,7 +343,7 @@ class DraftModel(ABC):
     slot_bytes: int = 0
     context: Context
     parents: list[int]
-    staged: StagedPass | None = None
+    staged: StagedRows | None = None
     hidden: Tensor | None = None
 
     @abstractmethod
@@ -371,7 +390,7 @@ class DraftModel(ABC):
         take: Callable[[tuple[int, ...], float], int],
         goes_on: Callable[[], bool],
         draws: bool = False,
-        probe: Probe | None = None,
+        probe: AcceptanceProbe | None = None,
     ) -> PassGenerator[Draft]:
         """Draft up to `longest` steps under the root, each read while the next one runs: the device never waits.
 

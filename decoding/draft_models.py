@@ -1,4 +1,4 @@
-"""What a draft is read from: the target without some sub-layers, its first layers, or another model."""
+"""What a draft is read from: the target without some sub-layers, or another model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
-from ..models.early_exit import StagedPass
 from ..models.rows import Pass, PassKind, fetched
 from ..models.runtime import Runtime
 from .draft import UNKNOWN, Draft, DraftModel
@@ -44,32 +43,6 @@ class SkippedTarget(DraftModel):
         rows = self._rows(token_ids, parents, self._variants)
         kind: PassKind = "check" if self.layer_set is None else "draft"  # the target itself does not let others wait
         return (yield Pass(self.context.runtime, rows, self.context.buffer, kind=kind))
-
-
-class EarlyExit(DraftModel):
-    """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
-
-    Chains only: a row's state is kept for the layers that are still to come.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-
-    def check(self, runtime: Runtime) -> None:
-        runtime.check_depth(self.depth)
-
-    def restart(self) -> None:
-        self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
-
-    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
-        assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
-        self.staged.add(token_ids[0])
-        logits = yield from self.staged.advance(self.depth, with_logits=True)
-        self.hidden = self.staged.newest
-        return logits
-
-    def drop(self, n_nodes: int) -> None:
-        assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
 
 
 class OtherModel(DraftModel):

@@ -30,7 +30,7 @@ from ..core.errors import NotFound, SettingsError, StoreUnavailable, StreamError
 from ..core.events import JobState
 from ..core.requests import DEFAULT_QUEUE, MAX_NEW_TOKENS, EventPage, Job, JobBoard, JobList, Speed, TuneRequest, Verb
 from ..core.serialization import LARGEST
-from ..core.settings import PRESETS, TuningSettings
+from ..core.settings import TuningSettings, preset_of, presets
 from ..core.streams import encodable, output_line, parse_stream, stream_lines, stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
@@ -50,7 +50,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 QueueName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-SEARCHED = tuple(name for name, preset in PRESETS.items() if preset.is_tuned)
+SEARCHED = tuple(name for name, preset in presets().items() if preset.is_tuned)
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 JobId = Annotated[str, PathField(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="The job's id.")]
 
@@ -101,7 +101,7 @@ class JobSubmission(Strict):
         if not isinstance(values, dict) or values.get("preset") not in SEARCHED:
             return values
         tuning_settings = values.get("settings", {})
-        preset = TuningSettings(**PRESETS[values["preset"]].tuning).to_json()
+        preset = TuningSettings(**preset_of(values["preset"]).tuning).to_json()
         return {
             **values,
             "settings": {**preset, **tuning_settings} if isinstance(tuning_settings, dict) else tuning_settings,

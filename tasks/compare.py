@@ -21,7 +21,6 @@ from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session
 from ..decoding.verify import TargetWalk
 from ..models.costs import machine_name
-from ..models.early_exit import n_parameters
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
@@ -114,7 +113,7 @@ class Comparison:
         if entry.method is None or entry.recipe is None:
             return row
         parts, session = entry.recipe.parts, self.session
-        trained = sum(n_parameters(part) for part in (parts.heads, parts.probe) if part is not None)
+        trained = 0 if entry.recipe.learned is None else entry.recipe.learned.n_parameters
         drafting = 0 if parts.draft_runtime is None else parts.draft_runtime.info.n_parameters
         n_bytes = extra_bytes(entry.method, session.runtime, self.n_positions, session.max_new_tokens)
         return replace(row, extra_parameters=trained + drafting, extra_bytes=n_bytes)
@@ -133,7 +132,7 @@ class Comparison:
             self._nll if finished else None,
             # when sampling, a ratio test draws other tokens from the seed than plain decoding
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
-            predicts_early=method is not None and "heads" in method_info(entry.name).needs,
+            predicts_early=method is not None and method_info(entry.name).predicts_early,
             samples=self.request.samples,
             costs=self._costs_of(method_runs) if finished else None,
         )

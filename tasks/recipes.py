@@ -1,13 +1,13 @@
-"""The parts of methods for a task: look them up, train them, or make briefly what a comparison finds missing.
+"""The parts of methods for a task: look them up, or make briefly what a comparison finds missing.
 
 The costs of passes are measured once. Brief searches and trainings run outside a comparison's timing, within about a
-minute together, and what is stored of them is marked as brief.
+minute together, and what is stored of them is marked as brief. What only methods of wings need, wings make and read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -17,39 +17,30 @@ from .. import __version__
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
 from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
-from ..core.requests import GenerateRequest, ModelRequest
+from ..core.requests import ModelRequest
 from ..core.settings import STORED, Preset, SwiftSettings
-from ..core.streams import stream_sha256
 from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
+from ..core.wings import load as load_from_wing
+from ..core.wings import parts
 from ..decoding.engine import side_by_side
 from ..decoding.events import Round
 from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
 from ..models.costs import machine_name, measure_costs, software_of, with_formats
-from ..models.early_exit import Heads, Probe, learned_from_bytes, learned_to_bytes, n_parameters
 from ..models.loading import load
 from ..models.prompts import check_prompts
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, no_step
+from ..models.saved import OnStep, no_step
 from ..models.sources import check_names, known_folder
-from ..optimizer import self_sd
 from ..optimizer.search import Search
-from ..optimizer.self_sd import Candidate, SelfSdSearch
 from ..store import Store
-from ..training.features import Checkpoint
-from ..training.settings import HeadSettings, ProbeSettings, Trained
-from ..training.settings import OnStep as OnTrainingStep
-from ..training.trainer import train
 from .job import PATIENCE_S, ModelTurn, patiently
 
 TYPICAL_POSITIONS = 512  # Costs are measured at so many positions when no stream tells the length of texts.
 
-SWIFT_S, SELF_SD_S, HEADS_S, PROBE_S = 10.0, 15.0, 22.0, 8.0
-BRIEF_EPOCHS = 1000  # More epochs than fit: the time ends a brief training.
-LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
+SWIFT_S = 10.0  # the time of a brief search
 SWIFT_STEPS = 100  # marks a set of a brief search in its stored settings
-SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +66,7 @@ class Recipes:
     ) -> None:
         self.runtime, self.store, self.draft_runtime, self.on_step = runtime, store, draft_runtime, on_step
         self._turn = turn
-        self._weights: dict[tuple[str, str, int | None], Heads | Probe] = {}
+        self._weights: dict[tuple[str, str, int | None], Any] = {}
 
     def of(
         self,
@@ -107,28 +98,27 @@ class Recipes:
         record = None
         if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
             record = self._checked(layer_set or self.layer_set(name, task))
-        weights: dict[str, Any] = {}
         for kind in get_args(LearnedKind):
             if kind in info.needs:
                 learned = learned or self.learned(kind, task, name)
-                weights[kind] = self.weights(learned)
-        parts = Resources(
+        resources = Resources(
             self.runtime,
             None if record is None else record.layer_set,
-            draft_runtime=self.draft_runtime if info.drafts_with_model else None,
-            **weights,
+            {} if learned is None else {learned.kind: self.weights(learned)},
+            self.draft_runtime if info.drafts_with_model else None,
         )
-        return Recipe(parts, record, learned, record.settings if name == "swift" and record is not None else {})
+        return Recipe(resources, record, learned, record.settings if name == "swift" and record is not None else {})
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the newest set for the task: Self-SD's own for "self-sd", SWIFT's for all others.
+        """Return the newest set for the task: of the method's own search where it has one, else of SWIFT's.
 
         Raises: LayerSetNotFound: there is none.
         """
         record = self._newest(searched_by(name), task)
         if record is not None:
             return record
-        command = "layers search" if name == "self-sd" else "tune --method swift --draft-format stored"
+        search = parts().get(name)
+        command = "tune --method swift --draft-format stored" if search is None else search.command
         raise LayerSetNotFound(
             f"{name} needs a layer set, and none is stored for the task {task}:"
             f" run `swiftopt {command} --model MODEL --stream FILE --task {task}`, or give one"
@@ -148,7 +138,7 @@ class Recipes:
         return None
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
-        """Return the record of the newest heads or probe for the task, whatever the method's `name`.
+        """Return the record of the newest weights of a kind for the task, whatever the method's `name`.
 
         Raises: LearnedNotFound: there are none.
         """
@@ -156,16 +146,21 @@ class Recipes:
             raise LearnedNotFound(f"no database to look {kind} up in: pass --db")
         return self.store.learned(self.runtime.info.fingerprint, task, kind)
 
-    def weights(self, record: LearnedRecord) -> Heads | Probe:
-        """Return the weights of heads or of a probe.
+    def weights(self, record: LearnedRecord) -> Any:
+        """Return the weights of a record.
 
         Raises: InvalidInput: they are another model's.
         """
-        key = _weights_key(record)
+        key = (record.kind, record.task, record.version)
         if key not in self._weights:
             assert self.store is not None
-            self._weights[key] = learned_from_bytes(record.kind, self.store.weights(record), self.runtime)
+            read = load_from_wing(parts()[record.kind].reader)
+            self._weights[key] = read(record.kind, self.store.weights(record), self.runtime)
         return self._weights[key]
+
+    def keep_weights(self, record: LearnedRecord, weights: Any) -> None:
+        """Spare the reading of weights that were just made."""
+        self._weights[record.kind, record.task, record.version] = weights
 
     def _checked(self, record: LayerSetRecord) -> LayerSetRecord:
         if record.fingerprint is not None and record.fingerprint != self.runtime.info.fingerprint:
@@ -216,11 +211,11 @@ class MakingRecipes(Recipes):
         key = by if preset is None else name
         if key not in self._sets:
             stored = self._newest(by, task) if preset is None else None
-            self._sets[key] = stored or (self._self_sd_set(preset) if by == "self-sd" else self._swift_set(preset))
+            self._sets[key] = stored or (self._made(by, preset) if by in parts() else self._swift_set(preset))
         return self._sets[key]
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
-        """Return the record of stored heads or a probe, or train them: briefly, or as the method's preset says.
+        """Return the record of stored weights, or train them: briefly, or as the method's preset says.
 
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
@@ -230,26 +225,12 @@ class MakingRecipes(Recipes):
             if preset is None:
                 with suppress(LearnedNotFound):
                     stored = super().learned(kind, task)
-            self._learned[key] = stored or self._train(kind, preset)
+            self._learned[key] = stored or self._made(kind, preset)
         return self._learned[key]
 
-    def _train(self, kind: LearnedKind, preset: Preset | None) -> LearnedRecord:
-        words, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
-        clock, runtime = perf_counter(), self.runtime
-        n_tokens = max(LEAST_TOKENS, self.session.max_new_tokens)
-        brief: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
-        of_kind = HeadSettings if kind == "heads" else ProbeSettings
-        settings = of_kind(**(brief if preset is None else preset.making), max_new_tokens=n_tokens)
-        how = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
-        self.on_step(f"make: {words}, {how}")
-        trained = train(runtime, self.prompts, settings, budget_s=seconds if preset is None else None)
-        self._note(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
-        values = {**settings.to_json(), "brief": preset is None}
-        record = learned_record(runtime, self.model, self.task, trained, values)
-        if self.keep is not None:
-            record = self.keep.add_learned(record, learned_to_bytes(trained.model, record))
-        self._weights[_weights_key(record)] = trained.model
-        return record
+    def _made(self, name: str, preset: Preset | None) -> Any:
+        """Return the record of a part that a wing makes."""
+        return load_from_wing(parts()[name].maker)(self, preset)
 
     def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
         """Run SWIFT's search while decoding; evenly spaced sub-layers where the completions are too short for it."""
@@ -262,40 +243,22 @@ class MakingRecipes(Recipes):
         search = searched(self.session, self.prompts, settings, budget_s)
         n_tried = len(search.trials)
         how = f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
-        self._note("layer set", how, perf_counter() - clock)
-        return self._kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
+        self.note_made("layer set", how, perf_counter() - clock)
+        return self.kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
-    def _self_sd_set(self, preset: Preset | None) -> LayerSetRecord:
-        making = dict(preset.making if preset is not None else {})
-        how = (
-            f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{making['max_steps']} candidates of its search"
-        )
-        self.on_step(f"make: Self-SD's layer set, by {how}")
-        n_tokens, n_prompts = self.session.max_new_tokens, making.pop("n_prompts", SELF_SD_PROMPTS)
-        session, budget_s = self.session, math.inf
-        if preset is None:
-            session, budget_s = Session(self.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
-        else:
-            making["settings"] = method_info("self-sd").settings_from(preset.settings)
-        search = self_sd.search(session, self.prompts[:n_prompts], budget_s=budget_s, **making)
-        self._note("Self-SD's layer set", f"{len(search.candidates)} candidates", search.seconds)
-        return self._kept("self-sd", search.best.layer_set)
-
-    def _kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
+    def kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
+        """Describe a set that was made for a method, and store it where made parts are kept."""
         record = set_record(self.runtime, self.model, self.task, layer_set, **known)
         return record if self.keep is None else self.keep.add_layer_set(record, plan_method=method, promote=False)
 
-    def _note(self, piece: str, how: str, seconds: float) -> None:
+    def note_made(self, piece: str, how: str, seconds: float) -> None:
+        """List a part that was made."""
         self.made.append(MadePart(piece, f"{how}, {seconds:.0f} s", round(seconds, 1)))
 
 
-def _weights_key(record: LearnedRecord) -> tuple[str, str, int | None]:
-    return record.kind, record.task, record.version
-
-
 def searched_by(method: str) -> str:
-    """Return the method whose search finds layer sets for `method`: Self-SD has its own search, all others SWIFT's."""
-    return "self-sd" if method == "self-sd" else "swift"
+    """Return the method whose search finds layer sets for `method`: some methods of wings have one, others SWIFT's."""
+    return method if method in parts() else "swift"
 
 
 def opened(
@@ -359,27 +322,6 @@ def stored_costs(
     return costs
 
 
-def search_offline(
-    request: GenerateRequest,
-    prompts: Sequence[Prompt],
-    store: Store,
-    max_steps: int,
-    budget_s: float,
-    on_step: OnStep,
-    on_candidate: Callable[[int, Candidate], None],
-) -> tuple[LayerSetRecord, SelfSdSearch]:
-    """Run Self-SD's search on all of `prompts` and store its best set as a version that `best` does not mean.
-
-    Its figures are not stored: the search maximised them on its own prompts, so they are biased.
-
-    Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
-    """
-    session, seed = opened(request, prompts, store, on_step), request.sampling.seed
-    search = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
-    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search.best.layer_set)
-    return store.add_layer_set(record, plan_method="self-sd", promote=False), search
-
-
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
     """Describe a layer set that was found on this machine; `known` are further fields."""
     described = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
@@ -399,61 +341,3 @@ def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSetting
     finally:
         search.finish("the time is over")
     return search
-
-
-def train_and_store(
-    request: ModelRequest,
-    settings: HeadSettings | ProbeSettings,
-    prompts: Sequence[Prompt],
-    store: Store,
-    on_step: OnTrainingStep,
-    on_load: OnStep | None = None,
-) -> LearnedRecord:
-    """Train heads or a probe for the request's model and task; return the stored record.
-
-    A run that was cut short is continued from its checkpoint.
-
-    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
-            OutputError: the checkpoint cannot be written.
-    """
-    runtime = load(request.model, request.dtype, request.device, on_load)
-    store.remember_model(runtime.info)
-    values, stream = {**settings.to_json(), "dtype": runtime.dtype_name}, stream_sha256(prompts)
-    identity = {
-        "fingerprint": runtime.info.fingerprint,
-        "dtype": runtime.dtype_name,
-        "stream": stream,
-        "depths": list(settings.depths(runtime.n_layers)),
-        "max_new_tokens": settings.max_new_tokens,
-    }
-    checkpoint = Checkpoint(cache_root() / "training", identity, {**values, "kind": settings.KIND})
-    trained = train(runtime, prompts, settings, on_step, kept=checkpoint)
-    record = learned_record(runtime, request.model, request.task or DEFAULT_TASK, trained, values, stream)
-    record = store.add_learned(record, learned_to_bytes(trained.model, record))
-    checkpoint.remove()
-    return record
-
-
-def learned_record(
-    runtime: Runtime,
-    model: str,
-    task: str,
-    trained: Trained,
-    settings: Mapping[str, Any],
-    stream: str | None = None,
-) -> LearnedRecord:
-    """Describe heads or a probe trained for a task of the model; `model` is the name that the caller used."""
-    return LearnedRecord(
-        kind=trained.model.KIND,
-        model=model,
-        task=task,
-        fingerprint=runtime.info.fingerprint,
-        depths=trained.model.depths,
-        n_parameters=n_parameters(trained.model),
-        settings=dict(settings),
-        figures=trained.figures,
-        curve=trained.curve,
-        stream_sha256=stream,
-        swiftopt_version=__version__,
-        created_at=now(),
-    )

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 from servers import KeptDatabase, Postgres, Valkey, flush, new_database, server_folder
+from wings import needs_missing
 
 from swiftopt.models.kernels import build
 
@@ -39,6 +40,11 @@ os.environ["SWIFTOPT_MEASURING"] = (
     "together"  # its processes share the cores: to wait for a quiet moment takes for ever
 )
 gc.disable()  # until all modules and tests are there, which stay: to walk them again and again takes seconds
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Tests of wings that were left out are not collected."""
+    return True if collection_path.suffix == ".py" and needs_missing(collection_path) else None
 
 
 def pytest_collection_finish() -> None:

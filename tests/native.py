@@ -19,12 +19,12 @@ from torch import Tensor
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods import Resources
 from swiftopt.models.coded import CodedLinear
-from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels import native as passes
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import Heads, Probe
 
 LEVELS = [name for name, level in build.LEVELS.items() if level.needs <= build.processor_flags()]
 
@@ -78,7 +78,8 @@ def parts(family: str, with_model: bool = False) -> Resources:
     heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
     probe = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = native(family, seed=1) if with_model else None
-    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
+    learned = {"heads": heads, "probe": probe}
+    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), learned, draft, cheap_draft_costs())
 
 
 def repeating(seed: int) -> list[int]:

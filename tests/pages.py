@@ -18,9 +18,9 @@ from typing import Any
 import click
 
 from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
-from swiftopt.cli.options import ALL_OPTIONS
-from swiftopt.cli.output import INTERRUPTED
 from swiftopt.server.openapi import bare_app
+from swiftopt.terminal.options import ALL_OPTIONS
+from swiftopt.terminal.output import INTERRUPTED
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -1,32 +1,31 @@
 """All decoding methods: what each promises, needs and takes as settings, and how its drafter and verifier are built.
 
-Each file of this package holds one family of methods. `@method` registers a function that builds a method's drafter and
-verifier; the package finds its files by itself. Front doors check names and settings before torch is loaded, so files
-of this package import torch, and modules that do, for type checking or inside functions only.
+Each file of this package, and of the packages that wings have for this, holds one family of methods. `@method`
+registers a function that builds a method's drafter and verifier; the files are found by themselves. Front doors check
+names and settings before torch is loaded, so these files import torch, and modules that do, for type checking or inside
+functions only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError, look_up
 from ...core.serialization import Settings
+from ...core.wings import PACKAGE, wings
 from ..draft import Draft, Drafter, DraftModel, DraftTree
 from ..verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
     from ...core.costs import CostProfile
     from ...core.types import LayerSet
-    from ...models.early_exit import Heads, Probe
     from ...models.runtime import Runtime
     from ..draft_models import SkippedTarget
     from ..engine import PassGenerator
-
-Need = Literal["layer_set", "heads", "probe", "costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,13 @@ class NoSettings(Settings):
 class Resources:
     """What methods are built of; a method takes what it needs.
 
-    Where a method drafts with a model, that is `draft_runtime`, or else the target without `layer_set`.
+    Where a method drafts with a model, that is `draft_runtime`, or else the target without `layer_set`. `learned` are
+    weights that were trained for methods of wings, by their kind.
     """
 
     runtime: Runtime
     layer_set: LayerSet | None = None
-    heads: Heads | None = None
-    probe: Probe | None = None
+    learned: Mapping[str, Any] = field(default_factory=dict)
     draft_runtime: Runtime | None = None
     costs: CostProfile | None = None
 
@@ -98,7 +97,9 @@ Builder = Callable[[Resources, Any], tuple[Drafter, Verifier]]
 class MethodInfo:
     """A row of the registry: a method's paper, its needs, and whether its output may differ from the target's.
 
-    `drafts_with_model` says that a smaller model drafts; without one, the target without a layer set's sub-layers does.
+    `needs` are "layer_set", "costs", or a part that a wing has. `drafts_with_model` says that a smaller model drafts;
+    without one, the target without a layer set's sub-layers does. `predicts_early`: drafts are predictions at an
+    intermediate layer.
     """
 
     name: str
@@ -106,9 +107,10 @@ class MethodInfo:
     source: str
     builder: Builder
     settings: type[Settings] = NoSettings
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[str] = frozenset()
     drafts_with_model: bool = False
     lossy: bool = False
+    predicts_early: bool = False
 
     @property
     def takes_layer_set(self) -> bool:
@@ -127,7 +129,7 @@ METHODS: dict[str, MethodInfo] = {}
 
 
 def method(
-    name: str, title: str, source: str, settings: type[Settings] = NoSettings, needs: Iterable[Need] = (), **flags: bool
+    name: str, title: str, source: str, settings: type[Settings] = NoSettings, needs: Iterable[str] = (), **flags: bool
 ) -> Callable[[Builder], Builder]:
     """Register the decorated function as a method's builder; `flags` are those of `MethodInfo`."""
 
@@ -159,8 +161,9 @@ def _order(info: MethodInfo) -> tuple[bool, bool, str]:
     return info.name != "plain", info.lossy, info.builder.__module__
 
 
-for _file in iter_modules(__path__):
-    import_module(f"{__name__}.{_file.name}")
+for _package in (__name__, *(f"{PACKAGE}.{wing.methods}" for wing in wings() if wing.methods)):
+    for _file in iter_modules(import_module(_package).__path__):
+        import_module(f"{_package}.{_file.name}")
 METHODS = {info.name: info for info in sorted(METHODS.values(), key=_order)}
 
 from .chains import swift as swift  # noqa: E402 - the files build on what is above

@@ -1,7 +1,6 @@
 """Drafting token by token with one model: a chain that grows until a stop rule ends it.
 
-SWIFT and Self-SD draft with the target without some sub-layers; speculative decoding, typical acceptance and BiLD with
-a smaller model, or else likewise.
+SWIFT drafts with the target without some sub-layers; speculative decoding with a smaller model, or else likewise.
 """
 
 from __future__ import annotations
@@ -11,41 +10,18 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...core.serialization import Settings, count, ranged, share
+from ...core.serialization import Settings, count, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome, draw_apart, offers_of, possible
-from ..verify import BlockRatio, ChainRatio, Rollback, SeveralRatio, TargetWalk, Typical, Verifier
+from ..draft import AcceptanceProbe, Draft, Drafter, DraftModel, DraftTree, Outcome, draw_apart, offers_of, possible
+from ..verify import BlockRatio, ChainRatio, SeveralRatio, TargetWalk, Verifier
 from . import Method, Resources, method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.types import LayerSet
-    from ...models.early_exit import Probe
     from ..draft_models import SkippedTarget
     from ..engine import PassGenerator
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveThreshold(Settings):
-    """A chain's length and a threshold that follows the acceptance rate (Draft & Verify; AdaSPEED appendix A).
-
-    After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; wanted = threshold + step where the rate is
-    not above `target_acceptance`, else threshold - step; threshold ← β2 · threshold + (1 - β2) · wanted.
-    The values are those of Draft & Verify's published code; the length is that of AdaDecode's setup.
-
-    DEVIATION: as in Draft & Verify's published code, a draft that reached its full length at a good rate leaves the
-    threshold alone: lowering it could not have made the draft longer; and the rate starts at 0. Beyond the paper, the
-    threshold stays at or below 1: above it every draft ends at once, and going further would only delay the way back.
-    That code judges a sampled token by its probability before temperature and top-p; here by what it was drawn from.
-    """
-
-    stop_threshold: float = share(0.8)
-    max_draft_length: int = count(12)
-    target_acceptance: float = share(0.9)  # α
-    threshold_step: float = share(0.01)  # ε
-    rate_memory: float = share(0.5)  # β1
-    threshold_memory: float = share(0.9)  # β2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +31,6 @@ class SpdSettings(Settings):
     max_draft_length: int = count(5)
     stop_threshold: float | None = share(0.4)  # transformers' assistant_confidence_threshold; None: constant length
     block_verification: bool = True  # at temperatures above 0 (arXiv:2403.10444): never accepts fewer
-
-
-@dataclass(frozen=True, slots=True)
-class TypicalSettings(Settings):
-    """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
-
-    epsilon: float = share(0.09)  # Medusa's posterior_threshold
-    delta: float = share(0.3)  # its posterior_alpha, √ε
-    max_draft_length: int = count(5)
-
-
-@dataclass(frozen=True, slots=True)
-class BildSettings(Settings):
-    """BiLD (arXiv:2302.07863)."""
-
-    fallback_threshold: float = share(0.6)  # the draft hands over where its confidence is below
-    rollback_threshold: float = ranged(3.0, ge=0)  # most -log target prob. of a kept token
-    max_draft_length: int = count(10)
 
 
 @method("swift", "SWIFT", "arXiv:2410.06916", SwiftSettings, ["layer_set"])
@@ -96,11 +54,6 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
-@method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", AdaptiveThreshold, ["layer_set"])
-def _self_sd(resources: Resources, settings: AdaptiveThreshold) -> tuple[Drafter, Verifier]:
-    return ChainDrafter(resources.skipped(), StopRule.adaptive(settings), sampled=True), ChainRatio()
-
-
 @method("spd", "speculative decoding", "arXiv:2211.17192", SpdSettings, drafts_with_model=True)
 def _spd(resources: Resources, settings: SpdSettings) -> tuple[Drafter, Verifier]:
     stop = StopRule(settings.max_draft_length, settings.stop_threshold)
@@ -108,43 +61,23 @@ def _spd(resources: Resources, settings: SpdSettings) -> tuple[Drafter, Verifier
     return ChainDrafter(resources.draft_model(), stop, sampled=True), verifier
 
 
-@method("bild", "BiLD", "arXiv:2302.07863", BildSettings, drafts_with_model=True, lossy=True)
-def _bild(resources: Resources, settings: BildSettings) -> tuple[Drafter, Verifier]:
-    stop = StopRule(settings.max_draft_length, settings.fallback_threshold, keeps_last=False)
-    return ChainDrafter(resources.draft_model(), stop, sampled=True), Rollback(settings.rollback_threshold)
-
-
-@method("typical", "typical decoding", "arXiv:2401.10774", TypicalSettings, drafts_with_model=True, lossy=True)
-def _typical(resources: Resources, settings: TypicalSettings) -> tuple[Drafter, Verifier]:
-    drafter = ChainDrafter(resources.draft_model(), StopRule(settings.max_draft_length), sampled=True)
-    return drafter, Typical(settings.epsilon, settings.delta)
-
-
 @dataclass(slots=True, eq=False)
 class StopRule:
     """A draft ends after `max_draft_length` steps, or where the confidence falls below `threshold` (None: never).
 
     The confidence of a step is the draft's probability of its token (its largest one without `keeps_last`), or what
-    `probe` says of the state it was read from; `joint` multiplies those of all steps of the draft (AdaSPEED, Algorithm
-    2). The token that ends a draft stays in it, unless `keeps_last` is off (BiLD hands an unsure position to the
-    target), which is exact for drafts made without chance only. Each request has a copy, whose threshold adapts.
+    `probe` says of the state it was read from. The token that ends a draft stays in it, unless `keeps_last` is off (the
+    target then decides the unsure position), which is exact for drafts made without chance only. Each request has a
+    copy, which may adapt.
     """
 
     max_draft_length: int
     threshold: float | None = None
-    joint: bool = False
-    adaptation: AdaptiveThreshold | None = None
-    probe: Probe | None = None
+    probe: AcceptanceProbe | None = None
     keeps_last: bool = True
-    _rate: float = 0.0  # of acceptance
-    _product: float = 1.0  # of the confidences in the draft in progress
-
-    @classmethod
-    def adaptive(cls, settings: AdaptiveThreshold, joint: bool = False, probe: Probe | None = None) -> StopRule:
-        return cls(settings.max_draft_length, settings.stop_threshold, joint, settings, probe)
 
     def start(self) -> None:
-        self._product = 1.0
+        """Begin a draft."""
 
     def unsure(self, confidence: float, hidden: Tensor | None) -> bool:
         """Return whether the step just drafted falls below the threshold.
@@ -155,21 +88,14 @@ class StopRule:
             return False
         if self.probe is not None and hidden is not None:
             confidence = float(self.probe.acceptance(hidden))
-        self._product *= confidence
-        return (self._product if self.joint else confidence) < self.threshold
+        return self.judged(confidence) < self.threshold
+
+    def judged(self, confidence: float) -> float:
+        """Return what is compared with the threshold at a step of that confidence."""
+        return confidence
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """Adapt the threshold to a round of `n_drafted` steps, the first `n_accepted` of them accepted."""
-        rule = self.adaptation
-        if rule is None or self.threshold is None or not n_drafted:
-            return
-        self._rate = rule.rate_memory * self._rate + (1 - rule.rate_memory) * n_accepted / n_drafted
-        threshold = self.threshold
-        if self._rate <= rule.target_acceptance:
-            threshold += rule.threshold_step
-        elif n_drafted < self.max_draft_length:
-            threshold -= rule.threshold_step
-        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * threshold)
+        """Learn from a round of `n_drafted` steps, the first `n_accepted` of them accepted."""
 
 
 class ChainDrafter(Drafter):

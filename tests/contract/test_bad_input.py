@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from wings import of_wings
 
 from swiftopt.cli.backend import TuneProgress
 from swiftopt.cli.main import run
@@ -109,10 +110,6 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "strategy 'swfit' is unknown: use one of random, bayes"),
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
     (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
-    (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "plain,swfit"], 2, "nearest: swift"),
-    (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "hf-assistant"], 2, "--assistant"),
-    (["bench", "decode", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
-    (["layers", "search", "--minutes", "inf"], 2, "'inf' is not a finite number"),
     (["serve", "--memory-gb", "nan"], 2, "'nan' is not a finite number"),
     (["layers", "show", "gpt2/t", "--version", "9" * 20], 2, "99999999999999999999 is too large"),
     ([*GENERATE, "--model", "gpt2", "--concurrency", "1e3"], 2, "'1e3' is not a valid integer (see"),
@@ -122,31 +119,8 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "gpt2", "--db", "bert"], 1, "bert cannot be opened: check"),
     ([*GENERATE, "--model", "gpt2", "--out", "bert"], 1, "cannot write completions to bert: is a directory"),
     ([*TUNE, "good.jsonl", "--db", "bert"], 1, "bert cannot be opened: check"),
-    (["bench", "throughput", "--model", "gpt2", "--stream", "good.jsonl", "--rate", "nan"], 2, "not a finite number"),
-    (["bench", "throughput", "--model", "gpt2", "--stream", "good.jsonl", "--db", "bert"], 1, "bert cannot be opened"),
     ([*TUNE, "good.jsonl", "--out", "bert"], 1, "cannot write completions to bert: is a directory"),
     (["chat", "--model", "gpt2", "--message", "hello", "--db", "bert"], 1, "bert cannot be opened: check"),
-    (["export", "gpt2/t", "--to", "vllm", "--out", "bert"], 2, "bert exists already: name a new folder with --out"),
-    (["export", "gpt2/t", "--to", "vllm", "--out", "new"], 3, "no layer set is stored for gpt2/t"),
-    (["bench", "peers", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
-    (["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--peers", "lama-cpp"], 2, "nearest: llama-cpp"),
-    (["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--gguf", "no.gguf"], 2, "no.gguf is no file"),
-    (["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--assistant", "smollm-135m"], 3, "smollm2-135m"),
-    (["bench", "search", "--model", "gpt2", "--stream", "good.jsonl", "--window", "200"], 2, "no completion has 200"),
-    (["bench", "stream-shift", "--model", "gpt2", "--stream", "good.jsonl"], 2, "one task only"),
-    ([*TUNE, "good.jsonl", "--engine", "sglang"], 2, "sglang is not run by swiftopt: start its servers"),
-    ([*TUNE, "good.jsonl", "--engine", "vllm", "--limit", "3"], 2, "has 3 prompts: tuning an engine needs 4"),
-    ([*TUNE, "good.jsonl", "--engine", "vllm", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),
-    ([*TUNE, "good.jsonl", "--preset", "adadecode", "--limit", "1"], 2, "too few prompts to hold some out"),
-    (["import", "gpt2/t", "--engine", "vllm", "--plain", "no.json", "--drafted", "no.json"], 3, "no file no.json"),
-    ([*IMPORT, "--engine", "vllm", "--settings", "deep.json"], 2, "deep.json is not JSON"),
-    ([*IMPORT, "--engine", "vllm", "--settings", "no.json"], 3, "no file no.json with an engine's settings"),
-    ([*IMPORT, "--exported", "bert"], 3, "no file bert/export.json with an exported plan"),
-    (
-        ["bench", "search", "--model", "gpt2", "--stream", "good.jsonl", "--record", "no/r.json"],
-        1,
-        "cannot write no/r.json",
-    ),
     (["genrate"], 2, "no such command 'genrate': did you mean 'generate'?"),
     (["layers", "lst"], 2, "did you mean 'list'?"),
     (["layers", "promote", "smollm2-135m/t", "--version", "7"], 3, "swiftopt tune --model smollm2-135m"),
@@ -162,6 +136,59 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["layers", "list", "--db", "postgresql://u:secret@h:port/x"], 1, "names no database: use a path or a URL"),
     (["layers", "list", "--db", "sqlite:///a.db?foo=bar"], 1, "has options that SQLite lacks (foo)"),
 ]
+OF_WINGS = {
+    "bench": [
+        (
+            ["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "plain,swfit"],
+            2,
+            "nearest: swift",
+        ),
+        (
+            ["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--methods", "hf-assistant"],
+            2,
+            "--assistant",
+        ),
+        (["bench", "decode", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
+        (
+            ["bench", "throughput", "--model", "gpt2", "--stream", "good.jsonl", "--rate", "nan"],
+            2,
+            "not a finite number",
+        ),
+        (
+            ["bench", "throughput", "--model", "gpt2", "--stream", "good.jsonl", "--db", "bert"],
+            1,
+            "bert cannot be opened",
+        ),
+        (
+            ["bench", "decode", "--model", "gpt2", "--stream", "good.jsonl", "--assistant", "smollm-135m"],
+            3,
+            "smollm2-135m",
+        ),
+    ],
+    "engines": [
+        (["export", "gpt2/t", "--to", "vllm", "--out", "bert"], 2, "bert exists already: name a new folder with --out"),
+        (["export", "gpt2/t", "--to", "vllm", "--out", "new"], 3, "no layer set is stored for gpt2/t"),
+        (["bench", "peers", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
+        (
+            ["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--peers", "lama-cpp"],
+            2,
+            "nearest: llama-cpp",
+        ),
+        (["bench", "peers", "--model", "gpt2", "--stream", "good.jsonl", "--gguf", "no.gguf"], 2, "no.gguf is no file"),
+        ([*TUNE, "good.jsonl", "--engine", "sglang"], 2, "sglang is not run by swiftopt: start its servers"),
+        ([*TUNE, "good.jsonl", "--engine", "vllm", "--limit", "3"], 2, "has 3 prompts: tuning an engine needs 4"),
+        ([*TUNE, "good.jsonl", "--engine", "vllm", "--draft-model", "smollm-135m"], 3, "nearest: smollm2-135m"),
+        (["import", "gpt2/t", "--engine", "vllm", "--plain", "no.json", "--drafted", "no.json"], 3, "no file no.json"),
+        ([*IMPORT, "--engine", "vllm", "--settings", "deep.json"], 2, "deep.json is not JSON"),
+        ([*IMPORT, "--engine", "vllm", "--settings", "no.json"], 3, "no file no.json with an engine's settings"),
+        ([*IMPORT, "--exported", "bert"], 3, "no file bert/export.json with an exported plan"),
+    ],
+    "papers": [
+        (["layers", "search", "--minutes", "inf"], 2, "'inf' is not a finite number"),
+        ([*TUNE, "good.jsonl", "--preset", "adadecode", "--limit", "1"], 2, "too few prompts to hold some out"),
+    ],
+}
+SLIPS += of_wings(OF_WINGS)
 
 
 @pytest.mark.parametrize(("args", "code", "says"), SLIPS, ids=range(len(SLIPS)))

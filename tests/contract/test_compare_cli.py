@@ -1,4 +1,4 @@
-"""What a user can do wrong with `swiftopt compare` and `bench ablate`: one sentence each, before a model is loaded."""
+"""What a user can do wrong with `swiftopt compare` and with ablations: one sentence each, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from swiftopt.bench.ablations import ABLATIONS
-from swiftopt.cli.bench import HEADINGS
 from swiftopt.cli.main import run
+from swiftopt.papers.ablate import HEADINGS
+from swiftopt.papers.ablate import command as ablation
+from swiftopt.papers.ablations import ABLATIONS
+from swiftopt.terminal import program
 
 COMPARE = ["compare", "--model", "smollm2-135m", "--stream", "good.jsonl"]
-ABLATE = ["bench", "ablate", "--model", "smollm2-135m", "--stream", "good.jsonl"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*COMPARE, "--methods", "spd", "--set", "mtad.top_k=5"], "add mtad to --methods"),
         ([*COMPARE, "--draft-model", "no-such-model-anywhere"], "no-such-model-anywhere"),
         ([*COMPARE[:-1], "missing.jsonl"], "missing.jsonl"),
-        ([*ABLATE, "swift-part"], "ablation 'swift-part' is unknown"),
     ],
 )
 def test_a_slip_costs_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +45,12 @@ def test_a_slip_costs_one_sentence(args: list[str], said: str, capsys: pytest.Ca
     assert code in (2, 3) and out == ""
     lines = err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
+
+
+def test_unknown_ablation_costs_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.run(ablation, [*COMPARE[1:], "swift-part"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ablation 'swift-part' is unknown")
 
 
 def test_draft_model_that_no_method_drafts_with_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ import pytest
 from tiny_files import save
 
 from swiftopt.cli.main import run
-from swiftopt.models.early_exit import learned_from_bytes, n_parameters
 from swiftopt.models.loading import load
+from swiftopt.papers.early_exit import learned_from_bytes, n_parameters
 from swiftopt.store import Store
 
 

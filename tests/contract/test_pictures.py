@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,13 +13,14 @@ from xml.etree import ElementTree
 import pytest
 from tiny_files import save
 
+from swiftopt.bench.charts import draw_serving, draw_throughput
 from swiftopt.bench.tables import RESULTS
-from swiftopt.cli import charts
-from swiftopt.cli.charts import Pictures, draw_layer_sets, draw_tuning
 from swiftopt.cli.main import run
 from swiftopt.core.events import TaskFinished
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Timings, Trial, Verdict
+from swiftopt.terminal import charts, program
+from swiftopt.terminal.charts import Pictures, draw_layer_sets, draw_tuning
 
 PROMPTS = ["--model", "tiny", "--stream", "notes.jsonl"]
 SHORT = ["--max-new-tokens", "12"]
@@ -29,16 +31,22 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {  # a command that draws, and wh
     "tune": (TUNE, ["tiny / notes", "attention", "MLP", "best so far", "verdict"]),
     "compare": (["compare", *PROMPTS, *SHORT, "--methods", "jacobi"], ["tiny / notes", "jacobi", "plain", "1.00x"]),
     "bench decode": (["bench", "decode", *PROMPTS, *SHORT, "--methods", "plain,jacobi"], ["tiny", "jacobi", "1.00x"]),
-    "bench ablate": (["bench", "ablate", "swift-window", *PROMPTS, *SHORT], ["tiny · ", "tok/s", "variant's base"]),
+    "bench ablate": (
+        ["-m", "swiftopt.papers.ablate", "swift-window", *PROMPTS, *SHORT],
+        ["tiny · ", "tok/s", "variant's base"],
+    ),
     "bench throughput": (
         ["bench", "throughput", *PROMPTS, *SHORT, "--concurrency", "1,2", "--method", "jacobi"],
         ["tiny", "drafting", "plain batching", "requests at once"],
     ),
     "bench search": (
-        ["bench", "search", *PROMPTS, "--max-new-tokens", "30", "--window", "8", "--passes", "8"],
+        ["-m", "swiftopt.bench.search", *PROMPTS, "--max-new-tokens", "30", "--window", "8", "--passes", "8"],
         ["tiny", "swift", "candidate passes"],
     ),
-    "bench stream-shift": (["bench", "stream-shift", *PROMPTS, *SHORT, *SHIFT], ["tiny", "notes", "code", "adapting"]),
+    "bench stream-shift": (
+        ["-m", "swiftopt.bench.stream_shift", *PROMPTS, *SHORT, *SHIFT],
+        ["tiny", "notes", "code", "adapting"],
+    ),
     "heads train": (["heads", "train", *TRAIN], ["tiny / mixed · heads", "KL to the last layer"]),
     "probe train": (["probe", "train", *TRAIN], ["tiny / mixed · probe", "cross-entropy"]),
 }
@@ -68,6 +76,11 @@ def home(tmp_path: Path, own_cache: Path, unconfigured: None, monkeypatch: pytes
     return tmp_path
 
 
+def started(args: list[str]) -> int:
+    """Run a command of the program, or that of a module, as `python -m` does."""
+    return program.run(import_module(args[1]).command, args[2:]) if args[0] == "-m" else run(args)
+
+
 def words_of(svg: Path) -> str:
     """All text of a picture, and its width and height are what they should be."""
     root = ElementTree.parse(svg).getroot()
@@ -93,7 +106,7 @@ def test_command_draws_both_formats_of_what_it_found(
     lines = [json.dumps({"task": task, "prompt": f"w{i} w{i + 1} w{i}"}) for task in tasks for i in range(4)]
     (home / "notes.jsonl").write_text("\n".join(lines) + "\n")
     args, words = RUNS[name]
-    code = run([*args, "--png", "x.png", "--svg", "x.svg", "--json"])
+    code = started([*args, "--png", "x.png", "--svg", "x.svg", "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err
     assert json.loads(out)["schema"].startswith("swiftopt.")
@@ -106,7 +119,7 @@ def test_command_draws_both_formats_of_what_it_found(
 def test_file_that_cannot_be_written_is_refused_before_any_work(
     name: str, option: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*EVERY[name], option, "no/folder/x"]) == 1  # there is neither model nor stream
+    assert started([*EVERY[name], option, "no/folder/x"]) == 1  # there is neither model nor stream
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: cannot write no/folder/x: no such file or directory; choose another file")
@@ -144,8 +157,8 @@ def report_of(name: str) -> dict[str, Any]:
     [
         (charts.draw_ratios, "bc56a9b-epyc2-smollm2-all", ["1.82x · 72.9 tok/s", "layerskip", "hatched: lossy"]),
         (charts.draw_ratios, "83d4d46-epyc2-qwen-rivals", ["2.80x · 22.8 tok/s", "llama-cpp/draft", "other weights"]),
-        (charts.draw_serving, "067f1c8-epyc2-qwen-serve", ["98 requests of 64 tokens", "98 of 98 equal"]),
-        (charts.draw_throughput, "9c03b8d-epyc2-qwen-throughput", ["1.16x", "0.97x", "16"]),
+        (draw_serving, "067f1c8-epyc2-qwen-serve", ["98 requests of 64 tokens", "98 of 98 equal"]),
+        (draw_throughput, "9c03b8d-epyc2-qwen-throughput", ["1.16x", "0.97x", "16"]),
     ],
     ids=["compare", "peers", "serve", "throughput"],
 )

@@ -25,7 +25,6 @@ from tiny_files import edit_config, save
 from tiny_files import write_gguf as write_model
 from transformers import AutoModelForCausalLM
 
-from swiftopt.bench.peers import report_of
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, ModelNotFound, UnsupportedModel
 from swiftopt.core.records import LayerSetRecord
@@ -34,6 +33,7 @@ from swiftopt.engines import turns
 from swiftopt.engines.drafts import Speculation
 from swiftopt.engines.export import ENGINES
 from swiftopt.engines.packages import PACKAGES, PROGRAM, EngineFailed, EnginePackage, Launch, Row, prepared
+from swiftopt.engines.peers import report_of
 from swiftopt.engines.processes import Child
 from swiftopt.engines.turns import Question, Turns, TurnsRequest, questions_of
 from swiftopt.models.gguf_files import gguf_of, write_gguf

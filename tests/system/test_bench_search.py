@@ -1,4 +1,4 @@
-"""`swiftopt bench search` from end to end on a tiny random model."""
+"""`python -m swiftopt.bench.search` from end to end on a tiny random model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reached
-from swiftopt.cli import layers
-from swiftopt.cli.main import run
+from swiftopt.bench import search
+from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reached, command
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, searchable
 from swiftopt.models.loading import load
+from swiftopt.terminal.program import run
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def bench(capsys: pytest.CaptureFixture[str], *args: str, expect: int = 0) -> Any:
     tail = ["--window", "8", "--passes", "20", "--max-new-tokens", "30", "--dtype", "float32", "--json"]
-    code = run(["bench", "search", *args, *tail])
+    code = run(command, [*args, *tail])
     out, err = capsys.readouterr()
     assert code == expect, err
     return json.loads(out) if expect == 0 else err
@@ -75,9 +75,9 @@ def test_ctrl_c_shows_the_strategies_that_have_ended(
             if line.startswith(strategy):
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(layers, "note", interrupting)
+        monkeypatch.setattr(search, "note", interrupting)
         tail = ["--window", "8", "--passes", str(passes), "--max-new-tokens", "30", "--dtype", "float32", "--json"]
-        assert run(["bench", "search", *common, *more, *tail]) == 130
+        assert run(command, [*common, *more, *tail]) == 130
         out = capsys.readouterr().out
         return json.loads(out) if out else None
 
@@ -95,15 +95,20 @@ def test_a_file_that_is_no_record_is_refused_before_the_model_is_loaded(
 ) -> None:
     (home / "r.json").write_text("{}")
     for name in ("r.json", "."):
-        assert run(["bench", "search", "--model", tiny, "--record", name]) == 2
+        assert run(command, ["--model", tiny, "--record", name]) == 2
         assert f"{name} is no record of" in (told := capsys.readouterr().err) and "load:" not in told
+
+
+def test_a_record_that_cannot_be_written_is_refused(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, ["--model", tiny, "--stream", "notes.jsonl", "--record", "no/r.json"]) == 1
+    assert "cannot write no/r.json" in capsys.readouterr().err
 
 
 def test_search_goes_on_over_one_short_text(tiny: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The window has hardly moved when the text ends, so that only another lap brings text that a look waits for."""
     text = ["--stream", "notes.jsonl", "--limit", "1", "--max-new-tokens", "10", "--dtype", "float32", "--json"]
-    search = ["--strategies", "local", "--window", "8", "--stride", "1", "--passes", "12"]
-    assert run(["bench", "search", "--model", tiny, *text, *search]) == 0
+    local = ["--strategies", "local", "--window", "8", "--stride", "1", "--passes", "12"]
+    assert run(command, ["--model", tiny, *text, *local]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["passes"] >= 12 or result["stopped_because"]
 
@@ -167,6 +172,6 @@ def test_a_slip_costs_one_sentence(
 ) -> None:
     (home / "bad.json").write_text("[]")
     window = [] if "--window" in args else ["--window", "8"]
-    code = run(["bench", "search", "--model", tiny, *args, *window, "--max-new-tokens", "12", "--dtype", "float32"])
+    code = run(command, ["--model", tiny, *args, *window, "--max-new-tokens", "12", "--dtype", "float32"])
     out, err = capsys.readouterr()
     assert code in (2, 3) and out == "" and said in err.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`swiftopt bench stream-shift` from end to end on a tiny random model."""
+"""`python -m swiftopt.bench.stream_shift` from end to end on a tiny random model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_files import save
 
-from swiftopt.cli import bench
-from swiftopt.cli.main import run
+from swiftopt.bench import stream_shift
+from swiftopt.bench.stream_shift import command
 from swiftopt.optimizer import shift
+from swiftopt.terminal.program import run
 
 OPTIONS = ["--context-window", "8", "--max-new-tokens", "24", "--max-steps", "12", "--dtype", "float32"]
 
@@ -32,8 +33,8 @@ def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
 ) -> None:
     monkeypatch.setattr(shift, "ALARM", 0.4)  # a random model's acceptance hardly changes with its text
     model = str(save(home / "tiny"))
-    args = ["bench", "stream-shift", "--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
-    assert run([*args, "--deterministic", "--png", "shift.png", "--json"]) == 0
+    args = ["--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
+    assert run(command, [*args, "--deterministic", "--png", "shift.png", "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert report["schema"] == "swiftopt.bench-stream-shift/1"
@@ -50,7 +51,7 @@ def test_three_runs_over_the_same_prompts_are_reported_and_drawn(
     assert first["own"] == first["kept"]  # the first task's set is its own
     assert first["own"]["expected"] is not None
     assert (home / "shift.png").read_bytes().startswith(b"\x89PNG")
-    assert run(args) == 0
+    assert run(command, args) == 0
     out, _ = capsys.readouterr()
     assert "shifts noticed after prompts" in " ".join(out.split()) and "code" in out
 
@@ -59,15 +60,15 @@ def test_ctrl_c_shows_what_was_decoded(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(save(home / "tiny"))
-    args = ["bench", "stream-shift", "--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
+    args = ["--model", model, "--stream", "two.jsonl", "--prompts", "12", *OPTIONS]
 
     def out_cut_at(words: str, *more: str) -> str:
         def interrupting(line: str) -> None:
             if line.startswith(words):
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(bench, "note", interrupting)
-        assert run([*args, *more]) == 130
+        monkeypatch.setattr(stream_shift, "note", interrupting)
+        assert run(command, [*args, *more]) == 130
         return capsys.readouterr().out
 
     report = json.loads(out_cut_at("code, adapting", "--svg", "shift.svg", "--json"))
@@ -82,5 +83,5 @@ def test_ctrl_c_shows_what_was_decoded(
 
 def test_stream_of_one_task_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save(home / "tiny"))
-    assert run(["bench", "stream-shift", "--model", model, "--stream", "one.jsonl", *OPTIONS]) != 0
+    assert run(command, ["--model", model, "--stream", "one.jsonl", *OPTIONS]) != 0
     assert "one task only" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 from httpx2 import Client, MockTransport, Response
 from tiny_files import save
 
+from swiftopt.bench import commands as bench
 from swiftopt.bench import serving
-from swiftopt.cli import bench
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ServiceUnreachable
 

@@ -10,9 +10,10 @@ from tiny_files import save
 
 from swiftopt.bench.tunings import MOST_POINTS, DraftPlan, TuningBench, WayRun, settings_of, thinned
 from swiftopt.cli.main import run
-from swiftopt.core.settings import PRESETS, SwiftSettings, TuningSettings
+from swiftopt.core.settings import SwiftSettings, TuningSettings, presets
 from swiftopt.core.types import LayerSet
 
+PRESETS = presets()
 WAYS = "default:2,preset swift,random"
 
 

@@ -1,4 +1,4 @@
-"""`swiftopt compare` and `bench ablate` from end to end on a tiny random model."""
+"""`swiftopt compare` and `python -m swiftopt.papers.ablate` from end to end on a tiny random model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from tiny_files import save
 
-from swiftopt.bench import ablation_recipes
-from swiftopt.bench.ablations import ABLATIONS
 from swiftopt.cli.main import run
 from swiftopt.core.records import Plan
 from swiftopt.core.types import Prompt
 from swiftopt.decoding.methods import METHODS
 from swiftopt.models.loading import load
+from swiftopt.papers import ablation_recipes, parts
+from swiftopt.papers.ablate import command as ablation
+from swiftopt.papers.ablations import ABLATIONS
 from swiftopt.store import Store
 from swiftopt.tasks import compare as comparing
 from swiftopt.tasks import recipes
+from swiftopt.terminal import program
 
 TOKENS = ("--max-new-tokens", "24", "--dtype", "float32")
 
@@ -31,8 +33,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a database and a stream; what is missing is made very briefly."""
-    for name in ("SWIFT_S", "SELF_SD_S", "HEADS_S", "PROBE_S"):
-        monkeypatch.setattr(recipes, name, 0.5)
+    monkeypatch.setattr(recipes, "SWIFT_S", 0.5)
+    for name in ("SELF_SD_S", "HEADS_S", "PROBE_S"):
+        monkeypatch.setattr(parts, name, 0.5)
     monkeypatch.setattr(ablation_recipes, "HEADS_S", 0.5)
     monkeypatch.setattr(ablation_recipes, "SELF_SD_TOKENS", 4)
     monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
@@ -173,7 +176,7 @@ def test_ctrl_c_shows_what_is_finished_and_makes_no_plan(
 def test_every_ablation_has_a_row_per_variant(
     name: str, tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run(["bench", "ablate", name, "--model", tiny, "--stream", "notes.jsonl", "--limit", "3", *TOKENS, "--json"])
+    code = program.run(ablation, [name, "--model", tiny, "--stream", "notes.jsonl", "--limit", "3", *TOKENS, "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err
     report = json.loads(out)
@@ -194,11 +197,11 @@ def test_an_ablation_learns_on_prompts_that_it_does_not_decode(
             super().__init__(*args)
             learned.extend(prompt.id for prompt in self.prompts)
 
-    monkeypatch.setattr("swiftopt.bench.ablate.AblationRecipes", Spy)
-    command = ["bench", "ablate", "adadecode-threshold", "--model", tiny, "--stream", "notes.jsonl", *TOKENS]
-    assert run([*command, "--limit", "2"]) == 0
+    monkeypatch.setattr("swiftopt.papers.ablate.AblationRecipes", Spy)
+    words = ["adadecode-threshold", "--model", tiny, "--stream", "notes.jsonl", *TOKENS]
+    assert program.run(ablation, [*words, "--limit", "2"]) == 0
     assert learned == ["p2", "p3", "p4", "p5"] and "favours" not in capsys.readouterr().out
-    assert run(command) == 0
+    assert program.run(ablation, words) == 0
     assert learned[4:] == [f"p{i}" for i in range(6)] and "favours the variants" in capsys.readouterr().out
 
 

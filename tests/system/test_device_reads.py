@@ -28,22 +28,24 @@ from swiftopt.core.settings import Branching, SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling, TokenLogprob
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
-from swiftopt.decoding.draft_models import EarlyExit, OtherModel, SkippedTarget
+from swiftopt.decoding.draft_models import OtherModel, SkippedTarget
 from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.grammar import Grammar, GrammarMask
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
-from swiftopt.decoding.methods.chains import AdaptiveThreshold, BildSettings, ChainDrafter, SpdSettings, StopRule
+from swiftopt.decoding.methods.chains import ChainDrafter, SpdSettings, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target, Typical
-from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.loading import at_speed
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import score_window
+from swiftopt.papers.early_exit import Heads, Probe
+from swiftopt.papers.methods.chains import AdaptiveStop, AdaptiveThreshold, BildSettings
+from swiftopt.papers.methods.early_exit import EarlyExit
 
 META = torch.device("meta")
 PROMPT = [3, 17, 42, 8, 91, 5]
@@ -227,7 +229,7 @@ def test_a_round_waits_for_the_device_once(
         "adaptive by text": (adaptive(lookup=True), 30),
         "another model": (Method("spd", ChainDrafter(other, StopRule(5, 0.6))), 30),
         "another model, adaptive": (adaptive(False, other), 24),
-        "early exit": (Method("adaspeed", ChainDrafter(EarlyExit(2), StopRule(5, 0.3, joint=True))), 30),
+        "early exit": (Method("adaspeed", ChainDrafter(EarlyExit(2), AdaptiveStop(5, 0.3, joint=True))), 30),
         "early exit, of one length": (Method("layerskip", ChainDrafter(EarlyExit(2), StopRule(4))), 24),
         "block": (Method("spd", drawing(other, StopRule(5, 0.6)), BlockRatio()), 20),
         "drawn, branched": (swift(SKIPPING, SwiftSettings(sampled=True)), 20),
@@ -235,7 +237,7 @@ def test_a_round_waits_for_the_device_once(
         "drawn by an early exit": (Method("adaspeed", drawing(EarlyExit(2), StopRule(5, 0.3)), ChainRatio()), 30),
         "probe": (Method("adaspeed-probe", drawing(EarlyExit(2), StopRule(5, 0.3, probe=probed(META)))), 30),
         "typical": (Method("typical", drawing(other, StopRule(4)), Typical(0.09, 0.3)), 24),
-        "pipeline": (build("paradecode", Resources(runtime, heads=predicting(runtime))), 20),
+        "pipeline": (build("paradecode", Resources(runtime, learned={"heads": predicting(runtime)})), 20),
     }
     if name not in methods:
         by_another = name in ("spectr", "mtad")
@@ -336,7 +338,7 @@ def test_what_is_read_late_is_what_is_read_at_once(family: str, sampling: Sampli
 def decoded_late_or_not(name: str, sampling: Sampling, settings: Any = None) -> list[tuple[Completion, Any]]:
     """What a method of the registry decodes with drafts that are read at once, and then late, and its logprobs."""
     runtime, found = quick_runtime("llama"), list[Completion]()
-    resources = Resources(runtime, heads=predicting(runtime), probe=probed(), draft_runtime=near_model())
+    resources = Resources(runtime, None, {"heads": predicting(runtime), "probe": probed()}, near_model())
     n_top, logprobs = None if name == "mtjd" else 3, list[list[TokenLogprob]]()
 
     def finishing(work: Work[Completion]) -> Work[None]:
@@ -472,7 +474,7 @@ def test_a_draft_that_is_read_late_has_one_step_more(
     """Up to there it is the draft that is read at once; its last step has no side leaves."""
     runtime, threshold = quick_runtime("llama"), UNSURE[source][not sampling.greedy]
     branching = [(threshold, 3), (1.0, 2)] if branched else None
-    adapted = StopRule.adaptive(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
+    adapted = AdaptiveStop.of(AdaptiveThreshold(threshold, 5, target_acceptance=0.3, threshold_step=0.2 * threshold))
     stop = {"fixed": StopRule(5, threshold), "adapted": adapted, "never": StopRule(5)}[kind]
     stop.probe = probed() if source == "probe" else None
     drafter = Twice(draft_model(source), stop, branching)

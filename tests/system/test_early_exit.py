@@ -11,19 +11,18 @@ import torch
 from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
 from native import quick_runtime
 
-from swiftopt.bench.ablation_recipes import HOPS, HopDrafter
 from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.draft_models import EarlyExit
 from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.methods.early_exit import EarlyDrafter, PipelineDrafter
 from swiftopt.decoding.verify import TargetWalk
-from swiftopt.models.early_exit import Heads, StackedLayers, StagedPass
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.ablation_recipes import HOPS, HopDrafter
+from swiftopt.papers.early_exit import Heads, StackedLayers, StagedPass
+from swiftopt.papers.methods.early_exit import EarlyDrafter, EarlyExit, PipelineDrafter
 
 N_NEW = 40
 

@@ -62,8 +62,7 @@ FAMILIES = ("llama", "gemma3", "gpt2", "phi3-window")
 def in_float64(family: str) -> Resources:
     """What methods are made of, on torch's operations, whose bits depend on the number of rows."""
     own = parts(family)
-    assert own.heads is not None
-    return Resources(tiny_runtime(family), own.layer_set, None, None, tiny_runtime(family, seed=1), own.costs)
+    return Resources(tiny_runtime(family), own.layer_set, {}, tiny_runtime(family, seed=1), own.costs)
 
 
 def methods_of(own: Resources, names: Sequence[str]) -> list[Method]:

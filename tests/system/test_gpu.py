@@ -12,7 +12,7 @@ from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.draft_models import EarlyExit, OtherModel
+from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Round
 from swiftopt.decoding.loop import decode, decoding
@@ -21,6 +21,7 @@ from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.models.graphs import captured, replayed_s
 from swiftopt.models.loading import at_speed
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.methods.early_exit import EarlyExit
 
 pytestmark = pytest.mark.gpu
 

@@ -28,9 +28,9 @@ from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.verify import TargetWalk
-from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import Heads, Probe
 
 N_NEW = 24
 WARM = Sampling(temperature=1.3)
@@ -48,7 +48,8 @@ def parts(family: str = "llama", with_model: bool = False, make: Callable[..., R
     heads = Heads({depth: torch.eye(width, dtype=dtype) * 3 for depth in (1, 2)})
     probe = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = make(family, seed=1) if with_model else None
-    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), heads, probe, draft, cheap_draft_costs())
+    learned = {"heads": heads, "probe": probe}
+    return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), learned, draft, cheap_draft_costs())
 
 
 def prompt(seed: int) -> list[int]:

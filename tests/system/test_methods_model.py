@@ -8,11 +8,11 @@ from fakes import cheap_draft_costs, results_of
 
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.methods import METHODS, PLAIN, Resources, build
-from swiftopt.decoding.methods.early_exit import default_exit
 from swiftopt.decoding.session import Session
-from swiftopt.models.early_exit import Heads, Probe
 from swiftopt.models.loading import load
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import Heads, Probe
+from swiftopt.papers.methods.early_exit import default_exit
 
 pytestmark = pytest.mark.model
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n"  # goes on with what it has said
@@ -35,7 +35,7 @@ def decoded(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) for depth in (20, 26)})
     probe = Probe(default_exit(runtime.n_layers), torch.zeros(width), 3.0)
     costs = cheap_draft_costs(n_layers=runtime.n_layers)
-    parts = Resources(runtime, LayerSet.uniform(runtime.n_layers, 12), heads, probe, costs=costs)
+    parts = Resources(runtime, LayerSet.uniform(runtime.n_layers, 12), {"heads": heads, "probe": probe}, costs=costs)
     session, prompt = Session(runtime, Sampling(), N_NEW), Prompt("add", "code", text=TEXT)
     methods = [PLAIN, *(build(name, parts) for name in LOSSLESS)]
     turns = results_of((session.request(prompt, method) for method in methods), at_once=len(methods))

@@ -22,9 +22,7 @@ from swiftopt.decoding.draft_models import DraftModel, OtherModel, SkippedTarget
 from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method
-from swiftopt.decoding.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.methods.sequences import SequencesDrafter, SequencesSettings
 from swiftopt.decoding.verify import (
     BlockRatio,
     ChainRatio,
@@ -37,6 +35,8 @@ from swiftopt.decoding.verify import (
     warp,
 )
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.methods.beams import BeamDrafter, BeamSettings
+from swiftopt.papers.methods.sequences import SequencesDrafter, SequencesSettings
 
 N_NEW = 24
 SKIPPED = LayerSet(4, frozenset({1, 2}), frozenset({1}))

@@ -13,10 +13,10 @@ from swiftopt.core.errors import LayerSetError, LayerSetNotFound, LearnedNotFoun
 from swiftopt.core.records import LayerSetRecord, LearnedRecord, Plan
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.methods.guesses import LookupSettings
+from swiftopt.decoding.methods.lookup import LookupSettings
 from swiftopt.models.costs import device_name
-from swiftopt.models.early_exit import Heads, learned_to_bytes, n_parameters
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import Heads, learned_to_bytes, n_parameters
 from swiftopt.store import Store
 from swiftopt.tasks.generate import Planner, generate
 

@@ -17,7 +17,7 @@ from tiny_files import save
 
 from swiftopt.cli.main import run as run_cli
 from swiftopt.core.events import TaskFinished
-from swiftopt.core.settings import PRESETS, SwiftSettings, TuningSettings
+from swiftopt.core.settings import SwiftSettings, TuningSettings, presets
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Trial
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
@@ -26,10 +26,11 @@ from swiftopt.decoding.methods.chains import swift
 from swiftopt.decoding.session import Session
 from swiftopt.models.rows import Rows
 from swiftopt.optimizer.tuning import Tuner
+from swiftopt.papers.training.settings import HeadSettings
 from swiftopt.server.jobs import JobSubmission
 from swiftopt.tasks import recipes
-from swiftopt.training.settings import HeadSettings
 
+PRESETS = presets()
 WINDOW = 8
 STOPS = dict(max_steps=40, target_matchness=1.0, skip_ratio=0.5, min_acceptance=0.0)
 
@@ -269,7 +270,7 @@ def test_tune_makes_the_parts_of_other_presets_and_compares_with_plain(
     monkeypatch.setattr(recipes, "SWIFT_S", 0.5)  # for mtad, which drafts by a layer set where no model is named
     brief = {"self-sd": {"max_steps": 3}, "adadecode": {"epochs": 2}}.get(name, {})
     own = PRESETS[name]
-    monkeypatch.setitem(PRESETS, name, replace(own, making={**own.making, **brief}))  # type: ignore[arg-type]
+    monkeypatch.setitem(PRESETS, name, replace(own, making={**own.making, **brief}))
     report = called(capsys, "tune", "--model", str(save(home / "tiny")), "--preset", name)
     rows = {row["method"]: row for row in report["results"]}
     assert set(rows) == {"plain", own.method} and report["prompts"] == 4 and report["made_on"] == "other prompts"

@@ -29,12 +29,12 @@ from swiftopt.decoding.methods import PLAIN, Method, swift
 from swiftopt.models import costs, loading
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT, RECORDED_ROWS, device_name, measure_costs, measure_format
-from swiftopt.models.early_exit import StackedLayers
 from swiftopt.models.graphs import Answer, GraphPasses, StaticPass, launched_s, pass_seconds, replayed_s
 from swiftopt.models.kernels import device as device_kernels
 from swiftopt.models.loading import at_speed
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import StackedLayers
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import stored_costs
 

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.engine import alone
-from swiftopt.models.early_exit import Heads, Probe, StagedPass
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.rows import Rows, uploaded
 from swiftopt.models.runtime import Runtime
+from swiftopt.papers.early_exit import Heads, Probe, StagedPass
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)

@@ -20,20 +20,19 @@ from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.loop import _traced, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
-from swiftopt.decoding.methods.guesses import (
+from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
+from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+from swiftopt.papers.methods.guesses import (
     JacobiDrafter,
     JacobiSettings,
     LookaheadDrafter,
     LookaheadSettings,
-    LookupDrafter,
-    LookupSettings,
     NgramPool,
     Window,
     merged,
 )
-from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
-from swiftopt.models.rows import Rows
-from swiftopt.models.runtime import Runtime
 
 N_NEW = 48
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.3, top_p=0.9, seed=2)

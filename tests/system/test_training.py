@@ -15,12 +15,12 @@ from swiftopt.core.records import LearnedRecord, ModelInfo
 from swiftopt.core.types import Prompt, Sampling
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.session import Session
-from swiftopt.models.early_exit import Heads, learned_from_bytes, learned_to_bytes
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.features import Checkpoint, Features, features_of
-from swiftopt.training.settings import HeadSettings, ProbeSettings, Trained, TrainingStep
-from swiftopt.training.trainer import acceptances, train
+from swiftopt.papers.early_exit import Heads, learned_from_bytes, learned_to_bytes
+from swiftopt.papers.training.features import Checkpoint, Features, features_of
+from swiftopt.papers.training.settings import HeadSettings, ProbeSettings, Trained, TrainingStep
+from swiftopt.papers.training.trainer import acceptances, train
 
 SETTINGS = HeadSettings(epochs=12, batch=16, max_new_tokens=24, learning_rate=1e-2)
 PROMPTS = [Prompt(id=str(i), task="t", text=f"w{i + 5} w{3 * i} w{7 * i + 1}") for i in range(10)]

@@ -8,8 +8,8 @@ import pytest
 
 from swiftopt.core.streams import read_stream
 from swiftopt.models.loading import load
-from swiftopt.training.settings import HeadSettings
-from swiftopt.training.trainer import train
+from swiftopt.papers.training.settings import HeadSettings
+from swiftopt.papers.training.trainer import train
 
 pytestmark = pytest.mark.model
 

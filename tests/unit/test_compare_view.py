@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swiftopt.cli.charts import Pictures, draw_ratios
 from swiftopt.cli.compare import comparison_view, plan_words
 from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.report import Figures
+from swiftopt.terminal.charts import Pictures, draw_ratios
 
 
 def result(method: str, ratio: float | None, **more: Any) -> dict[str, Any]:

@@ -26,9 +26,7 @@ from serving import serving
 from tiny_files import save
 
 import swiftopt
-from swiftopt.bench import papers
 from swiftopt.bench.decode import SCHEMA
-from swiftopt.bench.peers import SCHEMA as PEERS_SCHEMA
 from swiftopt.bench.tables import (
     BEGIN,
     END,
@@ -43,14 +41,16 @@ from swiftopt.bench.tables import (
     table,
 )
 from swiftopt.cli.main import swiftopt as program
-from swiftopt.cli.output import INTERRUPTED
 from swiftopt.core.errors import InvalidInput, SwiftoptError
 from swiftopt.core.requests import ServedModel
 from swiftopt.decoding.methods import METHODS
+from swiftopt.engines.peers import SCHEMA as PEERS_SCHEMA
 from swiftopt.models.families import FAMILIES
+from swiftopt.papers import tables as papers
+from swiftopt.papers.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from swiftopt.server.app import create_app
 from swiftopt.server.engines import Engines
-from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
+from swiftopt.terminal.output import INTERRUPTED
 from swiftopt.worker.queue import JobService
 
 ROOT = Path(swiftopt.__file__).parent

@@ -1,4 +1,4 @@
-"""The shape of the code: imports point down, and the front doors start without torch."""
+"""The shape of the code: imports point down, no floor imports a wing, and the front doors start without torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from wings import ROOT, WINGS, is_here
 
 import swiftopt
+from swiftopt.core.wings import load, wings
 
-ROOT = Path(swiftopt.__file__).parent
 RANK = {
     "core": 0,
     "models": 1,
     "decoding": 2,
     "optimizer": 3,
-    "training": 3,
     "store": 3,
     "client": 4,
     "tasks": 4,
-    "engines": 5,
+    "terminal": 4,
     "worker": 5,
     "server": 6,
     "cli": 6,
-    "bench": 7,
 }
-# The bench command is the one front door to the benchmarks, and the serve command to the server.
-ALLOWED = {("cli", "bench"), ("cli", "server")}
+# Wings import floors; their developers' scripts also the wings before them.
+RANK |= {wing: rank for rank, wing in enumerate(WINGS, start=7) if is_here(wing)}
+ALLOWED = {("cli", "server")}  # The serve command is the one front door to the server.
 
 
 @cache
@@ -52,8 +52,8 @@ def imported(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def sources() -> list[Path]:
-    return [path for package in RANK for path in sorted((ROOT / package).rglob("*.py"))]
+def sources(*packages: str) -> list[Path]:
+    return [path for package in packages or RANK for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def test_imports_point_down() -> None:
@@ -68,11 +68,35 @@ def test_imports_point_down() -> None:
     assert any(imported(path) for path in sources())
 
 
+def test_cli_and_bench_do_not_import_each_other() -> None:
+    """The bench comes after the command line, which it must not import either."""
+    imports = {(here, there) for here in ("cli", "bench") for path in sources(here) for there, _ in imported(path)}
+    assert imports.isdisjoint({("cli", "bench"), ("bench", "cli")}) and ("cli", "terminal") in imports
+
+
+def test_what_wings_name_is_there() -> None:
+    for wing in wings():
+        for command in wing.commands:
+            assert load(command.reference).name == command.name
+        rest = [wing.presets, *wing.options.values(), *wing.tunings]
+        rest += [name for part in wing.parts.values() for name in (part.maker, part.reader)]
+        assert None not in [load(reference) for reference in rest if reference]
+        assert not wing.methods or list((ROOT / wing.methods.replace(".", "/")).glob("*.py"))
+
+
+def test_wheel_has_no_script_of_developers() -> None:
+    """`setup.py` names the modules that it leaves out; a wing's program is run by `python -m` from a checkout."""
+    left_out = (ROOT / "setup.py").read_text(encoding="utf-8")
+    scripts = {path for wing in WINGS for path in (ROOT / wing).rglob("*.py") if "__main__" in path.read_text("utf-8")}
+    scripts -= {ROOT / "engines" / "program.py"}  # It runs in the environments of other engines.
+    assert [str(path) for path in scripts if f'"{path.stem}"' not in left_out] == []
+
+
 def test_only_front_doors_print() -> None:
     printing = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources()
-        if path.relative_to(ROOT).parts[0] not in ("cli", "bench")
+        if path.relative_to(ROOT).parts[0] not in ("cli", "bench", "papers")
         for node in nodes(path)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     ]

@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from swiftopt.bench.engines import EngineChecks
-from swiftopt.bench.peers import all_rows, chosen_rows, equal_to, report_of
-from swiftopt.cli.engines import peers_view
 from swiftopt.core.errors import SettingsError
+from swiftopt.engines.commands import peers_view
 from swiftopt.engines.devices import only_device
 from swiftopt.engines.packages import PACKAGES, READY, SERVER, EngineFailed, EnginePackage, Row, prepared
+from swiftopt.engines.peers import all_rows, chosen_rows, equal_to, report_of
 from swiftopt.engines.program import ON_GPU, PROGRAMS, for_device
 from swiftopt.engines.turns import Question, RowRuns, TimedAnswer, TurnsRequest
 

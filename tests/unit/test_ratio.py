@@ -22,8 +22,8 @@ from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree, Offer, Walk, ancestor_mask
 from swiftopt.decoding.engine import PassGenerator, alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.methods.sequences import SequencesDrafter, SequencesSettings
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
+from swiftopt.papers.methods.sequences import SequencesDrafter, SequencesSettings
 
 VOCAB = 3
 Path = tuple[int, ...]

@@ -16,19 +16,6 @@ from rich.console import Console, RenderableType
 from swiftopt.cli.backend import RunState, TuneProgress, live_view
 from swiftopt.cli.doctor import Check, checks_table
 from swiftopt.cli.layers import aliases_table, stored_table
-from swiftopt.cli.output import StepNotes, about
-from swiftopt.cli.render import (
-    KEPT,
-    SKIPPED,
-    command_text,
-    layer_map,
-    record_view,
-    records_table,
-    size,
-    sparkline,
-    tune_summary,
-    verdict_words,
-)
 from swiftopt.core.events import (
     Adopted,
     DraftingChosen,
@@ -46,6 +33,19 @@ from swiftopt.core.events import (
 from swiftopt.core.records import LayerSetRecord, ModelInfo, PlanInUse
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
 from swiftopt.models.sources import ALIASES, LocalCopy
+from swiftopt.terminal.output import StepNotes, about
+from swiftopt.terminal.render import (
+    KEPT,
+    SKIPPED,
+    command_text,
+    layer_map,
+    record_view,
+    records_table,
+    size,
+    sparkline,
+    tune_summary,
+    verdict_words,
+)
 
 WIDTHS = (80, 120)
 USED = PlanInUse("humaneval", 12, "swift", verdict="use", measured_speedup=1.27, measured_interval=(1.19, 1.33))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len, set_cell_size
 
-from swiftopt.cli.output import TextPrinter
+from swiftopt.terminal.output import TextPrinter
 
 WIDTH = 12
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from families import tiny_runtime
 
-from swiftopt.bench.ablation_recipes import ahead
 from swiftopt.bench.micro import head_rank
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
-from swiftopt.training.features import Features
-from swiftopt.training.settings import HeadSettings, ProbeSettings, TrainingSettings
-from swiftopt.training.trainer import (
+from swiftopt.papers.ablation_recipes import ahead
+from swiftopt.papers.training.features import Features
+from swiftopt.papers.training.settings import HeadSettings, ProbeSettings, TrainingSettings
+from swiftopt.papers.training.trainer import (
     CHUNK_VALUES,
     HeadObjective,
     ProbeObjective,

@@ -1,4 +1,4 @@
-"""Drafts without a draft model: guesses that the target's own passes refine, and what followed the text's end before.
+"""Drafts without a draft model: guesses that the target's own passes refine.
 
 Jacobi decoding: a block of guesses is checked as a chain, and the same pass refines those that were refused (Santilli
 et al., arXiv:2305.10427, as a block that moves along with the text).
@@ -10,9 +10,7 @@ an n-gram for the pool and becomes the newest level, while the oldest is dropped
 is again where it belongs. The n-grams that begin with the root's token are the next draft (Fu et al., arXiv:2402.02057,
 3.1 and 3.2).
 
-Prompt lookup: where the text's end occurred before, what followed it there is the draft (`text_matches`).
-
-All of these are functions of committed tokens and of argmaxes behind them, and depend on no draw of the round that
+Both are functions of committed tokens and of argmaxes behind them, and depend on no draw of the round that
 checks them: `TargetWalk` is exact at every temperature.
 """
 
@@ -24,17 +22,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, DraftTree, ExtraRows, Outcome
-from ..text_matches import Matches
-from ..verify import TargetWalk, Verifier
-from . import Resources, method
+from ...decoding.draft import Draft, Drafter, DraftTree, ExtraRows, Outcome
+from ...decoding.methods import Resources, method
+from ...decoding.verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..engine import PassGenerator
-
-WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
+    from ...decoding.engine import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,41 +206,3 @@ def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> Draf
                 parents.append(node)
             node, depth = nodes[node, token_id], max(depth, step)
     return DraftTree(tuple(token_ids), tuple(parents), depth)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupSettings(Settings):
-    """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
-
-    max_draft_length: int = count(10)
-    min_match: int = count(1)  # tokens that must match before anything is drafted
-
-
-@method("prompt-lookup", "prompt lookup", "n-gram drafting", LookupSettings)
-def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Verifier]:
-    return LookupDrafter(settings), TargetWalk()
-
-
-class LookupDrafter(Drafter):
-    """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
-
-    The draft is as long as the chance that all of it is accepted is at least `WORTH`. The cost of a round does not grow
-    with the context.
-    """
-
-    def __init__(self, settings: LookupSettings) -> None:
-        self.max_depth, self.min_match = settings.max_draft_length, settings.min_match
-
-    def start(self) -> None:
-        context = self.context
-        self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
-
-    def draft(self, room: int) -> PassGenerator[Draft]:
-        """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
-        yield from ()
-        self.matches.read(self.context.token_ids)
-        cursor = self.matches.at_end()
-        enough = cursor.length >= self.min_match
-        followed = cursor.guesses(min(room, self.max_depth), WORTH) if enough else []
-        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
-        return Draft(tree, sources={node: guess.source for node, guess in enumerate(followed, 1)})

@@ -1,4 +1,4 @@
-"""`swiftopt heads` and `swiftopt probe`: train what decodes from early layers, list it, show it and export it."""
+"""The papers' commands: train heads and probes, list, show and export them; `layers search`, and presets of `tune`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,31 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..cli.compare import comparison
 from ..core.errors import InvalidInput, SettingsError, safe_url
 from ..core.records import LearnedKind, LearnedRecord
-from ..core.requests import ModelRequest, TuneRequest
+from ..core.requests import BASE, CompareRequest, GenerateRequest, ModelRequest, TuneRequest
+from ..core.settings import preset_of
 from ..core.streams import read_stream
-from ..training.settings import HeadSettings, ProbeSettings, TrainingStep
-from . import options
-from .charts import Pictures, draw_loss
-from .options import Decorator, ModelTask, from_field, open_store, option, pick, positive
-from .output import Result, StepNotes, listed, note, writing
-from .render import ROOMY, Columns, fixed, folding, listing, number, numbers, percent, sparkline, table
+from ..core.types import Prompt, Sampling
+from ..terminal import options
+from ..terminal.charts import BLUE, Pictures, model_name, picture
+from ..terminal.options import Decorator, ModelTask, decoding_request, from_field, open_store, option, pick, positive
+from ..terminal.output import Result, StepNotes, console, listed, note, writing
+from ..terminal.render import (
+    ROOMY,
+    Columns,
+    fixed,
+    folding,
+    layer_map,
+    listing,
+    number,
+    numbers,
+    percent,
+    sparkline,
+    table,
+)
+from .training.settings import HeadSettings, ProbeSettings, TrainingStep
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -31,6 +46,7 @@ MIXED = "mixed"
 NEWS_S = 5.0  # seconds between two lines of progress
 SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # The thresholds of the table; --json has all.
 CURVE_COLUMNS = 60
+LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 
 
 @click.group(cls=options.ConfiguredGroup, short_help="Train heads that predict tokens early.")
@@ -134,7 +150,7 @@ def _trained(
 
     request = ModelRequest(values["model"], task=task, dtype=values["dtype"], device=values["device"])
     with open_store(values["db"]) as store:
-        from ..tasks.recipes import train_and_store
+        from .parts import train_and_store
 
         record = train_and_store(request, settings, prompts, store, StepPrinter(), StepNotes("load: "))
         database = safe_url(store.url)
@@ -161,6 +177,81 @@ class StepPrinter:
                 "train": f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}",
             }
             note(words.get(step.phase, "measure: on the held-out prompts"))
+
+
+# --- the other ways
+
+
+@options.command(short_help="Self-SD's offline search for a layer set.")
+@options.model_and_stream
+@options.task("result", "Task to store the set under.  [default: the first prompt's own]")
+@options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
+@options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
+@options.option(
+    options.SEARCH,
+    "--minutes",
+    type=options.FloatRange(min=0, min_open=True),
+    help="Begin no candidate after this time.",
+)
+@options.form
+@options.machine(GenerateRequest, "max_new_tokens")
+@options.shared(Sampling, "seed")
+@options.db_and_json
+@options.example(
+    "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
+)
+@options.read
+def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db: str | None, **values: Any) -> Result:
+    """Bayesian optimisation over all sub-layers, each candidate by the tokens per second that Self-SD makes with it.
+
+    The set is stored for the method self-sd; the best plan stays what it is until `swiftopt compare` finds it faster.
+    """
+    request = decoding_request(values)
+
+    def show_candidate(number: int, candidate: Any) -> None:
+        skipped = candidate.layer_set.n_skipped
+        note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
+
+    max_s = float("inf") if minutes is None else 60 * minutes
+    with open_store(db) as store:
+        from .parts import search_offline
+
+        record, result = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
+    ratio, median, n_tried = result.best.ratio, result.typical_ratio, len(result.candidates)
+    figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
+    text = (
+        f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
+        f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
+    )
+    return Result(
+        {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures},
+        [layer_map(record.layer_set, console().width), text],
+    )
+
+
+def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
+    """Make on most prompts what a paper's method needs, and compare it with plain decoding on the others.
+
+    None: no preset is named, or one whose layer set is tuned as others are.
+    """
+    name = values["preset"]
+    if name is None or preset_of(name).is_tuned:
+        return None
+
+    from ..optimizer.verdict import hold_out
+
+    if values["server"] or values["redis"]:
+        raise InvalidInput(
+            f"--preset {name} runs here, for jobs search layer sets only: leave --redis and --server out"
+        )
+    methods = (BASE, preset_of(name).method)
+    request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
+    prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
+    options.note_tasks(prompts, "result")
+    made_on, compared = hold_out(prompts)
+    if not compared:
+        raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
+    return comparison(request, compared, made_on, pictures, values["db"])
 
 
 # --- what is stored
@@ -215,7 +306,7 @@ _add_commands(heads, "heads", "stored heads", "heads")
 _add_commands(probe, "probe", "a stored probe", "probes")
 
 
-# --- text for a person
+# --- text and pictures for a person
 
 
 def trained_view(record: LearnedRecord) -> RenderableType:
@@ -273,3 +364,11 @@ def _figures_tables(record: LearnedRecord) -> list[Table]:
         table(numbers("after layer", "KL", "agrees with the last layer", "untrained"), by_layer, gap=2),
         table(numbers("threshold", "predicted early", "rejected of these"), by_threshold, gap=2),
     ]
+
+
+def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
+    layers = ", ".join(map(str, record.depths))
+    title = f"{model_name(record.model)} / {record.task} · {record.kind} after layer {layers}"
+    with picture(pictures, 4.2, title) as axes:
+        axes.plot([step for step, _ in record.curve], [loss for _, loss in record.curve], color=BLUE)
+        axes.set(xlabel="step", ylabel=LOSSES[record.kind], ylim=(0, None))

@@ -1,4 +1,4 @@
-"""`swiftopt bench`: measure decoding here; what compares searches is in `layers`, other engines in `engines`."""
+"""`swiftopt bench`: measure decoding on this machine."""
 
 from __future__ import annotations
 
@@ -9,42 +9,22 @@ from threading import Event
 from typing import Any
 
 import click
-from rich.console import RenderableType
 from rich.table import Column, Table
 
-from ..bench.ablations import ABLATIONS
-from ..core.costs import CostProfile
 from ..core.errors import InvalidInput, SettingsError, look_up
-from ..core.events import event_line
 from ..core.requests import EARLIER_NAMES, PEERS, GenerateRequest, ServedModel
-from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..core.types import Prompt
 from ..decoding.methods import METHODS, Method
 from ..optimizer.strategies import strategy_info
-from . import options, tuning_options
-from .charts import Pictures, draw_ratios, draw_serving, draw_stream_shift, draw_throughput, draw_tunings
-from .engines import peers
-from .layers import search_strategies
-from .options import PROMPTS, decoding_request, load, measurement, open_store, option, pick, positive
-from .output import Result, RunNotes, StepNotes, note, show
-from .render import fixed, folding, heading, interval, number, numbers, numeric, table
+from ..terminal import options
+from ..terminal.charts import Pictures, draw_ratios
+from ..terminal.options import PROMPTS, decoding_request, load, measurement, open_store, option, positive
+from ..terminal.output import Result, RunNotes, StepNotes, note, show
+from ..terminal.render import fixed, interval, number, numbers, table
+from .charts import draw_serving, draw_throughput, draw_tunings
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
-HEADINGS = {
-    "mean_generated_length": "M",
-    "acceptance_rate": "α",
-    "ratio": "ratio",
-    "tok_s": "tok/s",
-    "perplexity": "PPL",
-    "optimise_ms": "search ms",
-    "optimise_share": "search %",
-    "early_share": "early %",
-    "rejected_share": "rejected %",
-    "extra_parameters": "new params",
-    "consistency": "same",
-    "joules_per_token": "J/tok",
-}
 
 
 @click.group(cls=options.ConfiguredGroup, short_help="Measure decoding on this machine.")
@@ -97,8 +77,8 @@ def decode(
     request = decoding_request(values, assistant)
 
     with open_store(db) as store:
-        from ..bench.decode import run_methods
         from ..tasks.generate import Planner
+        from .decode import run_methods
 
         runtime = load(request)
         if request.layer_set is not None:  # a set of another model must not cost the plain runs
@@ -118,68 +98,6 @@ def decode(
         rows.append((row["method"], *figures, *means, f"{row['identical']}/{row['of']}"))
     view = table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)
     return Result(report, [view], interrupted=report["interrupted"])
-
-
-@bench.command(short_help="The papers' ablations, on this machine and model.")
-@click.argument("name")
-@options.model_and_stream
-@options.task("plan", "Whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)
-@options.draft_model
-@options.limit
-@options.form
-@options.machine(GenerateRequest, "max_new_tokens")
-@options.pictures("Draw the ratios as a bar chart.")
-@options.db_and_json
-@options.example("bench ablate swift-parts --model smollm2-135m --stream prompts.jsonl --limit 8")
-@options.read_more
-def ablate(
-    name: str,
-    prompts: Sequence[Prompt],
-    others: Sequence[Prompt],
-    draft_model: str | None,
-    pictures: Pictures,
-    db: str | None,
-    **values: Any,
-) -> Result:
-    """Run one of the papers' ablations; its variants decode the same prompts by turns.
-
-    NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
-    adadecode-threshold, adadecode-trees, spd-settings, self-sd-steps, paradecode-parts, paradecode-threshold,
-    mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
-    and not kept, on prompts behind --limit where there are any.
-    """
-    look_up("ablation", name, ABLATIONS)
-    request = decoding_request(values, draft_model)
-
-    with open_store(db) as store:
-        from ..bench.ablate import ablate as run
-
-        report = run(name, request, draft_model, prompts, store, others, StepNotes(), RunNotes())
-    pictures.draw(draw_ratios, report)
-    return Result(report, _ablation_view(report), interrupted=report["interrupted"])
-
-
-def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the variants of an ablation as a table, and why others were not run."""
-    shown = ABLATIONS[report["name"]].shown
-    columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
-    rows = [
-        (row["label"], *(_cell(key, row.get(key)) for key in shown))
-        for row in report["rows"]
-        if row["ratio"] is not None
-    ]
-    failed = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
-    if report["made"] and report["made_on"] != "other prompts":
-        failed.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
-    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failed]
-
-
-def _cell(key: str, value: float | None) -> str:
-    if value is not None and key.endswith("_share"):
-        return f"{100 * value:.1f}"
-    if value is not None and key == "extra_parameters":
-        return f"{value:,}"
-    return number(value, unit="x" if key == "ratio" else "")
 
 
 # --- several requests at once
@@ -229,9 +147,9 @@ def throughput(
     request = decoding_request(values)
 
     with open_store(db) as store:
-        from ..bench.throughput import measure
         from ..decoding.session import Session
         from ..tasks.generate import Planner
+        from .throughput import measure
 
         runtime = load(request)
         session = Session(runtime, request.sampling, request.max_new_tokens, ignore_eos=True)
@@ -311,7 +229,7 @@ def serve(
         raise click.UsageError("--stay is for looking at the dashboard, and --json for programs: choose one")
     request = decoding_request(values)
 
-    from ..bench.serving import measure, served
+    from .serving import measure, served
 
     given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
     more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
@@ -328,7 +246,7 @@ def serve(
 
 
 def _serving_table(report: Mapping[str, Any]) -> Table:
-    from ..bench.serving import shift_line
+    from .serving import shift_line
 
     what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
     rows, most = [], max(report["windows"])
@@ -339,10 +257,6 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
     caption = "\n".join([*map(shift_line, report["shifts"]), equal])
     columns = [*numbers("requests", "to plain"), Column("")]
     return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
-
-
-for command in (peers, search_strategies):  # Help lists the last commands after these.
-    bench.add_command(command)
 
 
 # --- ways of tuning
@@ -369,7 +283,7 @@ def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictur
     Costs are measured and formats chosen anew for each run, and count as searching. Plans are timed by turns, beside
     plain decoding. Ctrl-C times what was found so far.
     """
-    from ..bench.tunings import TuningBench, settings_of
+    from .tunings import TuningBench, settings_of
 
     seeds = {}
     for word in ways.split(","):
@@ -405,78 +319,4 @@ def _tunings_table(report: Mapping[str, Any]) -> Table:
         speeds = [number(value, unit="x") for value in (figures["ratio"], *figures["ratios"])]
         shares = [number(figures["to_best"][name], 3) for name in ("mean", "worst")]
         rows.append((way, str(len(seconds)), *speeds, *shares, number(sum(seconds) / len(seconds), 1)))
-    return table(columns, rows, lined=True, title=title, caption=caption)
-
-
-# --- a stream that changes its task
-
-
-@bench.command(
-    "stream-shift",
-    short_help="A stream that changes its task, and how acceptance follows.",
-    common="model stream prompts max_new_tokens strategy max_steps png as_json",
-)
-@options.model
-@click.option("--stream", required=True, type=options.FILE, help="Prompts that come task by task; - is standard input.")
-@measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
-@options.pictures("Draw acceptance along the stream.")
-@options.machine(GenerateRequest, "max_new_tokens", "speed")
-@tuning_options.settings
-@options.shared(TuningSettings, "seed")
-@options.json
-@options.example(
-    "bench stream-shift --model smollm2-135m --stream five-tasks.jsonl --max-new-tokens 64 --png shift.png"
-)
-def stream_shift(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Result:
-    """Decode several tasks as one stream that does not name them, and see how soon the layer set follows.
-
-    Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
-    first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
-    prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
-    measured costs. Ctrl-C shows what was decoded with the sets, once every task has its own.
-    """
-    lines = read_stream(stream, None, None)
-    if len({prompt.task for prompt in lines}) < 2:
-        raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
-    settings: SwiftSettings = pick(TuningSettings, values)
-    strategy_info(settings.strategy)  # an unknown one is refused
-    tuning_options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
-    request = decoding_request({**values, "settings": settings})
-
-    from ..bench.stream_shift import StreamShift
-    from ..decoding.engine import exhaust
-    from ..decoding.session import Session
-    from ..models.costs import with_formats
-    from ..optimizer.drafting import prepared
-    from ..tasks.recipes import stored_costs
-
-    runtime = load(request)
-    session = Session(runtime, request.sampling, request.max_new_tokens)
-    n_positions = max(session.check(prompt) for prompt in lines)
-    plain = stored_costs(runtime, None, n_positions, StepNotes())
-
-    def measured(*formats: str) -> CostProfile:
-        return with_formats(runtime, plain, formats, StepNotes())
-
-    settings, costs = exhaust(prepared(session, lines, settings, measured), lambda event: note(event_line(event) or ""))
-    shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
-    report = {"model": request.model, **shift.run()}
-    pictures.draw(draw_stream_shift, report)
-    return Result(report, [_shift_table(report)], interrupted=report["interrupted"])
-
-
-def _shift_table(report: Mapping[str, Any]) -> Table:
-    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
-    caption = (
-        f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
-        " with its own set, with the first task's, and in one stream that adapts"
-    )
-    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
-    columns = [fixed("task"), *numbers("left out", "α own", "α first", "α one", "missing", "x own", "x one")]
-    rows = []
-    for result in report["results"]:
-        rates = (number(result[run]["settled"], 3) for run in ("own", "kept", "adapted"))
-        gap = "–" if result["gap"] is None else f"{result['gap']:+.3f}"
-        speeds = (number(result[run]["expected"], unit="x") for run in ("own", "adapted"))
-        rows.append((result["task"], str(result["n_skipped"]), *rates, gap, *speeds))
     return table(columns, rows, lined=True, title=title, caption=caption)

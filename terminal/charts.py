@@ -1,4 +1,4 @@
-"""Pictures of layer sets, searches, trainings and benchmarks, as PNG and SVG files in one style: the dashboard's.
+"""Pictures of layer sets, searches and comparisons, as PNG and SVG files in one style: the dashboard's.
 
 `Pictures.failed` has the files that a `draw_...` could not write.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import OutputError
 from ..core.events import TaskFinished
-from ..core.records import LayerSetRecord, LearnedRecord
+from ..core.records import LayerSetRecord
 from ..core.types import KINDS, Trial, seconds_by_part
 from .output import check_writable, note, writing
 from .render import device_words, map_caption, number, ratio
@@ -66,12 +66,6 @@ BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what 
 MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
-LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
-SHIFT_RUNS = (
-    ("kept", "first task's set", GREY),
-    ("own", "each task's own set", BLUE),
-    ("adapted", "one stream, adapting", ORANGE),
-)
 MEAN_OF = 4  # prompts behind each point of a line of acceptance
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # words beside a point
 
@@ -149,7 +143,7 @@ def picture(
                 note(f"drawn to {path}")
 
 
-def _legend(*every: Axes) -> None:
+def legend(*every: Axes) -> None:
     """Draw one legend of all axes below them, each label once."""
     handles_by_label: dict[str, Any] = {}
     for axes in every:
@@ -161,16 +155,16 @@ def _legend(*every: Axes) -> None:
         )
 
 
-def _name(model: str) -> str:
+def model_name(model: str) -> str:
     """Return the last part of a model that is given as a folder or hub id, fit for an SVG file."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in Path(model).name or model)
 
 
-def _conditions(report: Report, *more: str) -> str:
+def conditions(report: Report, *more: str) -> str:
     return " · ".join([*(report[key] for key in ("dtype", "device") if report.get(key)), *more])
 
 
-def _moving_means(values: Sequence[float | None]) -> list[float]:
+def moving_means(values: Sequence[float | None]) -> list[float]:
     """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
     means = []
     for end in range(1, len(values) + 1):
@@ -179,13 +173,13 @@ def _moving_means(values: Sequence[float | None]) -> list[float]:
     return means
 
 
-def _draw_speeds(axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: str, label: str) -> None:
+def draw_speeds(axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: str, label: str) -> None:
     """Draw tokens per second as points, and their moving means as a line."""
     axes.plot(x, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4)
-    axes.plot(x, _moving_means(speeds), color=colour, label=label)
+    axes.plot(x, moving_means(speeds), color=colour, label=label)
 
 
-# --- layer sets and trainings
+# --- layer sets
 
 
 def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
@@ -212,14 +206,14 @@ def _draw_sets(
             panels += [(PACES_IN, partial(_draw_paces, task=task)), (PARTS_IN, partial(_draw_parts, task=task))]
     first = found[0][0]
     version = f" · version {first.version}" if first.version is not None else ""
-    title = _name(first.model) if len(found) > 1 else f"{_name(first.model)} / {first.task}{version}"
+    title = model_name(first.model) if len(found) > 1 else f"{model_name(first.model)} / {first.task}{version}"
     heights = [height for height, _ in panels]
     rows = {"nrows": len(heights), "height_ratios": heights, "squeeze": False}
     with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as grid:
         drawn = [axes for row in grid for axes in row]
         for axes, (_, draw) in zip(drawn, panels, strict=True):
             draw(axes)
-        _legend(*drawn)
+        legend(*drawn)
 
 
 def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
@@ -267,17 +261,17 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     axes.set(xlabel="trial", ylabel=objective, title=" · ".join(filter(None, figures)))
     axes.margins(y=0.12)
     if objective == "matchness":
-        _end_at_one(axes)
+        end_at_one(axes)
 
 
-def _end_at_one(axes: Axes) -> None:
+def end_at_one(axes: Axes) -> None:
     """End the axis of a share at 1, where its margin would go beyond."""
     axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
 
 
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
     """Draw tokens per second by prompt, against plain decoding's."""
-    _draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, BLUE, f"tok/s, mean of {MEAN_OF} prompts")
+    draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, BLUE, f"tok/s, mean of {MEAN_OF} prompts")
     if task.plain_tok_s is not None:
         axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
     axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second", ylim=(0, None))
@@ -294,15 +288,7 @@ def _draw_parts(axes: Axes, task: TaskFinished) -> None:
     axes.grid(False)
 
 
-def draw_loss(record: LearnedRecord, pictures: Pictures) -> None:
-    layers = ", ".join(map(str, record.depths))
-    title = f"{_name(record.model)} / {record.task} · {record.kind} after layer {layers}"
-    with picture(pictures, 4.2, title) as axes:
-        axes.plot([step for step, _ in record.curve], [loss for _, loss in record.curve], color=BLUE)
-        axes.set(xlabel="step", ylabel=LOSSES[record.kind], ylim=(0, None))
-
-
-# --- benchmarks
+# --- comparisons
 
 
 def draw_ratios(report: Report, pictures: Pictures) -> None:
@@ -319,11 +305,11 @@ def draw_ratios(report: Report, pictures: Pictures) -> None:
     )
     hatched = [row[name] for row in every if row.get("lossy") or not row.get("same_weights", True)]
     rows = [row for row in every if row.get("ratio") is not None]
-    with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{_name(report['model'])}{subtitle}") as axes:
+    with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{model_name(report['model'])}{subtitle}") as axes:
         highs = [_draw_bar(axes, place, row, row[name] in hatched) for place, row in enumerate(rows)]
         axes.axvline(1.0, color=INK, lw=1, ls=DASHED)
         tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
-        title = _conditions(report, f"{report['prompts']} prompts{tokens}")
+        title = conditions(report, f"{report['prompts']} prompts{tokens}")
         axes.set(xlim=(0, 1.32 * max([1.0, *highs])), ylim=(-0.6, len(rows) - 0.4), title=title)
         axes.set_yticks(range(len(rows)), [row[name] for row in rows])
         axes.grid(False)
@@ -345,95 +331,3 @@ def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
     under = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
     axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, xytext=(6, 0), va="center", **BESIDE)
     return float(high)
-
-
-def draw_search(report: Report, pictures: Pictures) -> None:
-    """Draw the objective that search strategies reach against candidate passes, and against seconds."""
-    title = f"{_name(report['model'])} · {_conditions(report)} · {report['windows']} windows"
-    with picture(pictures, 4.6, title, ncols=2, sharey=True) as (left, right):
-        for column, (axes, ends) in enumerate(((left, "passes"), (right, "seconds"))):
-            for colour, result in zip(CYCLE * len(report["results"]), report["results"], strict=False):
-                x = [*(point[column] for point in result["curve"]), result[ends]]
-                y = [*(point[2] for point in result["curve"]), result["final"]]
-                axes.step(x, y, where="post", color=colour, label=result["strategy"])
-            axes.axhline(report["goal"], color=INK, lw=1, ls=DASHED)
-            axes.set_title(f"dashed: {report['goal']:.3f}x, 95 % of the best")
-        left.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
-        right.set(xlabel="seconds of searching")
-        _legend(right)
-
-
-def draw_tunings(report: Report, pictures: Pictures) -> None:
-    """Draw the speed of each run's plan on unseen prompts against the seconds of searching until it was used."""
-    title = f"{_name(report['model'])} · tuned on {report['prompts']} prompts, timed on {report['unseen']} others"
-    with picture(pictures, 4.8, title) as axes:
-        end = max(result["search_s"] for result in report["results"])
-        for colour, way in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
-            for at, result in enumerate(run for run in report["results"] if run["way"] == way):
-                x, y = zip(*result["curve"], strict=True)
-                label = None if at else way
-                axes.step([*x, end], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
-                axes.plot(x, y, color=colour, lw=0, marker="o", ms=4)
-        axes.axhline(1.0, color=INK, lw=1, ls=DASHED)
-        axes.set_title(_conditions(report, f"{report['max_new_tokens']} tokens a prompt", "a line per run"))
-        axes.set(
-            xlabel="seconds of searching, costs and formats included", ylabel="speed to plain decoding", xlim=(0, None)
-        )
-        _legend(axes)
-
-
-def draw_stream_shift(report: Report, pictures: Pictures) -> None:
-    """Draw acceptance along a stream that changes its task, in the manner of SWIFT Figure 7."""
-    title = f"{_name(report['model'])} · {_conditions(report)} · {report['method']}"
-    with picture(pictures, 4.6, title) as axes:
-        results = report["results"]
-        starts = [0, *accumulate(result["prompts"] for result in results)]
-        for key, label, colour in SHIFT_RUNS:
-            for start, result in zip(starts, results, strict=False):
-                values = _moving_means(result[key]["by_prompt"])
-                x = range(start + 1, start + 1 + len(values))
-                axes.plot(x, values, color=colour, label=None if start else label)
-        for start, result in zip(starts, results, strict=False):
-            axes.axvline(start + 0.5, color=LINE, lw=1)
-            axes.text(start + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=10, color=GREY)
-        for shift in report["shifts"]:
-            axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
-        axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
-        _end_at_one(axes)
-        _legend(axes)
-
-
-def draw_serving(report: Report, pictures: Pictures) -> None:
-    """Draw the speed of a served stream by request, plain decoding beside it."""
-    title = f"{_name(report['model'])} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
-    with picture(pictures, 4.4, title) as axes:
-        ends = list(accumulate(result["requests"] for result in report["results"]))
-        for key, label, colour in (("served_s", "as served, learning", BLUE), ("plain_s", "plain decoding", GREY)):
-            speeds = [result["tokens"] / result[key] for result in report["results"]]
-            _draw_speeds(axes, ends, speeds, colour, label)
-        equal = f"{report['equal']} of {report['prompts']} equal to plain decoding"
-        axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}", ylim=(0, None))
-        axes.set_title(_conditions(report, f"{report['concurrency']} at a time", equal))
-        _legend(axes)
-
-
-def draw_throughput(report: Report, pictures: Pictures) -> None:
-    """Draw the speed and the time per token by how many requests run at once, with plain batching and drafting."""
-    title = f"{_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
-    results = sorted(report["results"], key=lambda result: result["concurrency"])
-    with picture(pictures, 4.6, title, ncols=2) as (left, right):
-        places = range(len(results))  # evenly spaced: 1, 2, 4 and 8 would crowd at the left
-        for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
-            per_token = [result[way]["per_token_s"] for result in results]
-            left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
-            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in per_token], color=colour, marker="o")
-        for place, result in zip(places, results, strict=True):
-            at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
-            left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)
-        left.set_title(_conditions(report))
-        for axes, label in ((left, "tokens per second, all requests"), (right, "ms per token, median")):
-            axes.set_xticks(places, [str(result["concurrency"]) for result in results])
-            axes.set(xlabel="requests at once", ylabel=label)
-            axes.margins(x=0.12)
-            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-        _legend(left)

@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, DraftTree, Outcome, offers_of
-from ..verify import ChainRatio, TargetWalk, Verifier
-from . import Resources, method
-from .chains import AdaptiveThreshold, ChainDrafter, StopRule
+from ...decoding.draft import Draft, Drafter, DraftModel, DraftTree, Outcome, offers_of
+from ...decoding.methods import Resources, method
+from ...decoding.methods.chains import ChainDrafter, StopRule
+from ...decoding.verify import ChainRatio, TargetWalk, Verifier
+from .chains import AdaptiveStop, AdaptiveThreshold
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from ...models.early_exit import Heads, StackedLayers, StagedPass
-    from ..draft_models import EarlyExit
-    from ..engine import PassGenerator
+    from ...decoding.engine import PassGenerator
+    from ...models.runtime import Runtime
+    from ..early_exit import Heads, StackedLayers, StagedPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +72,70 @@ def _layerskip(resources: Resources, settings: LayerSkipSettings) -> tuple[Draft
 @method("adaspeed", "AdaSPEED", "AdaSPEED II.A", AdaSpeedSettings)
 def _adaspeed(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter, Verifier]:
     model = early_exit(resources, settings.exit_layer)
-    return ChainDrafter(model, StopRule.adaptive(settings, joint=True), sampled=True), ChainRatio()
+    return ChainDrafter(model, AdaptiveStop.of(settings, joint=True), sampled=True), ChainRatio()
 
 
 @method("adaspeed-probe", "AdaSPEED with a probe", "AdaSPEED II.B", AdaSpeedSettings, ["probe"])
 def _adaspeed_probe(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter, Verifier]:
-    probe = _trained(resources.probe, "a probe", "swiftopt probe train")
+    probe = _trained(resources, "probe", "a probe")
     if settings.exit_layer not in (None, probe.depth):
         raise SettingsError(
             f"the probe was trained after {probe.depth} layers, not {settings.exit_layer}: leave exit_layer out, or"
             " train another probe with --layer"
         )
-    stop = StopRule.adaptive(settings, joint=True, probe=probe)
+    stop = AdaptiveStop.of(settings, joint=True, probe=probe)
     return ChainDrafter(early_exit(resources, probe.depth), stop, sampled=True), ChainRatio()
 
 
-@method("adadecode", "AdaDecode", "arXiv:2506.03700", AdaDecodeSettings, ["heads"])
+@method("adadecode", "AdaDecode", "arXiv:2506.03700", AdaDecodeSettings, ["heads"], predicts_early=True)
 def _adadecode(resources: Resources, settings: AdaDecodeSettings) -> tuple[Drafter, Verifier]:
-    heads = _trained(resources.heads, "heads", "swiftopt heads train")
+    heads = _trained(resources, "heads", "heads")
     return EarlyDrafter(heads, settings.early_threshold, settings.max_early), ChainRatio()
 
 
-@method("paradecode", "ParaDecode", "ParaDecode, section 2.2", ParaDecodeSettings, ["heads"])
+@method("paradecode", "ParaDecode", "ParaDecode, section 2.2", ParaDecodeSettings, ["heads"], predicts_early=True)
 def _paradecode(resources: Resources, settings: ParaDecodeSettings) -> tuple[Drafter, Verifier]:
-    from ...models.early_exit import StackedLayers
+    from ..early_exit import StackedLayers
 
-    heads = _trained(resources.heads, "heads", "swiftopt heads train")
+    heads = _trained(resources, "heads", "heads")
     return PipelineDrafter(heads, settings.early_threshold, StackedLayers(resources.runtime)), TargetWalk()
 
 
 def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
     """Return the target's first layers (None: a quarter) as a draft model; raise SettingsError if it has fewer."""
-    from ..draft_models import EarlyExit
-
     model = EarlyExit(exit_layer or default_exit(resources.runtime.n_layers))
     model.check(resources.runtime)
     return model
+
+
+class EarlyExit(DraftModel):
+    """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
+
+    Chains only: a row's state is kept for the layers that are still to come.
+    """
+
+    staged: StagedPass | None = None
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def check(self, runtime: Runtime) -> None:
+        runtime.check_depth(self.depth)
+
+    def restart(self) -> None:
+        from ..early_exit import StagedPass
+
+        self.staged = StagedPass(self.context.runtime, self.context.buffer, self.context.root_slot)
+
+    def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
+        assert self.staged is not None and len(token_ids) == 1 and parents[0] == self.staged.n_rows - 1
+        self.staged.add(token_ids[0])
+        logits = yield from self.staged.advance(self.depth, with_logits=True)
+        self.hidden = self.staged.newest
+        return logits
+
+    def drop(self, n_nodes: int) -> None:
+        assert n_nodes == 0, "an early exit drafts single tokens, and all of them stay"
 
 
 def default_exit(n_layers: int) -> int:
@@ -112,10 +143,11 @@ def default_exit(n_layers: int) -> int:
     return max(1, round(n_layers / 4))
 
 
-def _trained(part: Any, words: str, command: str) -> Any:
-    if part is None:
+def _trained(resources: Resources, kind: str, words: str) -> Any:
+    if kind not in resources.learned:
+        command = f"swiftopt {kind} train"
         raise SettingsError(f"this method needs {words}: train them for this model and task with `{command}`")
-    return part
+    return resources.learned[kind]
 
 
 class EarlyDrafter(Drafter):
@@ -130,7 +162,7 @@ class EarlyDrafter(Drafter):
         self.heads, self.threshold, self.max_depth = heads, threshold, max_early
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        from ...models.early_exit import StagedPass
+        from ..early_exit import StagedPass
 
         context = self.context
         staged = StagedPass(context.runtime, context.buffer, context.root_slot)
@@ -234,7 +266,7 @@ class PipelineDrafter(Drafter):
 
     def _predict(self, last_slot: int) -> None:
         """Start the token after the newest one, if that is at a head that is sure, and there is room for it."""
-        from ..context import likeliest
+        from ...decoding.context import likeliest
 
         newest, heads = self._flights[-1], self.heads
         if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SettingsError
 from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
-from ..engines.packages import PACKAGES, RUNNABLE, Row, Weights
 from ..optimizer.verdict import speed, speed_interval, speed_ratio
+from .packages import PACKAGES, RUNNABLE, Row, Weights
 
 if TYPE_CHECKING:
-    from ..engines.turns import Question, RowRuns, TurnsRequest
+    from .turns import Question, RowRuns, TurnsRequest
 
 SCHEMA = "swiftopt.bench-peers/1"
 BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with

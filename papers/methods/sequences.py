@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.serialization import Settings, count
-from ..draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
-from ..verify import SeveralRatio, Verifier
-from . import Resources, method
+from ...decoding.draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
+from ...decoding.methods import Resources, method
+from ...decoding.verify import SeveralRatio, Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..context import Drafted
-    from ..engine import PassGenerator
+    from ...decoding.context import Drafted
+    from ...decoding.engine import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class SequencesDrafter(Drafter):
 
         Args: scores: (nodes, vocab). of: which of the nodes each sequence has come to. apart: no two may be equal.
         """
+        from ...decoding.context import most_probable
         from ...models.rows import uploaded
-        from ..context import most_probable
 
         rule, n = self.context.rule, len(of)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)

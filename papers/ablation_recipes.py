@@ -22,33 +22,27 @@ from ..core.types import Sampling
 from ..decoding.draft import Draft, Drafter, DraftTree, Outcome, tree_rows
 from ..decoding.engine import PassGenerator
 from ..decoding.methods import Method, Resources, build, method_info
-from ..decoding.methods.chains import AdaptiveThreshold, ChainDrafter, StopRule
-from ..decoding.methods.early_exit import (
+from ..decoding.methods.chains import ChainDrafter
+from ..decoding.session import Session
+from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk
+from ..models.rows import Pass
+from ..optimizer.search import Search
+from ..tasks.recipes import MakingRecipes, Recipes
+from . import self_sd
+from .early_exit import Heads, StackedLayers, StagedPass
+from .methods.chains import AdaptiveStop, AdaptiveThreshold
+from .methods.early_exit import (
     AdaDecodeSettings,
     AdaSpeedSettings,
     EarlyDrafter,
     PipelineDrafter,
     early_exit,
 )
-from ..decoding.methods.guesses import merged
-from ..decoding.session import Session
-from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk
-from ..models.early_exit import Heads, StackedLayers, StagedPass
-from ..models.rows import Pass
-from ..optimizer import self_sd
-from ..optimizer.search import Search
-from ..tasks.recipes import (
-    BRIEF_EPOCHS,
-    HEADS_S,
-    LEAST_TOKENS,
-    SELF_SD_PROMPTS,
-    SELF_SD_TOKENS,
-    MakingRecipes,
-    Recipes,
-)
-from ..training.features import Features, features_of
-from ..training.settings import HeadSettings, ignore
-from ..training.trainer import HeadObjective, Trainer, train
+from .methods.guesses import merged
+from .parts import BRIEF_EPOCHS, HEADS_S, LEAST_TOKENS, SELF_SD_PROMPTS, SELF_SD_TOKENS
+from .training.features import Features, features_of
+from .training.settings import HeadSettings, ignore
+from .training.trainer import HeadObjective, Trainer, train
 
 MIXED_TASK = "mixed"  # The task of heads that were trained on several streams.
 HOPS = 3
@@ -79,14 +73,14 @@ class AblationRecipes(MakingRecipes):
     def branching(self) -> Method:
         """Return Self-SD's set and threshold rule, each position with SWIFT's candidates."""
         model = self.of("self-sd", self.task).parts.skipped()
-        drafter = ChainDrafter(model, StopRule.adaptive(AdaptiveThreshold()), PAPER_BRANCHING, sampled=True)
+        drafter = ChainDrafter(model, AdaptiveStop.of(AdaptiveThreshold()), PAPER_BRANCHING, sampled=True)
         return Method("self-sd", drafter, SeveralRatio("without"))
 
     def marginal(self) -> Method:
         """Return Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
         settings = AdaSpeedSettings()
         model = early_exit(self.of("adaspeed", self.task).parts, settings.exit_layer)
-        return Method("draft-verify", ChainDrafter(model, StopRule.adaptive(settings), sampled=True), ChainRatio())
+        return Method("draft-verify", ChainDrafter(model, AdaptiveStop.of(settings), sampled=True), ChainRatio())
 
     def early(self, heads: HeadsOf, verified: bool = True) -> Method:
         settings = AdaDecodeSettings()

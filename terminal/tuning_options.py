@@ -7,7 +7,7 @@ from functools import partial
 
 import click
 
-from ..core.settings import AUTO, FORMATS, PRESETS, STORED, Branching, SwiftSettings, TuningSettings, preset_of
+from ..core.settings import AUTO, FORMATS, STORED, Branching, SwiftSettings, TuningSettings, preset_of, presets
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
 from .options import SEARCH, Parsed, beginning, from_field, on_command_line, option, positive, together
 from .output import note
@@ -38,10 +38,10 @@ settings = together(
         SEARCH,
         "--preset",
         metavar="NAME",
-        type=click.Choice([*PRESETS]),
+        type=click.Choice([*presets()]),
         is_eager=True,
         callback=_use_preset,
-        help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(PRESETS)}.",
+        help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(presets())}.",
     ),
     _search("method", "What the layer set is to draft for; adaptive decides by measured time."),
     _search(

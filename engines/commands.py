@@ -21,15 +21,15 @@ from ..core.streams import read_stream
 from ..core.types import Prompt, Verdict
 from ..models.saved import refuse_existing
 from ..models.sources import check_names
-from . import options
-from .charts import Pictures, draw_ratios
-from .options import PATH, ModelTask, measurement, pick, positive
-from .output import Result, StepNotes, note
-from .render import folding, interval, number, numeric, table
+from ..terminal import options
+from ..terminal.charts import Pictures, draw_ratios
+from ..terminal.options import PATH, ModelTask, measurement, option, pick, positive
+from ..terminal.output import Result, StepNotes, note
+from ..terminal.render import folding, interval, number, numeric, table
 
 if TYPE_CHECKING:
-    from ..engines.tuning import EngineTuned
     from ..store import Store
+    from .tuning import EngineTuned
 
 # Options of `tune` that it obeys with --engine, too; servers are where they are.
 USED = (
@@ -70,7 +70,7 @@ def export(
         note(f"note: {plan.fallback}")
     prompts = [] if stream is None else read_stream(stream, name.task, limit)
 
-    from ..engines.export import export as export_plan
+    from .export import export as export_plan
 
     made = export_plan(plan, name.model, engine, Path(out), store, StepNotes("load: "), prompts)
     layer_set = None if made.layer_set is None else made.layer_set.to_json()
@@ -105,11 +105,34 @@ def server_of(text: str) -> tuple[str, str]:
     return name, url
 
 
-def tune_engine(values: Mapping[str, Any]) -> Result:
-    """Tune another engine for the stream, with the options of `tune` that it has a use for.
+engine_options = options.together(
+    option(
+        options.ENGINES,
+        "--engine",
+        metavar="NAME",
+        type=click.Choice(ENGINES),
+        help=f"Tune another engine: what it can draft with is tried there. One of {', '.join(ENGINES)}.",
+    ),
+    option(
+        options.ENGINES,
+        "--engine-url",
+        "engine_urls",
+        type=options.Parsed("NAME=URL", server_of),
+        multiple=True,
+        help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
+    ),
+)
+
+
+def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
+    """Tune another engine for the stream, if one is named, with the options of `tune` that it has a use for.
 
     Raises: SwiftoptError: as `EngineTuning.run`.
     """
+    if values["engine"] is None:
+        if values["engine_urls"]:
+            raise InvalidInput("--engine-url is for another engine: name it with --engine")
+        return None
     servers = tuple(values["engine_urls"])
     names = [name for name, _ in servers]
     if servers and (len(servers) < 2 or names[0] != "plain" or len(set(names)) < len(names)):
@@ -128,11 +151,11 @@ def tune_engine(values: Mapping[str, Any]) -> Result:
     for model in filter(None, (values["model"], values["draft_model"])):
         check_names(model, values["dtype"], values["device"])
 
-    from ..engines.packages import check_tunable
+    from .packages import check_tunable
 
     check_tunable(values["engine"], bool(servers), prompts)
 
-    from ..engines.tuning import EngineTuneRequest, EngineTuning
+    from .tuning import EngineTuneRequest, EngineTuning
 
     request = pick(EngineTuneRequest, {**values, "servers": servers})
     with options.open_store(values["db"]) as store:
@@ -200,7 +223,7 @@ def import_(
     """
     plan = _plan_that_ran(store, name, exported, engine, settings)
 
-    from ..engines.evidence import import_evidence
+    from .evidence import import_evidence
 
     plan = replace(plan, device=device_name, dtype=run_dtype)
     stored, verdict, run = import_evidence(store, name.model, name.task, plan, plain, drafted)
@@ -301,7 +324,7 @@ def peers(
     names = words.split(",")
     request = options.decoding_request(values, assistant)
 
-    from ..bench.peers import all_rows, chosen_rows
+    from .peers import all_rows, chosen_rows
 
     folders = tuple(map(Path, exported))
     chosen = chosen_rows(names, all_rows(ggufs, Path(assistant) if assistant else None, folders))
@@ -310,11 +333,11 @@ def peers(
 
     import torch
 
-    from ..bench.peers import report_of
-    from ..engines.devices import chosen_device
-    from ..engines.turns import Turns, TurnsRequest, questions_of
     from ..models.costs import device_name
     from ..models.sources import local_folder, resolve
+    from .devices import chosen_device
+    from .peers import report_of
+    from .turns import Turns, TurnsRequest, questions_of
 
     folder = local_folder(resolve(request.model), StepNotes("load: "))
     drafting = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
@@ -333,7 +356,7 @@ def peers(
 
 def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:
     """Return the table of the rows, and under it why others have no numbers."""
-    from ..bench.peers import equal_to
+    from .peers import equal_to
 
     title = f"{report['model']}, {report['device']}, {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     caption = (

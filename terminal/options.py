@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -29,6 +29,8 @@ from ..core.settings import THREADS
 from ..core.streams import EMPTY_STOP, StreamForm, read_stream, read_with_others
 from ..core.templates import TEMPLATES
 from ..core.types import Prompt, Sampling
+from ..core.wings import WingCommand, wings
+from ..core.wings import load as load_from_wing
 from .charts import Pictures
 from .output import Result, StepNotes, note
 
@@ -81,7 +83,8 @@ class GroupedCommand(click.Command):
         shown = self._shown(ctx)
         if self.common and not ctx.meta.get(ALL_OPTIONS):
             by_name = {param.name: param for param in shown}
-            listed = [*(by_name[name] for name in self.common), *shown[-2:]]  # the last two are for help
+            # Options of wings may be missing; the last two are for help.
+            listed = [*(by_name[name] for name in self.common if name in by_name), *shown[-2:]]
             self._write(ctx, formatter, COMMON, listed)
             n_more = len(shown) - len(listed)
             formatter.write_paragraph()
@@ -126,12 +129,26 @@ _HELP_ALL = click.Option(
 
 
 class ConfiguredGroup(click.Group):
-    """Passes configured values on to its commands, where click looks for them; lists commands as they were added."""
+    """Passes configured values on to its commands, where click looks for them; has commands of wings among its own."""
 
     command_class = GroupedCommand
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return self.among_wings(self.commands)
+
+    def among_wings(self, names: Iterable[str]) -> list[str]:
+        """Return names of commands, each followed by the commands that wings add after it."""
+        added = self._of_wings().values()
+        return [name for known in names for name in (known, *(each.name for each in added if each.after == known))]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (added := self._of_wings().get(cmd_name)) is None:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = load_from_wing(added.reference)
+        return command
+
+    def _of_wings(self) -> dict[str, WingCommand]:
+        return {added.name: added for wing in wings() for added in wing.commands if added.group == self.name}
 
     def invoke(self, ctx: click.Context) -> Any:
         configured = ctx.default_map or {}
@@ -147,6 +164,11 @@ def command(name: str | None = None, **more: Any) -> Callable[[Callable[..., Any
 def together(*options: Decorator[Any]) -> Decorator[Any]:
     """Join decorators to one; help lists their options in the order given."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def of_wings(command: str) -> Decorator[Any]:
+    """Add the options that wings have for a floor's command."""
+    return together(*(load_from_wing(wing.options[command]) for wing in wings() if command in wing.options))
 
 
 def example(*lines: str, words: str | None = None) -> Decorator[Any]:

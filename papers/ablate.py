@@ -1,27 +1,52 @@
-"""Runs an ablation: its variants by turns on the same prompts, beside plain decoding, and rows of the paper's shape."""
+"""Runs an ablation: its variants by turns on the same prompts, beside plain decoding, and rows of the paper's shape.
+
+python -m swiftopt.papers.ablate swift-parts --model M --stream prompts.jsonl --limit 8
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import click
 import torch
+from rich.console import RenderableType
 
-from ..core.errors import SwiftoptError
+from ..core.errors import SwiftoptError, look_up
 from ..core.requests import BASE, GenerateRequest
 from ..core.types import Prompt, Sampling
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..models.costs import machine_name
-from ..models.early_exit import Heads, n_parameters
 from ..optimizer.search import Search
 from ..store import Store
 from ..tasks.compare import first_turns, made_on, open_models, task_of
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, Interleaved, OnRun, decoder, figures
+from ..terminal import options, program
+from ..terminal.charts import Pictures, draw_ratios
+from ..terminal.options import PROMPTS, decoding_request, open_store
+from ..terminal.output import Result, RunNotes, StepNotes
+from ..terminal.render import folding, heading, number, numeric, table
 from .ablation_recipes import AblationRecipes
 from .ablations import ABLATIONS, SCHEMA, Variant
+from .early_exit import Heads, n_parameters
+
+HEADINGS = {
+    "mean_generated_length": "M",
+    "acceptance_rate": "α",
+    "ratio": "ratio",
+    "tok_s": "tok/s",
+    "perplexity": "PPL",
+    "optimise_ms": "search ms",
+    "optimise_share": "search %",
+    "early_share": "early %",
+    "rejected_share": "rejected %",
+    "extra_parameters": "new params",
+    "consistency": "same",
+    "joules_per_token": "J/tok",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +77,7 @@ def ablate(
     on_step: Callable[[str], None] = lambda words: None,
     on_run: OnRun | None = None,
 ) -> dict[str, Any]:
-    """Return the object that `swiftopt bench ablate --json` prints.
+    """Return the object that `python -m swiftopt.papers.ablate --json` prints.
 
     Missing heads, probes and layer sets are made briefly on `others`, or the prompts themselves where there are none,
     as `swiftopt compare` makes them, and not kept. A search goes on from prompt to prompt while its variant decodes,
@@ -153,3 +178,69 @@ def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, flo
         "matchness": search.matchness,
         "skip_ratio": search.layer_set.skip_ratio,
     }
+
+
+# --- the command
+
+
+@options.command()
+@click.argument("name")
+@options.model_and_stream
+@options.task("plan", "Whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)
+@options.draft_model
+@options.limit
+@options.form
+@options.machine(GenerateRequest, "max_new_tokens")
+@options.pictures("Draw the ratios as a bar chart.")
+@options.db_and_json
+@options.read_more
+def command(
+    name: str,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
+    draft_model: str | None,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
+) -> Result:
+    """Run one of the papers' ablations; its variants decode the same prompts by turns.
+
+    NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
+    adadecode-threshold, adadecode-trees, spd-settings, self-sd-steps, paradecode-parts, paradecode-threshold,
+    mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
+    and not kept, on prompts behind --limit where there are any.
+    """
+    look_up("ablation", name, ABLATIONS)
+    request = decoding_request(values, draft_model)
+
+    with open_store(db) as store:
+        report = ablate(name, request, draft_model, prompts, store, others, StepNotes(), RunNotes())
+    pictures.draw(draw_ratios, report)
+    return Result(report, _ablation_view(report), interrupted=report["interrupted"])
+
+
+def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the variants of an ablation as a table, and why others were not run."""
+    shown = ABLATIONS[report["name"]].shown
+    columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
+    rows = [
+        (row["label"], *(_cell(key, row.get(key)) for key in shown))
+        for row in report["rows"]
+        if row["ratio"] is not None
+    ]
+    failed = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
+    if report["made"] and report["made_on"] != "other prompts":
+        failed.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
+    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failed]
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is not None and key.endswith("_share"):
+        return f"{100 * value:.1f}"
+    if value is not None and key == "extra_parameters":
+        return f"{value:,}"
+    return number(value, unit="x" if key == "ratio" else "")
+
+
+if __name__ == "__main__":
+    program.main(command, "python -m swiftopt.papers.ablate")

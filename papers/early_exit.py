@@ -29,11 +29,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InvalidInput, UnsupportedModel
 from ..core.records import LearnedKind, LearnedRecord
-from .blocks import LayerModules, attend, attention_out, mlp_out, queries_keys_values
-from .buffer import KVBuffer
-from .quantised import has_linears, replaced
-from .rows import Pass, PassKind, Rows, uploaded
-from .runtime import Runtime
+from ..models.blocks import LayerModules, attend, attention_out, mlp_out, queries_keys_values
+from ..models.buffer import KVBuffer
+from ..models.quantised import has_linears, replaced
+from ..models.rows import Pass, PassKind, Rows, uploaded
+from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
 HEADER_BYTES = 8  # length of the header of a safetensors file, little-endian

@@ -21,15 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.errors import InvalidInput, OutputError
-from ..core.types import Prompt
-from ..decoding.engine import Work, alone, side_by_side, subscribed
-from ..decoding.events import Round, WorkEvent
-from ..decoding.methods import PLAIN
-from ..decoding.session import Session
-from ..models.costs import memory_for_texts
-from ..models.runtime import Runtime
-from ..models.saved import replacing
+from ...core.errors import InvalidInput, OutputError
+from ...core.types import Prompt
+from ...decoding.engine import Work, alone, side_by_side, subscribed
+from ...decoding.events import Round, WorkEvent
+from ...decoding.methods import PLAIN
+from ...decoding.session import Session
+from ...models.costs import memory_for_texts
+from ...models.runtime import Runtime
+from ...models.saved import replacing
 from .settings import OnStep, TrainingStep
 
 SAVE_S = 3.0  # between two states of training

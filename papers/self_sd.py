@@ -15,9 +15,9 @@ import numpy as np
 from ..core.errors import InvalidInput
 from ..core.types import LayerSet, Prompt, n_skipped_for
 from ..decoding.methods import PLAIN, Method, Resources, build
-from ..decoding.methods.chains import AdaptiveThreshold
 from ..decoding.session import Session
-from .suggestions import Array, next_point
+from ..optimizer.suggestions import Array, next_point
+from .methods.chains import AdaptiveThreshold
 
 MAX_STEPS = 200  # AdaDecode, appendix C, with 4 prompts; Draft & Verify itself takes 1,000
 SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this

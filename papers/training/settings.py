@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..core.errors import SettingsError
-from ..core.records import LearnedKind
-from ..core.serialization import LARGEST, Settings, count, ranged, share
+from ...core.errors import SettingsError
+from ...core.records import LearnedKind
+from ...core.serialization import LARGEST, Settings, count, ranged, share
 
 ProbeSampling = Literal["greedy", "top-p"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from ..core.types import Prompt, Sampling
-from ..decoding.session import Session
-from ..models.early_exit import Heads, Probe
-from ..models.runtime import Runtime
+from ...core.types import Prompt, Sampling
+from ...decoding.session import Session
+from ...models.runtime import Runtime
+from ..early_exit import Heads, Probe
 from .features import Checkpoint, Features, collect
 from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 

@@ -11,9 +11,9 @@ from ..core.types import Sampling
 from ..decoding.methods import PLAIN, Method
 
 if TYPE_CHECKING:
-    from ..models.early_exit import Heads
     from ..optimizer.search import Search
     from .ablation_recipes import AblationRecipes
+    from .early_exit import Heads
 
 SCHEMA = "swiftopt.ablation/1"
 SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
-from ..draft import Draft, Drafter, DraftModel, draw_apart
-from ..verify import JointRatio, KeepAll, Verifier, truncate
-from . import Resources, method
+from ...decoding.draft import Draft, Drafter, DraftModel, draw_apart
+from ...decoding.methods import Resources, method
+from ...decoding.verify import JointRatio, KeepAll, Verifier, truncate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..engine import PassGenerator
+    from ...decoding.engine import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def _mtad(resources: Resources, settings: MtadSettings) -> tuple[Drafter, Verifi
 
 @method("mtjd", "MTJD", "MTAD 3.1", BeamSettings, lossy=True)
 def _mtjd(resources: Resources, settings: BeamSettings) -> tuple[Drafter, Verifier]:
-    from ..draft_models import SkippedTarget
+    from ...decoding.draft_models import SkippedTarget
 
     return BeamDrafter(SkippedTarget(None), settings, runs_target=True), KeepAll()
 

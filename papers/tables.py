@@ -1,7 +1,7 @@
 """The papers' tables and figures, repeated on one machine: a command each, and a page of our numbers beside theirs.
 
-    python -m swiftopt.bench.papers --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
-    python -m swiftopt.bench.papers --write                                                  puts them into the page
+    python -m swiftopt.papers.tables --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
+    python -m swiftopt.papers.tables --write                                                  puts them into the page
 
 Results lie in bench/results/papers, one file per entry, in the form of those in bench/results (`tables.py`).
 """
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.micro import RANK_SCHEMA
+from ..bench.stream_shift import SCHEMA as SHIFT_SCHEMA
+from ..bench.tables import RESULTS, ROOT, refreshed
 from ..core.errors import SwiftoptError
 from ..core.types import now
 from .ablations import SCHEMA as ABLATION_SCHEMA
-from .micro import RANK_SCHEMA
-from .stream_shift import SCHEMA as SHIFT_SCHEMA
-from .tables import RESULTS, ROOT, refreshed
 
 FOLDER = RESULTS / "papers"
 PAGE = ROOT / "docs" / "papers.md"
@@ -37,14 +37,15 @@ SHOWN = {  # figures of a row that its cell in the table has
     "rejected": "rejected_share",
     "quality": "quality",
 }
+ABLATE = "swiftopt.papers.ablate"
 UNKEPT = ("out", "database", "job")  # Fields of a report that say where a file lies on one machine.
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A table or figure: the `swiftopt` command that repeats it, and the paper's own numbers.
+    """A table or figure: the command that repeats it, and the paper's own numbers.
 
-    `command` is in words; "": `bench ablate` of the key. It gets model, stream and limit from the caller; `takes_limit`
+    `command` is in words; "": the ablation of the key. It gets model, stream and limit from the caller; `takes_limit`
     is off where it reads all of the stream. `example`: the stream where the caller names none; "": the command reads
     none. `module` has the command, and `first` makes what it needs of the lines behind the limit.
     """
@@ -56,8 +57,13 @@ class Repeated:
     command: str = ""
     takes_limit: bool = True
     example: str = "examples/stream.jsonl"
-    module: str = "swiftopt"
+    module: str = ""
     first: str = ""
+
+    @property
+    def program(self) -> str:
+        """The module that is run."""
+        return self.module or ("swiftopt" if self.command else ABLATE)
 
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
@@ -108,8 +114,9 @@ PAPERS: tuple[Repeated, ...] = (
         SWIFT,
         "Figure 7",
         "SWIFT keeps its speed where the task changes, Self-SD loses it",
-        "bench stream-shift --prompts 4 --max-new-tokens 64 --method swift --draft-format stored",
+        "--prompts 4 --max-new-tokens 64 --method swift --draft-format stored",
         takes_limit=False,
+        module="swiftopt.bench.stream_shift",
     ),
     Repeated(
         "swift-search",
@@ -148,14 +155,16 @@ PAPERS: tuple[Repeated, ...] = (
         ADADECODE,
         "Figure 6 (a, b)",
         "a figure: n 14 at threshold 0.3 0.944x with a large drafter, others more",
-        f"bench ablate spd-settings {GREEDY}",
+        f"spd-settings {GREEDY}",
+        module=ABLATE,
     ),
     Repeated(
         "adadecode-self-sd",
         ADADECODE,
         "Figure 6 (c)",
         "a figure: more steps of Self-SD's search are not always better",
-        f"bench ablate self-sd-steps {GREEDY}",
+        f"self-sd-steps {GREEDY}",
+        module=ABLATE,
     ),
     Repeated(
         "adadecode-trees",
@@ -192,14 +201,15 @@ PAPERS: tuple[Repeated, ...] = (
         "Table I",
         "1B, greedy: LayerSkip 1.00, Draft & Verify 1.10, AdaSPEED 1.16, with a probe 1.10; top-p: 1.00, 1.35, 1.42,"
         " 1.51; 7B, greedy: 1.00, 1.12, 1.18, 1.12; top-p: 1.00, 1.14, 1.21, 1.24",
-        f"bench ablate adaspeed {GREEDY}",
+        f"adaspeed {GREEDY}",
+        module=ABLATE,
     ),
     Repeated("adaspeed-exit", ADASPEED, "III.A, the exit layer", "best exit: 4 of 16 for AdaSPEED, 6 for LayerSkip"),
 )
 
 
 def command_of(entry: Repeated, model: str, stream: str | None, limit: int | None) -> list[str]:
-    words = [*shlex.split(entry.command or f"bench ablate {entry.key} {GREEDY}"), "--model", model]
+    words = [*shlex.split(entry.command or f"{entry.key} {GREEDY}"), "--model", model]
     words += ["--stream", stream or entry.example] if entry.example else []
     return [*words, "--limit", str(limit)] if limit is not None and entry.takes_limit else words
 
@@ -207,7 +217,7 @@ def command_of(entry: Repeated, model: str, stream: str | None, limit: int | Non
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
     """Run an entry's command and keep its result; return whether it ended well."""
     words = command_of(entry, model, stream, limit)
-    shown = f"{'' if entry.module == 'swiftopt' else 'python -m '}{entry.module} {shlex.join(words)}"
+    shown = f"{'' if entry.program == 'swiftopt' else 'python -m '}{entry.program} {shlex.join(words)}"
     print(f"{entry.paper}, {entry.where}: {shown}", flush=True)
     folder = None if stream else ROOT  # which the examples' names are relative to
     if entry.first:
@@ -217,7 +227,7 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
             others.flush()
             first = [*shlex.split(entry.first), "--model", model, "--stream", others.name]
             subprocess.run([sys.executable, "-m", "swiftopt", *first], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
-    command = [sys.executable, "-m", entry.module, *words, "--json"]
+    command = [sys.executable, "-m", entry.program, *words, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
     if done.returncode:
         return False

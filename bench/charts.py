@@ -1,0 +1,124 @@
+"""Pictures of benchmarks."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from ..terminal.charts import (
+    BESIDE,
+    BLUE,
+    CYCLE,
+    DASHED,
+    GREY,
+    INK,
+    LINE,
+    MEAN_OF,
+    ORANGE,
+    Pictures,
+    Report,
+    conditions,
+    draw_speeds,
+    end_at_one,
+    legend,
+    model_name,
+    moving_means,
+    picture,
+)
+
+SHIFT_RUNS = (
+    ("kept", "first task's set", GREY),
+    ("own", "each task's own set", BLUE),
+    ("adapted", "one stream, adapting", ORANGE),
+)
+
+
+def draw_search(report: Report, pictures: Pictures) -> None:
+    """Draw the objective that search strategies reach against candidate passes, and against seconds."""
+    title = f"{model_name(report['model'])} · {conditions(report)} · {report['windows']} windows"
+    with picture(pictures, 4.6, title, ncols=2, sharey=True) as (left, right):
+        for column, (axes, ends) in enumerate(((left, "passes"), (right, "seconds"))):
+            for colour, result in zip(CYCLE * len(report["results"]), report["results"], strict=False):
+                x = [*(point[column] for point in result["curve"]), result[ends]]
+                y = [*(point[2] for point in result["curve"]), result["final"]]
+                axes.step(x, y, where="post", color=colour, label=result["strategy"])
+            axes.axhline(report["goal"], color=INK, lw=1, ls=DASHED)
+            axes.set_title(f"dashed: {report['goal']:.3f}x, 95 % of the best")
+        left.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
+        right.set(xlabel="seconds of searching")
+        legend(right)
+
+
+def draw_tunings(report: Report, pictures: Pictures) -> None:
+    """Draw the speed of each run's plan on unseen prompts against the seconds of searching until it was used."""
+    title = f"{model_name(report['model'])} · tuned on {report['prompts']} prompts, timed on {report['unseen']} others"
+    with picture(pictures, 4.8, title) as axes:
+        end = max(result["search_s"] for result in report["results"])
+        for colour, way in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
+            for at, result in enumerate(run for run in report["results"] if run["way"] == way):
+                x, y = zip(*result["curve"], strict=True)
+                label = None if at else way
+                axes.step([*x, end], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
+                axes.plot(x, y, color=colour, lw=0, marker="o", ms=4)
+        axes.axhline(1.0, color=INK, lw=1, ls=DASHED)
+        axes.set_title(conditions(report, f"{report['max_new_tokens']} tokens a prompt", "a line per run"))
+        axes.set(
+            xlabel="seconds of searching, costs and formats included", ylabel="speed to plain decoding", xlim=(0, None)
+        )
+        legend(axes)
+
+
+def draw_stream_shift(report: Report, pictures: Pictures) -> None:
+    """Draw acceptance along a stream that changes its task, in the manner of SWIFT Figure 7."""
+    title = f"{model_name(report['model'])} · {conditions(report)} · {report['method']}"
+    with picture(pictures, 4.6, title) as axes:
+        results = report["results"]
+        starts = [0, *accumulate(result["prompts"] for result in results)]
+        for key, label, colour in SHIFT_RUNS:
+            for start, result in zip(starts, results, strict=False):
+                values = moving_means(result[key]["by_prompt"])
+                x = range(start + 1, start + 1 + len(values))
+                axes.plot(x, values, color=colour, label=None if start else label)
+        for start, result in zip(starts, results, strict=False):
+            axes.axvline(start + 0.5, color=LINE, lw=1)
+            axes.text(start + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=10, color=GREY)
+        for shift in report["shifts"]:
+            axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
+        axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
+        end_at_one(axes)
+        legend(axes)
+
+
+def draw_serving(report: Report, pictures: Pictures) -> None:
+    """Draw the speed of a served stream by request, plain decoding beside it."""
+    title = f"{model_name(report['model'])} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
+    with picture(pictures, 4.4, title) as axes:
+        ends = list(accumulate(result["requests"] for result in report["results"]))
+        for key, label, colour in (("served_s", "as served, learning", BLUE), ("plain_s", "plain decoding", GREY)):
+            speeds = [result["tokens"] / result[key] for result in report["results"]]
+            draw_speeds(axes, ends, speeds, colour, label)
+        equal = f"{report['equal']} of {report['prompts']} equal to plain decoding"
+        axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}", ylim=(0, None))
+        axes.set_title(conditions(report, f"{report['concurrency']} at a time", equal))
+        legend(axes)
+
+
+def draw_throughput(report: Report, pictures: Pictures) -> None:
+    """Draw the speed and the time per token by how many requests run at once, with plain batching and drafting."""
+    title = f"{model_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
+    results = sorted(report["results"], key=lambda result: result["concurrency"])
+    with picture(pictures, 4.6, title, ncols=2) as (left, right):
+        places = range(len(results))  # evenly spaced: 1, 2, 4 and 8 would crowd at the left
+        for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
+            per_token = [result[way]["per_token_s"] for result in results]
+            left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
+            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in per_token], color=colour, marker="o")
+        for place, result in zip(places, results, strict=True):
+            at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
+            left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)
+        left.set_title(conditions(report))
+        for axes, label in ((left, "tokens per second, all requests"), (right, "ms per token, median")):
+            axes.set_xticks(places, [str(result["concurrency"]) for result in results])
+            axes.set(xlabel="requests at once", ylabel=label)
+            axes.margins(x=0.12)
+            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        legend(left)

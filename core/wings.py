@@ -1,0 +1,75 @@
+"""Wings: packages beside the floors, which add commands, methods, presets and parts, and which may be left out.
+
+A folder of the package that has a module `wing.py` is a wing; that module holds a `WING`, and imports little. No floor
+imports a wing: floors ask here what the wings that are present have, and load it by its reference when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WingCommand:
+    """A command of a group that lists it after another one of its own; the program itself is the group "swiftopt"."""
+
+    group: str
+    name: str
+    after: str
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class WingPart:
+    """A part that methods need and a wing makes: weights by their kind, or the layer set of a method with its search.
+
+    command: what makes it in full, without `swiftopt`. maker: a function of `MakingRecipes` and a preset or None, which
+    returns the record of the part that it made. reader: of weights, a function of their kind, bytes and runtime.
+    """
+
+    command: str
+    maker: str
+    reader: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wing:
+    """What a wing adds. A reference is "package.module:name" within swiftopt, so that listing a wing loads none of it.
+
+    methods: a package whose files register methods. presets: a mapping of presets by name. parts: by weights' kind, or
+    by the method whose layer set it is. options: decorators that add options to a floor's command, by its name.
+    tunings: functions of pictures and of the values of `tune`'s options, which return None where these do not ask for
+    their way.
+    """
+
+    commands: tuple[WingCommand, ...] = ()
+    methods: str = ""
+    presets: str = ""
+    parts: Mapping[str, WingPart] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    tunings: tuple[str, ...] = ()
+
+
+@cache
+def wings() -> tuple[Wing, ...]:
+    """Return the wings that are here, by their folders' names."""
+    folders = sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/wing.py"))
+    return tuple(import_module(f"{PACKAGE}.{folder}.wing").WING for folder in folders)
+
+
+def parts() -> dict[str, WingPart]:
+    """Return the parts of all wings that are here."""
+    return {name: part for wing in wings() for name, part in wing.parts.items()}
+
+
+def load(reference: str) -> Any:
+    """Return what a reference names."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(f"{PACKAGE}.{module}"), name)

@@ -1,0 +1,59 @@
+"""Prompt lookup: where the text's end occurred before, what followed it there is the draft (`text_matches`).
+
+It is a function of committed tokens and depends on no draw of the round that checks it: `TargetWalk` is exact at every
+temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...core.serialization import Settings, count
+from ..draft import Draft, Drafter, DraftTree
+from ..text_matches import Matches
+from ..verify import TargetWalk, Verifier
+from . import Resources, method
+
+if TYPE_CHECKING:
+    from ..engine import PassGenerator
+
+WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettings(Settings):
+    """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
+
+    max_draft_length: int = count(10)
+    min_match: int = count(1)  # tokens that must match before anything is drafted
+
+
+@method("prompt-lookup", "prompt lookup", "n-gram drafting", LookupSettings)
+def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Verifier]:
+    return LookupDrafter(settings), TargetWalk()
+
+
+class LookupDrafter(Drafter):
+    """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
+
+    The draft is as long as the chance that all of it is accepted is at least `WORTH`. The cost of a round does not grow
+    with the context.
+    """
+
+    def __init__(self, settings: LookupSettings) -> None:
+        self.max_depth, self.min_match = settings.max_draft_length, settings.min_match
+
+    def start(self) -> None:
+        context = self.context
+        self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
+        yield from ()
+        self.matches.read(self.context.token_ids)
+        cursor = self.matches.at_end()
+        enough = cursor.length >= self.min_match
+        followed = cursor.guesses(min(room, self.max_depth), WORTH) if enough else []
+        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
+        return Draft(tree, sources={node: guess.source for node, guess in enumerate(followed, 1)})

@@ -1,0 +1,105 @@
+"""Chains that end by a threshold of a paper's, or are judged by one: Self-SD, typical acceptance, BiLD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...core.serialization import Settings, count, ranged, share
+from ...decoding.draft import AcceptanceProbe, Drafter
+from ...decoding.methods import Resources, method
+from ...decoding.methods.chains import ChainDrafter, StopRule
+from ...decoding.verify import ChainRatio, Rollback, Typical, Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveThreshold(Settings):
+    """A chain's length and a threshold that follows the acceptance rate (Draft & Verify; AdaSPEED appendix A).
+
+    After every round: rate ← β1 · rate + (1 - β1) · accepted / drafted; wanted = threshold + step where the rate is
+    not above `target_acceptance`, else threshold - step; threshold ← β2 · threshold + (1 - β2) · wanted.
+    The values are those of Draft & Verify's published code; the length is that of AdaDecode's setup.
+
+    DEVIATION: as in Draft & Verify's published code, a draft that reached its full length at a good rate leaves the
+    threshold alone: lowering it could not have made the draft longer; and the rate starts at 0. Beyond the paper, the
+    threshold stays at or below 1: above it every draft ends at once, and going further would only delay the way back.
+    That code judges a sampled token by its probability before temperature and top-p; here by what it was drawn from.
+    """
+
+    stop_threshold: float = share(0.8)
+    max_draft_length: int = count(12)
+    target_acceptance: float = share(0.9)  # α
+    threshold_step: float = share(0.01)  # ε
+    rate_memory: float = share(0.5)  # β1
+    threshold_memory: float = share(0.9)  # β2
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalSettings(Settings):
+    """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
+
+    epsilon: float = share(0.09)  # Medusa's posterior_threshold
+    delta: float = share(0.3)  # its posterior_alpha, √ε
+    max_draft_length: int = count(5)
+
+
+@dataclass(frozen=True, slots=True)
+class BildSettings(Settings):
+    """BiLD (arXiv:2302.07863)."""
+
+    fallback_threshold: float = share(0.6)  # the draft hands over where its confidence is below
+    rollback_threshold: float = ranged(3.0, ge=0)  # most -log target prob. of a kept token
+    max_draft_length: int = count(10)
+
+
+@method("self-sd", "Self-SD (Draft & Verify)", "arXiv:2309.08168", AdaptiveThreshold, ["layer_set"])
+def _self_sd(resources: Resources, settings: AdaptiveThreshold) -> tuple[Drafter, Verifier]:
+    return ChainDrafter(resources.skipped(), AdaptiveStop.of(settings), sampled=True), ChainRatio()
+
+
+@method("bild", "BiLD", "arXiv:2302.07863", BildSettings, drafts_with_model=True, lossy=True)
+def _bild(resources: Resources, settings: BildSettings) -> tuple[Drafter, Verifier]:
+    stop = StopRule(settings.max_draft_length, settings.fallback_threshold, keeps_last=False)
+    return ChainDrafter(resources.draft_model(), stop, sampled=True), Rollback(settings.rollback_threshold)
+
+
+@method("typical", "typical decoding", "arXiv:2401.10774", TypicalSettings, drafts_with_model=True, lossy=True)
+def _typical(resources: Resources, settings: TypicalSettings) -> tuple[Drafter, Verifier]:
+    drafter = ChainDrafter(resources.draft_model(), StopRule(settings.max_draft_length), sampled=True)
+    return drafter, Typical(settings.epsilon, settings.delta)
+
+
+@dataclass(slots=True, eq=False)
+class AdaptiveStop(StopRule):
+    """A stop rule whose threshold follows the acceptance rate.
+
+    `joint` compares with it the product of the confidences of all steps of the draft (AdaSPEED, Algorithm 2).
+    """
+
+    joint: bool = False
+    adaptation: AdaptiveThreshold = field(default_factory=AdaptiveThreshold)
+    _rate: float = 0.0  # of acceptance
+    _product: float = 1.0  # of the confidences in the draft in progress
+
+    @classmethod
+    def of(cls, settings: AdaptiveThreshold, joint: bool = False, probe: AcceptanceProbe | None = None) -> AdaptiveStop:
+        return cls(settings.max_draft_length, settings.stop_threshold, probe, joint=joint, adaptation=settings)
+
+    def start(self) -> None:
+        self._product = 1.0
+
+    def judged(self, confidence: float) -> float:
+        self._product *= confidence
+        return self._product if self.joint else confidence
+
+    def observe(self, n_drafted: int, n_accepted: int) -> None:
+        """Adapt the threshold to the round."""
+        rule = self.adaptation
+        if self.threshold is None or not n_drafted:
+            return
+        self._rate = rule.rate_memory * self._rate + (1 - rule.rate_memory) * n_accepted / n_drafted
+        threshold = self.threshold
+        if self._rate <= rule.target_acceptance:
+            threshold += rule.threshold_step
+        elif n_drafted < self.max_draft_length:
+            threshold -= rule.threshold_step
+        self.threshold = min(1.0, rule.threshold_memory * self.threshold + (1 - rule.threshold_memory) * threshold)

@@ -1,0 +1,152 @@
+"""What the papers' methods need, made in full by a command, or briefly where a comparison finds it missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from .. import __version__
+from ..core.records import LayerSetRecord, LearnedKind, LearnedRecord
+from ..core.requests import GenerateRequest, ModelRequest
+from ..core.settings import Preset
+from ..core.streams import stream_sha256
+from ..core.types import DEFAULT_TASK, Prompt, now
+from ..decoding.methods import method_info
+from ..decoding.session import Session
+from ..models.loading import load
+from ..models.runtime import Runtime
+from ..models.saved import OnStep, cache_root
+from ..store import Store
+from ..tasks.recipes import MakingRecipes, opened, set_record
+from . import self_sd
+from .early_exit import learned_to_bytes, n_parameters
+from .self_sd import Candidate, SelfSdSearch
+from .training.features import Checkpoint
+from .training.settings import HeadSettings, ProbeSettings, Trained
+from .training.settings import OnStep as OnTrainingStep
+from .training.trainer import train
+
+SELF_SD_S, HEADS_S, PROBE_S = 15.0, 22.0, 8.0  # the times of a brief search and of brief trainings
+BRIEF_EPOCHS = 1000  # More epochs than fit: the time ends a brief training.
+LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
+SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
+
+
+def _trained(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -> LearnedRecord:
+    words, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
+    clock, runtime = perf_counter(), recipes.runtime
+    n_tokens = max(LEAST_TOKENS, recipes.session.max_new_tokens)
+    brief: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
+    of_kind = HeadSettings if kind == "heads" else ProbeSettings
+    settings = of_kind(**(brief if preset is None else preset.making), max_new_tokens=n_tokens)
+    how = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
+    recipes.on_step(f"make: {words}, {how}")
+    trained = train(runtime, recipes.prompts, settings, budget_s=seconds if preset is None else None)
+    recipes.note_made(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
+    values = {**settings.to_json(), "brief": preset is None}
+    record = learned_record(runtime, recipes.model, recipes.task, trained, values)
+    if recipes.keep is not None:
+        record = recipes.keep.add_learned(record, learned_to_bytes(trained.model, record))
+    recipes.keep_weights(record, trained.model)
+    return record
+
+
+make_heads, make_probe = partial(_trained, "heads"), partial(_trained, "probe")
+
+
+def make_self_sd_set(recipes: MakingRecipes, preset: Preset | None) -> LayerSetRecord:
+    """Search Self-SD's layer set, briefly or as a preset says."""
+    making = dict(preset.making if preset is not None else {})
+    how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{making['max_steps']} candidates of its search"
+    recipes.on_step(f"make: Self-SD's layer set, by {how}")
+    n_tokens, n_prompts = recipes.session.max_new_tokens, making.pop("n_prompts", SELF_SD_PROMPTS)
+    session, budget_s = recipes.session, math.inf
+    if preset is None:
+        session, budget_s = Session(recipes.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
+    else:
+        making["settings"] = method_info("self-sd").settings_from(preset.settings)
+    search_found = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **making)
+    recipes.note_made("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
+    return recipes.kept("self-sd", search_found.best.layer_set)
+
+
+def search_offline(
+    request: GenerateRequest,
+    prompts: Sequence[Prompt],
+    store: Store,
+    max_steps: int,
+    budget_s: float,
+    on_step: OnStep,
+    on_candidate: Callable[[int, Candidate], None],
+) -> tuple[LayerSetRecord, SelfSdSearch]:
+    """Run Self-SD's search on all of `prompts` and store its best set as a version that `best` does not mean.
+
+    Its figures are not stored: the search maximised them on its own prompts, so they are biased.
+
+    Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
+    """
+    session, seed = opened(request, prompts, store, on_step), request.sampling.seed
+    search_found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
+    record = set_record(session.runtime, request.model, request.task or prompts[0].task, search_found.best.layer_set)
+    return store.add_layer_set(record, plan_method="self-sd", promote=False), search_found
+
+
+def train_and_store(
+    request: ModelRequest,
+    settings: HeadSettings | ProbeSettings,
+    prompts: Sequence[Prompt],
+    store: Store,
+    on_step: OnTrainingStep,
+    on_load: OnStep | None = None,
+) -> LearnedRecord:
+    """Train heads or a probe for the request's model and task; return the stored record.
+
+    A run that was cut short is continued from its checkpoint.
+
+    Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
+            OutputError: the checkpoint cannot be written.
+    """
+    runtime = load(request.model, request.dtype, request.device, on_load)
+    store.remember_model(runtime.info)
+    values, stream = {**settings.to_json(), "dtype": runtime.dtype_name}, stream_sha256(prompts)
+    identity = {
+        "fingerprint": runtime.info.fingerprint,
+        "dtype": runtime.dtype_name,
+        "stream": stream,
+        "depths": list(settings.depths(runtime.n_layers)),
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    checkpoint = Checkpoint(cache_root() / "training", identity, {**values, "kind": settings.KIND})
+    trained = train(runtime, prompts, settings, on_step, kept=checkpoint)
+    record = learned_record(runtime, request.model, request.task or DEFAULT_TASK, trained, values, stream)
+    record = store.add_learned(record, learned_to_bytes(trained.model, record))
+    checkpoint.remove()
+    return record
+
+
+def learned_record(
+    runtime: Runtime,
+    model: str,
+    task: str,
+    trained: Trained,
+    settings: Mapping[str, Any],
+    stream: str | None = None,
+) -> LearnedRecord:
+    """Describe heads or a probe trained for a task of the model; `model` is the name that the caller used."""
+    return LearnedRecord(
+        kind=trained.model.KIND,
+        model=model,
+        task=task,
+        fingerprint=runtime.info.fingerprint,
+        depths=trained.model.depths,
+        n_parameters=n_parameters(trained.model),
+        settings=dict(settings),
+        figures=trained.figures,
+        curve=trained.curve,
+        stream_sha256=stream,
+        swiftopt_version=__version__,
+        created_at=now(),
+    )

@@ -1,0 +1,87 @@
+"""Runs a command line as a program: errors become exit codes, and output survives any terminal."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from ..core import collector
+from ..core.errors import SwiftoptError
+from .options import lacks
+from .output import INTERRUPTED, note, silence
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
+IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Signs for terminals that have ASCII alone.
+
+
+def run(program: click.Command, args: Sequence[str], name: str | None = None) -> int:
+    """Run one command line of a program and return its exit code; errors that are no one's input are raised."""
+    try:
+        result = program.main(list(args), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (click.Abort, KeyboardInterrupt) as abort:
+        if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but no command asks for input
+            raise abort.__cause__ from None
+        note("interrupted: what was finished until now is kept")
+        return INTERRUPTED
+    except click.ClickException as error:
+        note(_usage(error))
+        return error.exit_code
+    except SwiftoptError as error:
+        note(f"error: {error}")
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "swiftopt"):
+            raise
+        note(f"error: {lacks(package)}")
+        return 1
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno not in UNWRITABLE:
+                raise
+            note(f"error: cannot write the result: {(error.strerror or '').lower()}; send stdout somewhere else")
+        silence(sys.stdout)
+        return 1
+
+
+def _usage(error: click.ClickException) -> str:
+    """Return a usage error as one line, but the whole help for a group that was called with nothing."""
+    text = error.format_message().replace(". Did you", ": did you")
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return text
+    context = getattr(error, "ctx", None)
+    advice = f" (see `{context.command_path} --help`)" if context is not None else ""
+    return f"error: {text[:1].lower()}{text[1:].rstrip('.')}{advice}"
+
+
+def main(program: click.Command, name: str | None = None) -> NoReturn:
+    """Run a program with the arguments of this process, and end it."""
+    collector.start()
+    _replace_closed_streams()
+    codecs.register_error("swiftopt", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        getattr(stream, "reconfigure", lambda **_: None)(errors="swiftopt")
+    sys.exit(run(program, sys.argv[1:], name))
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return what a terminal shows in place of characters that its encoding lacks, of the same width."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device for streams that the caller closed; else the next file opened would take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
