@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test slow readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow floors readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +38,17 @@ test: setup
 # The tests that are left out there: they compile for minutes.
 slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# The floors alone: a copy of the tree without its wings, and tests that need none; FLOORS=tests runs all of these.
+FLOORS := tests/unit tests/contract/test_cli.py tests/contract/test_bad_input.py tests/system/test_floors.py
+floors: setup
+	rm -rf .floors && mkdir -p .floors/swiftopt
+	cp -r $$(git ls-files | cut -d/ -f1 | sort -u) .floors/swiftopt
+	rm -r $$(dirname .floors/swiftopt/*/wing.py)
+	cd .floors/swiftopt && PYTHONPATH=$(abspath .floors) OMP_NUM_THREADS=1 \
+	    $(abspath $(BIN))/python -m pytest -n 3 --dist worksteal -p no:cacheprovider -m "not slow" \
+	    --ignore tests/unit/test_kernels.py --ignore tests/unit/test_row_invariant.py $(FLOORS)
+	rm -rf .floors
 
 # The tests that go through the most of transformers, with the oldest release that pyproject.toml allows in place of the
 # installed one. Of the oldest torch no build for a CPU is at hand.
@@ -150,4 +161,4 @@ engines: setup
 	    $(if $(LAYER_SET),--layer-set $(LAYER_SET)) $(MORE)
 
 clean:
-	rm -rf $(VENV) .lint .lowest $(DEMO) site build *.egg-info
+	rm -rf $(VENV) .lint .lowest .floors $(DEMO) site build *.egg-info

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 from servers import KeptDatabase, Postgres, Valkey, flush, new_database, server_folder
-from wings import needs_missing
+from wings import is_here, needs_missing
 
 from swiftopt.models.kernels import build
 
@@ -53,12 +53,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run where a CUDA device is, those marked `model` when the model is there to be loaded."""
+    """Tests marked `gpu` run where a CUDA device is, those marked `model` or `wing` where that model or wing is."""
     for item in items:
         if item.get_closest_marker("model") and isinstance(item, pytest.Function):
             item.fixturenames.insert(0, "smollm2")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device, which the test needs"))
+        wings_needed = (name for mark in item.iter_markers("wing") for name in mark.args)
+        if missing := [name for name in wings_needed if not is_here(name)]:
+            item.add_marker(pytest.mark.skip(reason=f"the test needs wings that are not here: {', '.join(missing)}"))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 from fakes import cheap_draft_costs
 from families import VOCAB, tiny_runtime
 from torch import Tensor
+from wings import is_here
 
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods import Resources
@@ -24,7 +25,6 @@ from swiftopt.models.kernels import native as passes
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime
-from swiftopt.papers.early_exit import Heads, Probe
 
 LEVELS = [name for name, level in build.LEVELS.items() if level.needs <= build.processor_flags()]
 
@@ -72,13 +72,15 @@ def words(seed: int, n: int) -> list[int]:
 
 @cache
 def parts(family: str, with_model: bool = False) -> Resources:
-    runtime = native(family)
-    width = runtime.config.hidden_size
-    generator = torch.Generator().manual_seed(3)
-    heads = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
-    probe = Probe(1, torch.randn(width, generator=generator), 0.5)
+    """What methods are made of; what papers' methods need where these are here."""
+    runtime, learned = native(family), dict[str, Any]()
+    if is_here("papers"):
+        from swiftopt.papers.early_exit import Heads, Probe
+
+        width, generator = runtime.config.hidden_size, torch.Generator().manual_seed(3)
+        learned["heads"] = Heads({depth: torch.eye(width, dtype=runtime.dtype) * 3 for depth in (1, 2)})
+        learned["probe"] = Probe(1, torch.randn(width, generator=generator), 0.5)
     draft = native(family, seed=1) if with_model else None
-    learned = {"heads": heads, "probe": probe}
     return Resources(runtime, LayerSet(4, frozenset({1}), frozenset({2})), learned, draft, cheap_draft_costs())
 
 

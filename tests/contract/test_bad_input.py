@@ -423,7 +423,10 @@ def test_chat_is_refused_where_the_model_has_no_template(
 @pytest.mark.parametrize(
     ("changes", "says"), [({}, "is for 30 layers"), ({"n_layers": 4, "skip_attn": [1], "skip_mlp": []}, "fp")]
 )
-@pytest.mark.parametrize("command", [GENERATE, ["bench", "decode", "--stream", "good.jsonl", "--methods", "plain"]])
+@pytest.mark.parametrize(
+    "command",
+    [GENERATE, *of_wings({"bench": [["bench", "decode", "--stream", "good.jsonl", "--methods", "plain"]]})],
+)
 def test_layer_set_of_another_model_is_refused_before_anything_is_decoded(
     command: list[str],
     changes: dict[str, Any],
@@ -438,6 +441,7 @@ def test_layer_set_of_another_model_is_refused_before_anything_is_decoded(
     assert says in told_last(capsys)
 
 
+@pytest.mark.wing("bench")
 def test_bench_decode_tells_of_a_layer_set_that_no_method_takes(
     tiny: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import click
 import pytest
 import torch
+from wings import WINGS, is_here, of_wings
 
 from swiftopt.cli import doctor
 from swiftopt.cli.main import run, swiftopt
@@ -198,11 +199,13 @@ def test_help_lists_common_options_those_that_are_required_and_how_to_see_the_ot
 ) -> None:
     declared, command = declared_options(path), cast(GroupedCommand, command_at(path))
     listed = sections_of(path, "--help", capsys)["Common options"]
-    assert listed == [*(declared[name] for name in command.common), "--help", "--help-all"]
+    common = [name for name in command.common if name in declared]
+    assert common == command.common or not all(map(is_here, WINGS))  # some are options of wings
+    assert listed == [*(declared[name] for name in common), "--help", "--help-all"]
     assert {declared[param.name or ""] for param in command.params if param.required} <= set(listed)
     assert run([*path, "--help"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"{len(declared) - len(command.common)} more options: swiftopt {' '.join(path)} --help-all"
+    assert last == f"{len(declared) - len(common)} more options: swiftopt {' '.join(path)} --help-all"
 
 
 def test_full_help_of_tune_begins_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -621,7 +624,7 @@ def test_option_wins_over_environment_over_file_over_default(
     assert task_listed() == ["toml"]
 
 
-@pytest.mark.parametrize("command", [["tune"], ["generate"], ["bench", "decode"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["tune"], ["generate"], *of_wings({"bench": [["bench", "decode"]]})], ids=" ".join)
 def test_configured_value_reaches_the_options_of_every_command(
     command: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -809,9 +812,16 @@ def test_task_of_tune_says_how_many_lines_are_left_for_it(home: Path, capsys: py
     all_named = told(("tune",), ["a", "b", "c", "d", "a"], capsys)
     words = "they keep it, and --task notes is for lines without one, which there are none of"
     assert all_named == [f"note: 5 of 5 lines name another task (a, b, c, …): {words}"]
+
+
+@pytest.mark.wing("papers")
+def test_task_of_a_presets_tuning_is_what_its_result_is_stored_under(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "--task notes is what the result is stored under" in told(("tune",), ["a"], capsys, "--preset", "mtad")[0]
 
 
+@pytest.mark.wing("bench", "papers")
 def test_every_command_with_a_stream_and_a_task_is_among_those() -> None:
     assert {"tune", "generate", "compare", "layers search", "heads train", "probe train", "bench decode"} <= {
         " ".join(path) for path in WITH_BOTH

@@ -39,7 +39,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
-from swiftopt.bench.disturbed_start import N_WARM, start
 from swiftopt.core.errors import Busy, ContextOverflow, EngineGone, InvalidInput, NotFound
 from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.messages import (
@@ -58,7 +57,6 @@ from swiftopt.core.messages import (
 )
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import Prompt
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess, Reply, Restarted
 from swiftopt.server.settings import new_key
@@ -477,6 +475,7 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     assert sum(n * sum(rounds) for n, rounds in by_length.items()) == drafts["num_draft_tokens"]
 
 
+@pytest.mark.wing("engines")
 def test_another_engines_servers_are_tuned_over_http_and_their_plan_is_looked_up(
     server: Served, folder: Path, tmp_path: Path
 ) -> None:
@@ -1542,27 +1541,3 @@ def until_idle(served: Served) -> None:
     while not all(line in served.client.get("/metrics").text for line in idle):
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{n} w3"}) for n in range(4)))
-    command = [sys.executable, "-m", "swiftopt", "bench", "serve", "--model", str(folder), "--max-new-tokens", "8"]
-    command += ["--stream", str(tmp_path / "s.jsonl"), "--task", "shown", "--db", str(tmp_path / "a.db"), "--stay"]
-    command += ["--svg", str(tmp_path / "speed.svg")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        said = next(line for line in process.stdout if "dashboard" in line)
-        found = httpx2.get(said.split()[2])
-        assert found.status_code == 200 and "shown" in found.text
-        assert "4 requests of 8 tokens" in (tmp_path / "speed.svg").read_text()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    refused = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "choose one" in refused.stderr
-
-
-def test_benchmark_of_a_disturbed_start_serves_all_prompts_and_ends_its_programs(folder: Path) -> None:
-    prompts = [Prompt(f"p{n}", "shown", text=f"w{n} w3") for n in range(N_WARM + 2)]
-    run = start(str(folder), prompts, 8, is_disturbed=True)
-    assert run["disturbed"] and run["equal"] == 2 and run["ratio"] > 0 and all(seconds > 0 for seconds in run["pass_s"])
-    assert not [child for child in psutil.Process().children() if "copyto" in " ".join(child.cmdline())]

@@ -13,6 +13,8 @@ from swiftopt.decoding.methods import METHODS
 from swiftopt.tasks.report import Figures
 from swiftopt.terminal.charts import Pictures, draw_ratios
 
+pytestmark = pytest.mark.wing("papers")  # whose methods fill the table
+
 
 def result(method: str, ratio: float | None, **more: Any) -> dict[str, Any]:
     interval = None if ratio is None else (ratio - 0.1, ratio + 0.1)

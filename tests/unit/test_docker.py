@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from wings import WINGS
 
 import swiftopt
 
@@ -196,6 +197,7 @@ def test_image_of_the_api_installs_dependencies_of_the_package_and_none_of_model
     assert "--constraint constraints.txt --requirement api.txt" in build and "install --no-deps ." in build
 
 
+@pytest.mark.wing(*WINGS)
 def test_docker_ignore_lets_the_package_through_and_nothing_else() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}
