@@ -68,6 +68,12 @@ def test_imports_point_down() -> None:
     assert any(imported(path) for path in sources())
 
 
+def test_no_floor_imports_a_wing() -> None:
+    floors = [room for room in RANK if room not in WINGS]
+    imports = [(str(path), line) for path in sources(*floors) for there, line in imported(path) if there in WINGS]
+    assert len(floors) == 11 and imports == []
+
+
 def test_cli_and_bench_do_not_import_each_other() -> None:
     """The bench comes after the command line, which it must not import either."""
     imports = {(here, there) for here in ("cli", "bench") for path in sources(here) for there, _ in imported(path)}
