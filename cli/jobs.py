@@ -21,7 +21,7 @@ from ..core.events import PHASES, JobState, TaskFinished
 from ..core.records import PlanInUse
 from ..core.requests import VERB_HELP, Job, JobList, TuneRequest, Verb
 from ..core.streams import LineWriter, default_output, output_line
-from ..core.types import Prompt, seconds_by_part
+from ..core.types import Prompt, epoch_s, seconds_by_part
 from ..core.wings import load, wings
 from ..tasks.admission import check_tuning
 from ..terminal import options, tuning_options
