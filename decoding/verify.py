@@ -9,15 +9,11 @@ one-hot draft distribution).
 distribution against the draft's, both after temperature, top-k, top-p and penalties. A refused token is made up for by
 a draw from what the target has left. Nodes without an `Offer`, and all nodes of a greedy request, take the step above.
 
-The others are lossy: they accept tokens that the target might not have drawn, for speed or for likelier text. They take
-chains and judge by the target's distribution as the model gives it (no temperature, no penalty).
-
 A node without logits of the target ends every walk.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -34,10 +30,10 @@ if TYPE_CHECKING:
     from .context import Context, Drafted
     from .engine import Work
 
-AT_ROOT = Walk((), ())
-SeveralRule = Literal["with", "without", "k-seq"]
+    Tries = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Generator[Tensor, None, Tensor]]
 
-_BISECTIONS = 12  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
+AT_ROOT = Walk((), ())
+SeveralRule = Literal["with", "without"]
 
 
 class Target:
@@ -324,16 +320,15 @@ class SeveralRatio(Verifier):
     """Several sampled children per node; every draw of an `Offer` is a try, repeats included.
 
     `rule`: "with" for independent draws, tried one after another (SpecInfer, arXiv:2305.09781); "without" for draws
-    that exclude each other (MCSS, arXiv:2401.06706); "k-seq" for independent draws that all have the same chance
-    (SpecTr, arXiv:2310.15141). A token that the target draws from its residual is followed if it is a child too:
-    what hangs below a child does not depend on why it was reached.
+    that exclude each other (MCSS, arXiv:2401.06706). A token that the target draws from its residual is followed if it
+    is a child too: what hangs below a child does not depend on why it was reached. `tries` weighs the draws of nodes.
     """
 
     weighs_offers = True
 
-    def __init__(self, rule: SeveralRule = "with") -> None:
+    def __init__(self, rule: SeveralRule = "with", tries: Tries | None = None) -> None:
         self._independent = rule != "without"
-        self._tries = _k_seq if rule == "k-seq" else _one_by_one
+        self._tries = tries or _one_by_one
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
         by_tries = groupby(_offering(draft, target), lambda node: len(draft.offers[node].nodes))
@@ -482,7 +477,7 @@ def _one_by_one(
     """
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
         is_tried = None if tried is None else tried[:, at, None]
-        chance = _chance(target_probs, draft_probs, token)
+        chance = chance_of(target_probs, draft_probs, token)
         yield chance if is_tried is None else chance * is_tried
         left = residual(target_probs, draft_probs)
         target_probs = left if is_tried is None else left.where(is_tried, target_probs)
@@ -491,161 +486,7 @@ def _one_by_one(
     return target_probs
 
 
-def _k_seq(
-    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
-) -> Generator[Tensor, None, Tensor]:
-    """Do as `_one_by_one` for draws of one distribution that all have the same chance."""
-    is_tried = tokens.new_ones(tokens.shape).bool() if tried is None else tried
-    n_tries = is_tried.sum(dim=1, keepdim=True)
-    accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
-    for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        yield _chance(accepted, draft_probs, token) * is_tried[:, at, None]
-    once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # the chance that one try is accepted
-    gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
-    return residual(target_probs, accepted * gain)
-
-
-def _chance(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
+def chance_of(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
     """Return the chance of a draw `token` (n, 1), at most 1, where tokens are to come out as often as `accepted`."""
     offered = draft_probs.gather(1, token)
     return (accepted.gather(1, token) / offered).clamp(max=1.0).where(offered > 0.0, 0.0)
-
-
-def _any_of(chance: Tensor, n_tries: Tensor) -> Tensor:
-    return 1.0 - (1.0 - chance) ** n_tries
-
-
-def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, most: int) -> Tensor:
-    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it.
-
-    Args:    n_tries: (n, 1), at most `most`.
-    Returns: float64 (n, 1).
-    """
-    low, high = target_probs.new_ones(n_tries.shape), n_tries.to(target_probs.dtype)
-    for _ in range(_BISECTIONS if most > 1 else 0):
-        middle = (low + high) / 2
-        once = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
-        refused = _any_of(once, n_tries) > middle * once
-        low, high = middle.where(refused, low), high.where(refused, middle)
-    return high
-
-
-class KeptPrefix(Verifier):
-    """Base of the lossy verifiers: some tokens of a chain from its first on, then the target's own if it has one."""
-
-    lossy = True
-
-    def verify(self, draft: Draft, target: Target) -> Walk:
-        assert draft.tree.is_chain
-        n_kept = self.n_kept(draft, target)
-        token_ids = draft.tree.token_ids[1 : n_kept + 1]
-        if n_kept < target.n_checked:
-            token_ids = (*token_ids, target.choose(n_kept, token_ids))
-        return Walk(tuple(range(1, n_kept + 1)), token_ids)
-
-    def n_kept(self, draft: Draft, target: Target) -> int:
-        """Return how many of the draft's tokens are kept: those before the first whose weight is 0."""
-        weights = self._weights(draft, target)
-        return next((n for n, weight in enumerate(weights) if not weight), len(weights))
-
-    def _weights(self, draft: Draft, target: Target) -> Sequence[float]:
-        """Return a weight for each of the draft's tokens that the target has logits for."""
-        return next((next(target.weights(nodes)) for nodes in self.weighed(draft, target)), ())
-
-    def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
-        nodes = list(range(min(draft.tree.n_steps, target.n_checked)))
-        return [nodes] if nodes else []
-
-    def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        probs = target.raw_probs(len(nodes))
-        yield self.judge(draft.tokens(probs.device)[1 : len(probs) + 1, None], probs)[:, None]
-
-    @abstractmethod
-    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        """Return a weight for each of `tokens` (n, 1) where the target's distributions are `probs` (n, vocab): (n,)."""
-
-
-class KeepAll(Verifier):
-    """MTJD: every token of the draft is kept; the drafter searched with the target itself, so no pass is needed."""
-
-    lossy = True
-
-    def verify(self, draft: Draft, target: Target) -> Walk:
-        return Walk(tuple(range(1, draft.tree.n_nodes)), draft.tree.token_ids[1:])
-
-
-class Typical(KeptPrefix):
-    """Typical acceptance: a token is kept if its probability exceeds min(ε, δ · exp(-H)), H the entropy there in nats.
-
-    Source: Medusa (arXiv:2401.10774) 2.3.1. DEVIATION: Medusa judges after temperature, and by equality with the
-    argmax at temperature 0; here the criterion is one and the same at every temperature.
-    """
-
-    def __init__(self, epsilon: float, delta: float) -> None:
-        self.epsilon, self.delta = epsilon, delta
-
-    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        least = (self.delta * probs.xlogy(probs).sum(dim=-1).exp()).clamp(max=self.epsilon)
-        return probs.gather(-1, tokens)[:, 0] > least
-
-
-class Rollback(KeptPrefix):
-    """BiLD's rollback: a token is refused where -log of its target probability exceeds `threshold` (nats).
-
-    Source: Kim et al. (arXiv:2302.07863) 3.3, with the target's distribution against the draft's token.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        return -probs.gather(-1, tokens)[:, 0].log() <= self.threshold
-
-
-class JointRatio(KeptPrefix):
-    """MTAD: the longest prefix whose joint probability is more than `threshold` times what the draft gives it.
-
-    A prefix may pass after a shorter one failed, and the empty one always does. Both sides are after top-k and top-p:
-    the target's here, the draft's in `Draft.logprobs`.
-
-    Source: MTAD 3.2, Algorithm 1. DEVIATION: its line 11 sets η ← j, the token; meant is η ← i, the length.
-    """
-
-    def __init__(self, threshold: float, top_k: int, top_p: float) -> None:
-        self.threshold, self.top_k, self.top_p = threshold, top_k, top_p
-
-    def n_kept(self, draft: Draft, target: Target) -> int:
-        assert len(draft.logprobs) == draft.tree.n_nodes
-        least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
-        ratio, longest = 0.0, 0  # log target - log draft of the prefix
-        for node, logprob in enumerate(self._weights(draft, target), 1):
-            ratio += logprob - draft.logprobs[node]
-            if ratio > least:
-                longest = node
-            elif ratio == -math.inf:
-                break  # the target rules a token out, and with it every longer prefix
-        return longest
-
-    def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        return warp(probs, self.top_k, self.top_p).gather(-1, tokens)[:, 0].log()
-
-
-def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Select the tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
-
-    Returns: float64 (…, n), made to sum to 1, 0 for those that top-p drops; their token ids, int64 (…, n).
-    """
-    values, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
-    values = values / values.sum(dim=-1, keepdim=True)
-    if top_p < 1.0:
-        dropped = values.cumsum(dim=-1) - values >= top_p  # the more probable ones already reach it
-        dropped[..., 0] = False
-        values = values.masked_fill(dropped, 0.0)
-        values = values / values.sum(dim=-1, keepdim=True)
-    return values, tokens
-
-
-def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return `probs` after top-k, then top-p, made to sum to 1: float64 (…, vocab)."""
-    values, tokens = truncate(probs, top_k, top_p)
-    return values.new_zeros(probs.shape).scatter_(-1, tokens, values)

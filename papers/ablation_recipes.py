@@ -24,7 +24,7 @@ from ..decoding.engine import PassGenerator
 from ..decoding.methods import Method, Resources, build, method_info
 from ..decoding.methods.chains import ChainDrafter
 from ..decoding.session import Session
-from ..decoding.verify import ChainRatio, Rollback, SeveralRatio, TargetWalk
+from ..decoding.verify import ChainRatio, SeveralRatio, TargetWalk
 from ..models.rows import Pass
 from ..optimizer.search import Search
 from ..tasks.recipes import MakingRecipes, Recipes
@@ -43,6 +43,7 @@ from .parts import BRIEF_EPOCHS, HEADS_S, LEAST_TOKENS, SELF_SD_PROMPTS, SELF_SD
 from .training.features import Features, features_of
 from .training.settings import HeadSettings, ignore
 from .training.trainer import HeadObjective, Trainer, train
+from .verifiers import Rollback
 
 MIXED_TASK = "mixed"  # The task of heads that were trained on several streams.
 HOPS = 3

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ...core.serialization import Settings, count, share
 from ...decoding.draft import Draft, Drafter, DraftModel, draw_apart
 from ...decoding.methods import Resources, method
-from ...decoding.verify import JointRatio, KeepAll, Verifier, truncate
+from ...decoding.verify import Verifier
+from ..verifiers import JointRatio, KeepAll, truncate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from ...core.serialization import Settings, count, ranged, share
 from ...decoding.draft import AcceptanceProbe, Drafter
 from ...decoding.methods import Resources, method
 from ...decoding.methods.chains import ChainDrafter, StopRule
-from ...decoding.verify import ChainRatio, Rollback, Typical, Verifier
+from ...decoding.verify import ChainRatio, Verifier
+from ..verifiers import Rollback, Typical
 
 
 @dataclass(frozen=True, slots=True)

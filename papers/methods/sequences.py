@@ -10,6 +10,7 @@ from ...core.serialization import Settings, count
 from ...decoding.draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
 from ...decoding.methods import Resources, method
 from ...decoding.verify import SeveralRatio, Verifier
+from ..verifiers import k_seq
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ class SequencesSettings(Settings):
 
 @method("spectr", "SpecTr (k-SEQ)", "arXiv:2310.15141", SequencesSettings, drafts_with_model=True)
 def _spectr(resources: Resources, settings: SequencesSettings) -> tuple[Drafter, Verifier]:
-    return SequencesDrafter(resources.draft_model(), settings, replacement=True), SeveralRatio("k-seq")
+    return SequencesDrafter(resources.draft_model(), settings, replacement=True), SeveralRatio(tries=k_seq)
 
 
 @method("specinfer", "SpecInfer", "arXiv:2305.09781", SequencesSettings, drafts_with_model=True)

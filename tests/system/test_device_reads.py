@@ -36,7 +36,7 @@ from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.methods.chains import ChainDrafter, SpdSettings, StopRule
-from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target, Typical
+from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.loading import at_speed
@@ -46,6 +46,7 @@ from swiftopt.optimizer.evaluation import score_window
 from swiftopt.papers.early_exit import Heads, Probe
 from swiftopt.papers.methods.chains import AdaptiveStop, AdaptiveThreshold, BildSettings
 from swiftopt.papers.methods.early_exit import EarlyExit
+from swiftopt.papers.verifiers import Typical
 
 META = torch.device("meta")
 PROMPT = [3, 17, 42, 8, 91, 5]

@@ -23,20 +23,11 @@ from swiftopt.decoding.engine import alone
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
-from swiftopt.decoding.verify import (
-    BlockRatio,
-    ChainRatio,
-    JointRatio,
-    KeepAll,
-    Rollback,
-    SeveralRatio,
-    Typical,
-    Verifier,
-    warp,
-)
+from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
 from swiftopt.models.runtime import Runtime
 from swiftopt.papers.methods.beams import BeamDrafter, BeamSettings
 from swiftopt.papers.methods.sequences import SequencesDrafter, SequencesSettings
+from swiftopt.papers.verifiers import JointRatio, KeepAll, Rollback, Typical, k_seq, warp
 
 N_NEW = 24
 SKIPPED = LayerSet(4, frozenset({1, 2}), frozenset({1}))
@@ -54,7 +45,7 @@ def lossless(name: str, model: DraftModel, length: int = 4) -> Method:
         "block": (ChainDrafter(model, StopRule(length), sampled=True), BlockRatio()),
         "specinfer": (SequencesDrafter(model, SequencesSettings(3, length), True), SeveralRatio("with")),
         "mcss": (SequencesDrafter(model, SequencesSettings(3, length), False), SeveralRatio("without")),
-        "spectr": (SequencesDrafter(model, SequencesSettings(3, length), True), SeveralRatio("k-seq")),
+        "spectr": (SequencesDrafter(model, SequencesSettings(3, length), True), SeveralRatio(tries=k_seq)),
     }
     return Method(name, *parts[name])
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftopt.decoding.draft import Draft, DraftTree, Walk
-from swiftopt.decoding.verify import JointRatio, KeepAll, Rollback, Typical, Verifier, warp
+from swiftopt.decoding.verify import Verifier
+from swiftopt.papers.verifiers import JointRatio, KeepAll, Rollback, Typical, warp
 
 VOCAB = 8
 OWN = 5  # the token the target chooses wherever it is asked
