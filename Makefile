@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test slow floors readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow families floors readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -33,11 +33,11 @@ lint: setup
 # Three processes on two cores: a third of the tests' time is waiting for servers and workers. Each process has servers
 # of its own, and runs whole files as long as no other one is out of work, so that what a file sets up is set up once.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not families"
 
-# The tests that are left out there: they compile for minutes.
-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+# The tests that are left out there: they compile for minutes, or take further variants, of families of models above all.
+slow families: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m $@
 
 # The floors alone: a copy of the tree without its wings, and tests that need none; FLOORS=tests runs all of these.
 FLOORS := tests/unit tests/contract/test_cli.py tests/contract/test_bad_input.py tests/system/test_floors.py
@@ -46,7 +46,7 @@ floors: setup
 	cp -r $$(git ls-files | cut -d/ -f1 | sort -u) .floors/swiftopt
 	rm -r $$(dirname .floors/swiftopt/*/wing.py)
 	cd .floors/swiftopt && PYTHONPATH=$(abspath .floors) OMP_NUM_THREADS=1 \
-	    $(abspath $(BIN))/python -m pytest -n 3 --dist worksteal -p no:cacheprovider -m "not slow" \
+	    $(abspath $(BIN))/python -m pytest -n 3 --dist worksteal -p no:cacheprovider -m "not slow and not families" \
 	    --ignore tests/unit/test_kernels.py --ignore tests/unit/test_row_invariant.py $(FLOORS)
 	rm -rf .floors
 

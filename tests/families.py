@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -67,6 +68,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**_SIZE, rotary_pct=0.25),
     "gpt_neox-serial": GPTNeoXConfig(**_SIZE, rotary_pct=0.5, use_parallel_residual=False),
 }
+# One variant of each family, with the mechanisms of its others, for the default suite; `make families` runs the rest.
+ONE_EACH = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3-softcap", "phi3", "gpt2", "gpt_neox")
+
+
+def variants(rows: Iterable[Any] = CONFIGS) -> list[Any]:
+    """Parameters that are a family, or rows that begin with one; those beyond `ONE_EACH` are marked `families`."""
+    marked = []
+    for row in rows:
+        family, *others = (row,) if isinstance(row, str) else row
+        marked.append(pytest.param(family, *others, marks=() if family in ONE_EACH else pytest.mark.families))
+    return marked
 
 
 def taken_in_turns(rows: Iterable[str], columns: Iterable[str], n: int) -> list[tuple[str, tuple[str, ...]]]:

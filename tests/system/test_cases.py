@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +26,60 @@ FILES = sorted((Path(__file__).parent.parent / "cases").glob("*.json"))
 START_S = 120
 SAMPLING = {"tiny": {"temperature": 1, "seed": 0}, "smollm2-135m": {"temperature": 0}}
 CASES = {f"{file.stem} {name}": case for file in FILES for name, case in json.loads(file.read_text()).items()}
+Servers = Callable[[str], Served]
 READ = [
     name
     for name, case in CASES.items()
     if case["expected"].get("status") == 200 and case["path"] in ("/v1/chat/completions", "/v1/completions")
 ]
-FORMS = [
+MODELS = [pytest.param("tiny"), pytest.param("smollm2-135m", marks=pytest.mark.model)]
+FORMS = [pytest.param(case, "whole", id=f"{name} whole".replace(" ", "-")) for name, case in CASES.items()]
+OTHER_FORMS = [
     pytest.param(case, form, id=f"{name} {form}".replace(" ", "-"))
     for name, case in CASES.items()
-    for form in ("whole", *case.get("also", ()))
+    for form in case.get("also", ())
 ]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2-135m", marks=pytest.mark.model)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Served]]:
-    """The name of a model, and its server."""
-    where = tmp_path_factory.mktemp("cases")
-    model = f"tiny={save_bytes(where / 'tiny')}" if request.param == "tiny" else request.param
-    options = ["--model", model, "--rate", "0", "--threads", "1", "--no-tune"]
-    with serving(str(where / "a.db"), where / "log", *options) as served:
-        until = time.monotonic() + START_S
-        while served.client.get("/health").status_code != 200:
-            assert time.monotonic() < until, served.log.read_text()
-            time.sleep(0.1)
-        yield request.param, served
+@pytest.fixture(scope="module")
+def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The server of a model, which starts with the first test that asks for it."""
+    with ExitStack() as running:
+
+        @cache
+        def started(model: str) -> Served:
+            where = tmp_path_factory.mktemp("cases")
+            words = f"tiny={save_bytes(where / 'tiny')}" if model == "tiny" else model
+            options = ["--model", words, "--rate", "0", "--threads", "1", "--no-tune"]
+            served = running.enter_context(serving(str(where / "a.db"), where / "log", *options))
+            until = time.monotonic() + START_S
+            while served.client.get("/health").status_code != 200:
+                assert time.monotonic() < until, served.log.read_text()
+                time.sleep(0.1)
+            return served
+
+        yield started
 
 
 @pytest.mark.parametrize(("case", "form"), FORMS)
-def test_answer_is_what_the_case_expects(server: tuple[str, Served], case: Mapping[str, Any], form: str) -> None:
-    name, served = server
+@pytest.mark.parametrize("name", MODELS)
+def test_answer_is_what_the_case_expects(server_of: Servers, name: str, case: Mapping[str, Any], form: str) -> None:
+    check(server_of(name), name, case, form)
+
+
+# The forms of an answer do not depend on whose text it is.
+@pytest.mark.parametrize(("case", "form"), OTHER_FORMS)
+@pytest.mark.parametrize(
+    "name", ["tiny", pytest.param("smollm2-135m", marks=(pytest.mark.model, pytest.mark.families))]
+)
+def test_other_forms_of_the_answer_say_the_same(
+    server_of: Servers, name: str, case: Mapping[str, Any], form: str
+) -> None:
+    check(server_of(name), name, case, form)
+
+
+def check(served: Served, name: str, case: Mapping[str, Any], form: str) -> None:
+    """Ask for a case's answer in a form, and compare it with what the case expects."""
     path, body = case["path"], {**SAMPLING[name], **case["body"], "model": name}
     if "responses" in form:
         path, body = "/v1/responses", as_response(body)
@@ -83,11 +109,12 @@ def check_json(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
 WHOLE = {"stream": None, "stream_options": None}
 
 
-@pytest.mark.parametrize("name", READ)
-def test_tokenize_counts_what_the_same_body_reads(server: tuple[str, Served], name: str) -> None:
-    path, body = CASES[name]["path"], {**CASES[name]["body"], "model": server[0]}
-    counted = server[1].client.post("/tokenize", json=body)
-    read = server[1].client.post(path, json={**body, **WHOLE, "max_tokens": 1, "n": 1})
+@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokenize_counts_what_the_same_body_reads(server_of: Servers, name: str, case: str) -> None:
+    path, body, client = CASES[case]["path"], {**CASES[case]["body"], "model": name}, server_of(name).client
+    counted = client.post("/tokenize", json=body)
+    read = client.post(path, json={**body, **WHOLE, "max_tokens": 1, "n": 1})
     assert counted.json()["count"] == len(counted.json()["tokens"]) == read.json()["usage"]["prompt_tokens"]
 
 

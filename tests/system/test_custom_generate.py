@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import letter_tokenizer
-from families import CONFIGS, VOCAB, tiny_model
+from families import VOCAB, tiny_model, variants
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -51,7 +51,7 @@ def both(
     return plain, model.generate(inputs, **options, **make(), **OURS)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_custom_generate_equals_generate(family: str) -> None:
     plain, ours = both(tiny_model(family), prompt(), do_sample=False)
     assert plain.tolist() == ours.tolist()

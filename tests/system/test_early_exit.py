@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
+from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime, variants
 from native import quick_runtime
 
 from swiftopt.core.types import Completion, Sampling
@@ -41,7 +41,7 @@ def heads(runtime: Runtime, *depths: int) -> Heads:
     return Heads({depth: torch.eye(width, dtype=runtime.dtype) for depth in depths})
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_rows_of_any_depths_finish_to_the_logits_of_one_pass(family: str) -> None:
     runtime = tiny_runtime(family)
     ids = prompt(1, 20)
@@ -57,7 +57,7 @@ def test_rows_of_any_depths_finish_to_the_logits_of_one_pass(family: str) -> Non
     torch.testing.assert_close(alone(staged.finish()), whole)
 
 
-@pytest.mark.parametrize(("family", "depths"), taken_in_turns(CONFIGS, "123", 1))
+@pytest.mark.parametrize(("family", "depths"), variants(taken_in_turns(CONFIGS, "123", 1)))
 def test_layerskip_equals_plain_decoding(family: str, depths: Sequence[str]) -> None:
     runtime = tiny_runtime(family)
     for depth in map(int, depths):
@@ -66,7 +66,7 @@ def test_layerskip_equals_plain_decoding(family: str, depths: Sequence[str]) -> 
         assert done.token_ids == plain.token_ids and done.drafted > 0
 
 
-@pytest.mark.parametrize(("family", "thresholds"), taken_in_turns(CONFIGS, ("0.0", "0.015", "0.02"), 1))
+@pytest.mark.parametrize(("family", "thresholds"), variants(taken_in_turns(CONFIGS, ("0.0", "0.015", "0.02"), 1)))
 def test_adadecode_equals_plain_decoding(family: str, thresholds: Sequence[str]) -> None:
     runtime = tiny_runtime(family)
     for threshold in map(float, thresholds):
@@ -75,7 +75,7 @@ def test_adadecode_equals_plain_decoding(family: str, thresholds: Sequence[str])
         assert done.token_ids == plain.token_ids and (done.drafted > 0 or threshold)
 
 
-@pytest.mark.parametrize(("family", "early"), taken_in_turns(CONFIGS, ("late", "early"), 1))
+@pytest.mark.parametrize(("family", "early"), variants(taken_in_turns(CONFIGS, ("late", "early"), 1)))
 def test_trees_of_several_hops_equal_plain_decoding(family: str, early: Sequence[str]) -> None:
     runtime = quick_runtime(family)
     own = heads(runtime, 1, 2, runtime.n_layers)
@@ -90,7 +90,7 @@ def test_trees_of_several_hops_equal_plain_decoding(family: str, early: Sequence
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["row-by-row", "batched"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_stacked_layers_are_the_layers(family: str, dtype: torch.dtype) -> None:
     runtime = tiny_runtime(family, dtype)
     ids = prompt(4, 20)
@@ -118,7 +118,7 @@ def test_stacking_changes_no_weight_and_holds_none_twice() -> None:
         assert parameter.data_ptr() == first[name]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
 )

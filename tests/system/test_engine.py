@@ -55,7 +55,11 @@ SAMPLINGS = [
     Sampling(temperature=0.9, top_p=0.9, seed=5),
     Sampling(temperature=0.8, min_p=0.02, presence_penalty=0.5, frequency_penalty=0.1, seed=11),
 ]
-FAMILIES = ("llama", "gemma3", "gpt2", "phi3-window")
+FAMILIES = [
+    "llama",
+    "gemma3",
+    *(pytest.param(family, marks=pytest.mark.families) for family in ("gpt2", "phi3-window")),
+]
 
 
 @cache
@@ -109,7 +113,11 @@ def each_by_itself(family: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "at_once"), [("llama", 2), ("llama", 5), ("llama", 40), ("gemma3", 2), ("gpt2", 40), ("phi3-window", 5)]
+    ("family", "at_once"),
+    [
+        *(("llama", 5), ("gemma3", 2), ("gpt2", 40)),
+        *(pytest.param(*row, marks=pytest.mark.families) for row in (("llama", 2), ("llama", 40), ("phi3-window", 5))),
+    ],
 )
 def test_every_method_beside_every_other_gives_the_tokens_it_gives_alone(family: str, at_once: int) -> None:
     """Lossy ones too, by bits in bfloat16: what a row's logits are depends on nothing beside it."""

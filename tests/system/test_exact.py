@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import cheap_draft_costs
-from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
+from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime, variants
 from native import LEVELS, library, native, native_runtime, parts, repeating, words
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -67,7 +67,7 @@ FORMATS = [
 
 WIDE = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 72, "hidden_size": 48}
 
-each_family = pytest.mark.parametrize("family", CONFIGS)
+each_family = pytest.mark.parametrize("family", variants())
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 
@@ -437,19 +437,19 @@ def tokens(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling 
 
 
 METHOD_CASES = [
-    (name, with_model, family)
+    (family, name, with_model)
     for name in LOSSLESS
     for with_model in (False, True)[: 1 + (name in WITH_A_MODEL)]
     for family in (
         CONFIGS
         if name in ("plain", "swift", "adaptive", "prompt-lookup", "lookahead")
-        else ("llama", "gemma3", "gpt2", "gpt_neox", "phi3-window")
+        else ("llama", "gemma3-softcap", "gpt2", "gpt_neox", "phi3")
     )
 ]
 
 
-@pytest.mark.parametrize(("name", "with_model", "family"), METHOD_CASES)
-def test_every_method_gives_plain_tokens_in_bfloat16(name: str, with_model: bool, family: str) -> None:
+@pytest.mark.parametrize(("family", "name", "with_model"), variants(METHOD_CASES))
+def test_every_method_gives_plain_tokens_in_bfloat16(family: str, name: str, with_model: bool) -> None:
     own = parts(family, with_model)
     method = build(name, own)
     for seed in range(2):

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, tiny_model
+from families import CONFIGS, tiny_model, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -142,7 +142,7 @@ def logits_by_blocks(folder: Path) -> torch.Tensor:
         return model(torch.tensor([IDS])).logits[0]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=variants(FAMILIES))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runtime]:
     """A tiny model in float64, as a folder and as a runtime."""
     depth = "n_layer" if request.param == "gpt2" else "num_hidden_layers"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONFIGS, tiny_model
+from families import tiny_model, variants
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
 from transformers import AutoModelForCausalLM
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from swiftopt.models.fingerprint import fingerprint
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_fingerprint_is_one_for_folder_and_both_casts_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
     saved = tiny_model(family, torch.bfloat16)
     saved.save_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS
+from families import CONFIGS, variants
 from native import library
 from packed_files import FLOATS, IDS, Packing, check_drafts, logits_of, packed_folder, reference
 from safetensors.torch import load_file, save_file
@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers_with_the_de_quantised_weights(packing:
     torch.testing.assert_close(logits_of(runtime), right, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
+@pytest.mark.parametrize("family", variants(family for family in CONFIGS if family != "llama"))
 def test_every_family_can_be_so(family: str, tmp_path: Path) -> None:
     meant = packed_folder(tmp_path, family, BLOCKS)
     runtime = load(str(tmp_path), "float32", "cpu", speed="eager")

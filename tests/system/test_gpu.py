@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from families import CONFIGS, tiny_model, tiny_runtime
+from families import tiny_model, tiny_runtime, variants
 
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
@@ -39,7 +39,7 @@ def tokens(runtime: Runtime, drafter: Method) -> tuple[int, ...]:
     return decode(runtime, PROMPT, drafter, TokenRule.of(Sampling(), None), Ending(40)).token_ids
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_gpu_tokens_equal_cpu_tokens_in_float64(family: str) -> None:
     cpu = tokens(tiny_runtime(family), PLAIN)
     gpu = on_gpu(family, torch.float64)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS, tiny_model
+from families import CONFIGS, tiny_model, variants
 from packed_files import IDS, Packing, check_drafts, logits_of, packed_folder
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
@@ -168,7 +168,7 @@ def test_draft_copies_are_the_targets_own_maps(kind: dict[str, Any], tmp_path: P
     assert decode(runtime, IDS, swift(draft, SwiftSettings()), rule, ending).token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
+@pytest.mark.parametrize("family", variants(family for family in CONFIGS if family != "llama"))
 def test_every_family_can_be_quantised(family: str, tmp_path: Path) -> None:
     size = {"n_embd": 64} if family == "gpt2" else WIDE
     runtime = library_target(library_folder(tmp_path, NF4, family, size=size))

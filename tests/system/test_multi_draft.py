@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from fakes import results_of
-from families import VOCAB, tiny_runtime
+from families import VOCAB, tiny_runtime, variants
 from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling
@@ -64,7 +64,7 @@ def plainly(family: str, seed: int, sampling: Sampling) -> Completion:
     return decode(runtime_of(family), prompt(seed), PLAIN, TokenRule.of(sampling, None), Ending(N_NEW))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen2-window"])
+@pytest.mark.parametrize("family", variants(["llama", "gpt2", "gemma3-softcap", "qwen2-window"]))
 @pytest.mark.parametrize("kind", ["skipped", "other"])
 def test_greedy_output_is_that_of_plain_decoding(family: str, kind: str) -> None:
     runtime, model = runtime_of(family), draft_model(kind, family, runtime_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, tiny_model
+from families import CONFIGS, tiny_model, variants
 from native import library
 from packed_files import IDS, PACKINGS, SIZE, Packing, check_drafts, logits_of, packed_folder, reference
 from safetensors.torch import load_file, save_file
@@ -59,7 +59,7 @@ def test_eager_logits_are_those_of_transformers_with_the_de_quantised_weights(pa
     check_logits(tmp_path, "llama", packing)
 
 
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "llama"])
+@pytest.mark.parametrize("family", variants(family for family in CONFIGS if family != "llama"))
 def test_every_family_can_be_quantised(family: str, tmp_path: Path) -> None:
     check_logits(tmp_path, family, PACKINGS[0])
 

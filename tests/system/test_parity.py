@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from families import CONFIGS, VOCAB, WINDOW, tiny_runtime
+from families import CONFIGS, VOCAB, WINDOW, tiny_runtime, variants
 
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Sampling, searchable
@@ -45,7 +45,7 @@ def random_set(seed: int, n_layers: int = 4) -> LayerSet:
     return LayerSet(n_layers).skipping(rng.sample(subs, rng.randrange(1, len(subs) + 1)))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_plain_decoding_equals_transformers_generate(family: str) -> None:
     runtime = tiny_runtime(family)
     for seed in range(3):
@@ -117,7 +117,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_swift_equals_plain_decoding_for_any_layer_set(family: str, kind: str) -> None:
     """The settings are taken in turns: each family meets all of them, and so does each kind of sampling."""
@@ -163,7 +163,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         assert list(done.token_ids) == expected
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_a_batch_of_candidates_equals_each_candidate_alone(family: str) -> None:
     runtime = tiny_runtime(family)
     ids = prompt(3, length=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
-from families import CONFIGS, VOCAB, tiny_model, tiny_runtime
+from families import VOCAB, tiny_model, tiny_runtime, variants
 from torch import nn
 
 from swiftopt.core.errors import LayerSetError, SettingsError
@@ -162,7 +162,7 @@ def test_layout_on_cuda_divides_every_row_that_can_be_quantised(width: int, tile
     assert cuda_tiles(width) == tiles and width % (16 * tiles) == 0
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_output_is_plain_decodings_whatever_is_quantised(family: str) -> None:
     runtime = tiny_runtime(family)
     rule, ending = TokenRule.of(Sampling(), None), Ending(24)

@@ -78,10 +78,12 @@ def runtime32() -> Runtime:
 
 @pytest.fixture(scope="module")
 def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str, Any]:
-    """A short tuning run, whose costs all tests share; its JSON summary."""
+    """A short tuning run in a format that is given, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
     args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
-    summary: dict[str, Any] = json.loads(swiftopt(*args, "--max-steps", "24", "--json").stdout)
+    summary: dict[str, Any] = json.loads(
+        swiftopt(*args, "--max-steps", "24", "--draft-format", "int4", "--json").stdout
+    )
     assert len(out.read_text(encoding="utf-8").splitlines()) == 5
     return summary
 

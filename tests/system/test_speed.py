@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime
+from families import CONFIGS, taken_in_turns, tiny_model, tiny_runtime, variants
 from tiny_files import save
 from torch import Tensor
 
@@ -74,7 +74,8 @@ KINDS = {"a row": Rows([7], 40), "a chain": Rows([7, 8, 9, 10, 11], 40), "a tree
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [(family, kind) for family, kinds in taken_in_turns(CONFIGS, KINDS, 1) for kind in kinds]
+    ("family", "kind"),
+    variants((family, kind) for family, kinds in taken_in_turns(CONFIGS, KINDS, 1) for kind in kinds),
 )
 def test_static_passes_give_the_logits_of_eager_ones(family: str, kind: str) -> None:
     """Of a tree, and of rows of another kind: each family with one of them, for the interpreter takes its time."""
@@ -171,7 +172,7 @@ def test_a_row_that_sees_more_than_a_table_tells_is_computed_without_it() -> Non
     assert runtime.graphs.forward([Pass(runtime, Rows([4], 99, [98], seen), runtime.new_buffer(120))]) is None
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt2", marks=pytest.mark.families)])
 def test_decoding_by_static_passes_gives_the_same_tokens(family: str) -> None:
     recorded: list[StaticPass] = []
     runtime, eager = graphed(family, recorded), tiny(family)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from families import CONFIGS, tiny_runtime
+from families import tiny_runtime, variants
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -54,7 +54,7 @@ def split(family: str) -> Runtime:
     return runtime
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_passes_of_a_split_model_compute_where_their_layers_lie(family: str) -> None:
     runtime = split(family)
     buffer, variants = runtime.new_buffer(32), (LayerSet(4), LayerSet(4, frozenset({1}), frozenset({2})))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import WordTokenizer
-from families import CONFIGS, tiny_runtime
+from families import CONFIGS, tiny_runtime, variants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -89,7 +89,7 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
     assert [state.device.type for state in states] == ["cpu"] * 5 + ["meta"] * 4
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))
     with torch.inference_mode():
@@ -99,7 +99,7 @@ def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
     assert torch.allclose(logits, own_logits(context, WINDOW), atol=1e-9)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
     """On one token, where a draft's keys and values are the target's but for its own position; each subset has a weight
     of its own, so that none is lost."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from fakes import cheap_draft_costs
-from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime
+from families import CONFIGS, VOCAB, taken_in_turns, tiny_runtime, variants
 from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
@@ -84,7 +84,7 @@ def run(runtime: Runtime, ids: list[int], method: Method, sampling: Sampling, n_
     return decode(runtime, ids, method, TokenRule.of(sampling, None, len(ids)), Ending(n_new))
 
 
-@pytest.mark.parametrize(("family", "names"), taken_in_turns(CONFIGS, DRAFTERS, 3))
+@pytest.mark.parametrize(("family", "names"), variants(taken_in_turns(CONFIGS, DRAFTERS, 3)))
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_text_drafters_equal_plain_decoding(family: str, names: Sequence[str], sampling: Sampling) -> None:
     """Greedy ones by torch's passes, drawn ones by our kernels'."""
@@ -278,7 +278,7 @@ def columns(window: Window) -> Iterator[tuple[int, list[int]]]:
         yield row, window.levels[0][1 : column + 1] + [window.levels[j][column] for j in range(1, level + 1)]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", variants())
 def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     runtime = tiny_runtime(family)
     rng = random.Random(9)

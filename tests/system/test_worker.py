@@ -31,6 +31,9 @@ from swiftopt.store import as_url
 
 LEASE_S = 4.0
 CLI = [sys.executable, "-m", "swiftopt", "worker"]
+on_each_database = pytest.mark.parametrize(
+    "database_url", ["postgresql", pytest.param("sqlite", marks=pytest.mark.families)], indirect=True
+)
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def n_runs(found: Site, job: str) -> int:
     return [state for state, _ in found.states(job)].count("running")
 
 
+@on_each_database
 def test_burst_ends_when_the_queue_is_empty_and_the_parent_never_imports_torch(anywhere: Site) -> None:
     jobs = [anywhere.noop(0, n) for n in range(5)]
     assert anywhere.start(burst=True).process.wait(30) == 0, anywhere.logs()
@@ -113,6 +117,7 @@ def test_log_has_a_line_of_state_and_reason_for_each_attempt_however_it_ends(her
     assert 'reason="seconds of a no-op job is ' in worker.text()
 
 
+@on_each_database
 def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere: Site) -> None:
     anywhere.reconcile()
     job = anywhere.noop(60)
@@ -127,6 +132,7 @@ def test_killed_worker_takes_its_child_along_and_its_job_runs_elsewhere(anywhere
     assert "sent no heartbeat in time" in anywhere.reasons(job)
 
 
+@on_each_database
 def test_sigterm_hands_the_job_back_at_once_and_ends_in_order(anywhere: Site) -> None:
     job = anywhere.noop(60)
     worker = anywhere.start()
@@ -162,6 +168,7 @@ def test_idle_worker_ends_on_sigterm_also_while_redis_is_away(tmp_path: Path, ow
         assert workers[1].end() == 0, found.logs()
 
 
+@on_each_database
 def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(anywhere: Site) -> None:
     anywhere.reconcile()
     job = anywhere.noop(3)  # its time is over when it wakes: it would report its success
@@ -177,6 +184,7 @@ def test_child_that_slept_past_its_lease_is_replaced_and_writes_nothing(anywhere
     assert anywhere.states(job) == [("queued", 1), ("running", 1), ("queued", 2), ("running", 2), ("succeeded", 2)]
 
 
+@on_each_database
 def test_job_whose_child_is_killed_runs_again_and_fails_after_three_times_without_progress(anywhere: Site) -> None:
     anywhere.reconcile()
     job = anywhere.noop(60)
@@ -352,6 +360,7 @@ def test_job_ends_well_when_the_database_was_away_meanwhile(
         assert found.states(jobs[0]) == [("queued", 1), ("running", 1), ("succeeded", 1)]
 
 
+@on_each_database
 def test_cancel_is_the_end_at_once_and_the_child_is_gone_within_seconds(anywhere: Site) -> None:
     queued, running, next_one = anywhere.noop(60, 0), anywhere.noop(60, 1), anywhere.noop(0, 2)
     assert anywhere.service.act(queued, "cancel").state == "cancelled"
@@ -364,6 +373,7 @@ def test_cancel_is_the_end_at_once_and_the_child_is_gone_within_seconds(anywhere
     assert (n_runs(anywhere, queued), anywhere.job(running).state) == (0, "cancelled")
 
 
+@on_each_database
 def test_job_pauses_goes_on_and_stops_as_asked(anywhere: Site) -> None:
     job = anywhere.noop(60)
     anywhere.start()
