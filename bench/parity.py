@@ -36,6 +36,7 @@ from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
 
+SCHEMA = "swiftopt.bench-parity/1"
 SKIP_RATIOS = (0.2, 0.45, 0.7)  # The random sets take these in turn.
 MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are compared with
 
@@ -99,7 +100,7 @@ def compare(
             divergences.append({"prompt": prompt.id, "set": name, "token": at, "margin": margin, "noise": noise})
         print(f"{prompt.id}: {json.dumps(same)}", file=sys.stderr, flush=True)
     return {
-        "schema": "swiftopt.bench-parity/1",
+        "schema": SCHEMA,
         "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "against": against,

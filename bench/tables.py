@@ -34,6 +34,7 @@ from ..terminal.render import interval, number
 from .charts import draw_serving
 from .decode import SCHEMA
 from .gpu import SCHEMA as GPU_SCHEMA
+from .parity import SCHEMA as PARITY_SCHEMA
 from .search import SCHEMA as SEARCH_SCHEMA
 from .serving import SCHEMA as SERVE_SCHEMA
 from .stream_shift import SCHEMA as SHIFT_SCHEMA
@@ -316,6 +317,15 @@ PEERS_TABLE = Kind(
     "model, text | row | tok/s | decoding alone | ratio [95 %] | memory | tokens equal to",
     _peers,
 )
+
+
+def _parity(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    given = _options(report["command"])
+    for drafts, identical in report["identical"].items():
+        of = "our own plain decoding" if report["against"] == "plain" else "transformers' generate"
+        yield _text(report, Path(given.stream).stem), drafts, of, f"{identical}/{report['prompts']}"
+
+
 KINDS = {
     PEERS_SCHEMA: PEERS_TABLE,
     SCHEMA: METHODS_TABLE,
@@ -330,6 +340,11 @@ KINDS = {
         "Ways of tuning: the plans that they find, timed on prompts that none has seen",
         "model, text | way | runs | to plain, mean | lowest | highest | of the best plan, mean | worst | search s",
         _tuned,
+    ),
+    PARITY_SCHEMA: Kind(
+        "Parity: prompts whose drafted tokens are all equal to those of greedy decoding",
+        "model, text | drafts | equal to | prompts",
+        _parity,
     ),
     SERVE_SCHEMA: Kind(
         "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
