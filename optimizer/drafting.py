@@ -84,8 +84,8 @@ def search_drafting(
     """
 
     @cache
-    def expected(settings: SwiftSettings) -> float:
-        return swift_speedup(scores, layer_set, settings, costs)
+    def expected(candidate: SwiftSettings) -> float:
+        return swift_speedup(scores, layer_set, candidate, costs)
 
     best = replace(settings, stop_threshold=0.6, max_draft_length=longest, branching=branching_of(3))
     choices: tuple[tuple[str, Sequence[Any]], ...] = (
