@@ -14,9 +14,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -62,6 +65,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         wings_needed = (name for mark in item.iter_markers("wing") for name in mark.args)
         if missing := [name for name in wings_needed if not is_here(name)]:
             item.add_marker(pytest.mark.skip(reason=f"the test needs wings that are not here: {', '.join(missing)}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rows_apart() -> None:
+    """Let Triton's interpreter multiply row by row, as a GPU does: BLAS may round a row by its place."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def matmul(self, a: Any, b: Any, **how: Any) -> Any:
+            rows = (a[..., row : row + 1, :] for row in range(a.shape[-2]))
+            return np.concatenate([np.matmul(row, b, **how) for row in rows], axis=-2)
+
+    interpreter.np = Library()
 
 
 @pytest.fixture
