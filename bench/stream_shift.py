@@ -20,8 +20,8 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.streams import read_stream
 from ..core.types import Completion, LayerSet, Prompt, Sampling
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import exhaust
 from ..decoding.session import Session
+from ..decoding.work import exhaust
 from ..models.costs import machine_name, with_formats
 from ..models.runtime import Runtime
 from ..optimizer.drafting import drafting_with, prepared

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ..core.types import Prompt
-from ..decoding.engine import Engine, Request, subscribed
+from ..decoding.engine import Engine, Request
 from ..decoding.events import Prefilled, Round, WorkEvent
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
+from ..decoding.work import subscribed
 from ..models.costs import machine_name
 
 SCHEMA = "swiftopt.bench-throughput/1"

@@ -16,9 +16,9 @@ from ..core.events import Event, FormatTried, Progress, PromptFinished, TrialsDo
 from ..core.settings import FORMATS, SwiftSettings, TuningSettings, preset_of
 from ..core.types import LayerSet, Prompt
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import exhaust
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
+from ..decoding.work import exhaust
 from ..models.costs import machine_name, with_formats
 from ..optimizer.drafting import drafting_with, prepared
 from ..optimizer.tuning import Tuner

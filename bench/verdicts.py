@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..decoding.engine import exhaust
+from ..decoding.work import exhaust
 from ..optimizer.verdict import Judged, Look, Timed, TimedTurn, by_looks, hold_out, looks_of
 
 GAINS = (1.0, 1.1, 1.3)

@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ..core.errors import ShapeError
+from .draft_tree import UNKNOWN, DraftTree, ExtraRows, tree_rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,141 +29,7 @@ if TYPE_CHECKING:
     from ..models.rows import Rows
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
-    from .engine import PassGenerator
-
-UNKNOWN = -1  # Stands for a token that was not read yet.
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """Nodes in buffer order; `parents[0]` is -1. `n_steps` draft passes made it: the length of the spine."""
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    n_steps: int
-
-    @classmethod
-    def grow(cls, root: int, candidates: Sequence[Sequence[int]]) -> DraftTree:
-        """Build the tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
-        spine = [offered[0] for offered in candidates]
-        token_ids, parents = [root, *spine], list(range(-1, len(spine)))
-        for step, offered in enumerate(candidates):
-            token_ids += offered[1:]
-            parents += [step] * (len(offered) - 1)
-        return cls(tuple(token_ids), tuple(parents), len(spine))
-
-    @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
-        """Build the tree of a draft without branches; the root first."""
-        return cls(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), len(token_ids) - 1)
-
-    @property
-    def n_nodes(self) -> int:
-        """Rows that the target checks, root included."""
-        return len(self.token_ids)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether there are no side leaves, so that slots are positions."""
-        return self.n_nodes == self.n_steps + 1
-
-    def path(self, node: int) -> tuple[int, ...]:
-        """Return the nodes between the root and one, that one included."""
-        nodes: list[int] = []
-        while node:
-            nodes.append(node)
-            node = self.parents[node]
-        return tuple(reversed(nodes))
-
-    def below(self, node: int) -> tuple[int, ...]:
-        """Return the nodes below one: its first child, the first child of that, and so on."""
-        nodes: list[int] = []
-        for other in range(node + 1, self.n_nodes):
-            if self.parents[other] == node:
-                nodes.append(other)
-                node = other
-        return tuple(nodes)
-
-    def children(self, node: int) -> tuple[int, ...]:
-        return tuple(other for other in range(node + 1, self.n_nodes) if self.parents[other] == node)
-
-    def child(self, node: int, token_id: int) -> int | None:
-        """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
-        return next((other for other in self.children(node) if self.token_ids[other] == token_id), None)
-
-    def read(self, token_ids: Sequence[int]) -> DraftTree:
-        """Return the tree with the tokens of its first nodes, which were unknown.
-
-        What hangs below a node that turns out to repeat another one hangs below that one as well.
-        """
-        token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
-        first: dict[tuple[int, int], int] = {}  # The first node that continues a node with a token.
-        nodes, parents = list[int](), list[int]()
-        for node, (token_id, parent) in enumerate(zip(token_ids, self.parents, strict=True)):
-            parents.append(nodes[parent] if node else -1)
-            nodes.append(first.setdefault((parents[-1], token_id), node))
-        return replace(self, token_ids=tuple(token_ids), parents=tuple(parents))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtraRows:
-    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
-
-    They see the committed text, the root, and one another as `visible` says: bool, (n, n). `depths` are their positions
-    relative to the root. Logits are wanted of the last `n_read` of them only.
-    """
-
-    token_ids: tuple[int, ...]
-    depths: tuple[int, ...]
-    visible: Tensor
-    n_read: int
-
-
-def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """Return which nodes each node of a tree may attend to.
-
-    Args:    parents: parent index per node, parents first, -1 for the root.
-    Returns: bool, (n_nodes, n_nodes); row i is True at i and at its ancestors.
-    Raises:  ShapeError: a parent does not come before its child.
-    """
-    import torch
-
-    mask = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= node:
-            raise ShapeError(f"node {node} lists parent {parent}, which does not come before it")
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
-
-
-def tree_rows(
-    token_ids: Sequence[int] | Tensor,
-    parents: Sequence[int],
-    root_slot: int,
-    extra_rows: ExtraRows | None = None,
-    variants: tuple[LayerSet, ...] = (),
-) -> Rows:
-    """Return the rows of a pass over the newest nodes of a tree, and over extra rows behind them.
-
-    Args: token_ids: of the newest nodes; no tensor where there are extra rows. parents: of all nodes; node i goes to
-          slot `root_slot` + i.
-    """
-    from ..models.rows import Rows
-
-    first = len(parents) - len(token_ids)
-    if extra_rows is None and list(parents) == list(range(-1, len(parents) - 1)):
-        return Rows(token_ids, root_slot + first, variants=variants)
-    import torch
-
-    visible = ancestor_mask(parents)[first:]
-    depths = (visible.sum(dim=1) - 1).tolist()
-    if extra_rows is not None:
-        beside = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
-        beside[:, 0] = True  # Every node sees the root.
-        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
-        token_ids, depths = (*token_ids, *extra_rows.token_ids), [*depths, *extra_rows.depths]
-    return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)
+    from .work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

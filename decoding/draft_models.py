@@ -13,8 +13,9 @@ from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
 from ..models.rows import Pass, PassKind, fetched
 from ..models.runtime import Runtime
-from .draft import UNKNOWN, Draft, DraftModel
-from .engine import PassGenerator
+from .draft import Draft, DraftModel
+from .draft_tree import UNKNOWN
+from .work import PassGenerator
 
 
 class SkippedTarget(DraftModel):

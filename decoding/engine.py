@@ -1,10 +1,7 @@
-"""Whatever computes is a generator that yields what it needs; an engine runs any number of them side by side.
+"""An engine, which runs any number of generators (`work.py`) side by side, a step at a time.
 
-Such a generator yields a `Demand` and is sent its `Answer`: of a `Pass` the logits, of `Slots` a buffer. What else it
-yields is an event, a `WorkEvent`. The engine's caller gets it before the generator goes on, so that the state can be
-read or saved between any two events; then the generator's subscribers do (`subscribed`), which may demand passes and
-report events of their own. Generators that wait for passes of one model share a forward pass: its weights are read once
-for all of their rows. A round's draft passes go first, until every sequence waits for its target.
+Generators that wait for passes of one model share a forward pass: its weights are read once for all of their rows. A
+round's draft passes go first, until every sequence waits for its target.
 """
 
 from __future__ import annotations
@@ -12,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,99 +25,15 @@ from ..core.errors import ContextOverflow
 from ..models.buffer import KVBuffer
 from ..models.costs import is_out_of_memory
 from ..models.rows import Pass, PassRunner
-from ..models.runtime import Runtime
 from .draft_trials import DraftTrials
 from .events import WorkEvent
 from .load import Load
 from .pass_clock import PassClock
+from .work import Answer, Demand, Free, Granted, PassGenerator, ReadLogits, ReadPass, Slots, Work
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 E = TypeVar("E")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPass:
-    """The demand for a pass whose best tokens are read at once, with numbers that are on its device still.
-
-    The answer is the logits, and the most probable token of each of their rows, the first of several, with the numbers
-    of `unread` behind these. What all passes that run together ask for is moved from the device in one transfer.
-    """
-
-    pass_: Pass
-    unread: Tensor | None = None
-
-    def run(self) -> Generator[ReadPass, ReadLogits, ReadLogits]:
-        return (yield self)
-
-
-class ReadLogits(NamedTuple):
-    """The answer to a `ReadPass`."""
-
-    logits: Tensor
-    numbers: list[float]
-
-
-@dataclass(eq=False)
-class Slots:
-    """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
-
-    The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
-    them and asks for more. The text's passes write only behind what it has read. Only texts of one `salt` share any.
-    `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for passes that
-    the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
-    others that go on from it; None: not known.
-    """
-
-    runtime: Runtime
-    capacity: int
-    first: int
-    token_ids: Sequence[int]
-    salt: str = ""
-    draft_slot_bytes: int = 0
-    spare: int = 0
-    state: Tensor | None = None
-
-    @cached_property
-    def tokens(self) -> NDArray[np.int64]:
-        return np.array(self.token_ids, np.int64)
-
-    @property
-    def n_bytes(self) -> int:
-        return self.bytes_of(self.capacity)
-
-    def bytes_of(self, n_slots: int) -> int:
-        return n_slots * (self.runtime.slot_bytes + self.draft_slot_bytes)
-
-    def granted(self) -> Generator[Slots, Granted, Granted]:
-        return (yield self)
-
-
-class Granted(NamedTuple):
-    """The answer to `Slots`: a buffer, of which `n_read` slots hold keys and values of the text already.
-
-    They are fewer than its tokens, and of a text of that `state`. `load` is the engine's.
-    """
-
-    buffer: KVBuffer
-    n_read: int
-    state: Tensor | None
-    load: Load
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Free:
-    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`."""
-
-    slots: Slots
-    token_ids: Sequence[int]
-
-
-Demand = Pass | ReadPass | Slots | Free
-Answer = Tensor | ReadLogits | Granted | None  # None: to `Free`, and to events.
-PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
-Work = Generator[Demand | WorkEvent, Answer, T]
-Subscriber = Callable[[WorkEvent], Work[None] | None]  # May demand and report, too, before the generator goes on.
 
 
 def alone(work: Work[T] | PassGenerator[T]) -> T:
@@ -158,41 +71,6 @@ def side_by_side(
             errors += (request.error for request in running if request.error is not None)
     if errors:
         raise errors[0]
-
-
-def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
-    """Pass all events of a generator to `on_event`; return what it returns."""
-    while True:
-        try:
-            on_event(next(events))
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
-    """Do what a generator does, and tell `subscriber` each of its events, after whoever runs this got it.
-
-    What the subscriber demands and reports comes then, before the generator goes on.
-    """
-    with closing(work):
-        answer: Answer = None
-        error: Exception | None = None
-        while True:
-            try:
-                step = work.send(answer) if error is None else work.throw(error)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = error = None
-            if not isinstance(step, Demand):
-                yield step
-                yield from subscriber(step) or ()
-                continue
-            try:
-                answer = yield step
-            except Exception as failure:
-                error = failure
 
 
 class Request(Generic[T_co]):

@@ -12,11 +12,13 @@ from ..core.errors import SettingsError
 from ..core.types import Completion, FinishReason, Timings, TokenLogprob, TokenSource, TracedToken
 from ..models.runtime import Runtime
 from .context import Context, Ending, ResumePoint, Tally, TokenRule
-from .draft import Draft, Drafter, DraftTree, Outcome, Walk
-from .engine import Free, Slots, Work, alone
+from .draft import Draft, Drafter, Outcome, Walk
+from .draft_tree import DraftTree
+from .engine import alone
 from .events import Prefilled, Round
 from .methods import PLAIN, Method
 from .verify import Target, TargetWalk, Verifier, token_logprobs
+from .work import Free, Slots, Work
 
 MOST_FORCED = 15  # A grammar drafts at most so many tokens: with the root they are 16 rows of the target.
 FEWEST_FORCED = 2  # The method's own draft may go further than fewer tokens of the grammar.

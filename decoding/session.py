@@ -19,11 +19,12 @@ from ..models.prompts import refuse_tokens
 from ..models.runtime import Runtime
 from .chats import ChatPrompt
 from .context import Ending, ResumePoint, TokenRule
-from .engine import Work, alone
+from .engine import alone
 from .events import Turn
 from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
+from .work import Work
 
 # Characters per position of the context: a text of more than LONG is first looked at in pieces of PIECE.
 LONG, PIECE = 16, 4

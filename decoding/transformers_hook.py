@@ -29,12 +29,13 @@ from ..models.loading import at_speed, info_of
 from ..models.runtime import Runtime
 from .context import Ending, TokenRule
 from .draft_models import SkippedTarget
-from .engine import alone, subscribed
+from .engine import alone
 from .events import Prefilled, Round, WorkEvent
 from .generate_options import STATELESS, refuse_dropout, refuse_inputs, refuse_options
 from .loop import decoding
 from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
+from .work import subscribed
 
 KEPT = "_swiftopt"  # under which a model object has what its calls of `custom_generate` share
 

@@ -21,14 +21,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.types import TokenLogprob
-from .draft import Draft, DraftTree, Offer, Walk, remaining, tree_rows
+from .draft import Draft, Offer, Walk, remaining
+from .draft_tree import DraftTree, tree_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..models.rows import Pass
     from .context import Context, Drafted
-    from .engine import Work
+    from .work import Work
 
     Tries = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Generator[Tensor, None, Tensor]]
 
@@ -65,7 +66,7 @@ class Target:
 
     def check(self) -> Work[Draft]:
         """Run the pass that checks the draft, or its rest, if it needs any; return the draft with its tokens."""
-        from .engine import ReadPass
+        from .work import ReadPass
 
         draft, verifier, is_argmax = self._draft, self._verifier, self.rule.is_argmax
         if draft.n_checked == 0:

@@ -25,17 +25,8 @@ from ..core.errors import ModelNotFound, UnsupportedModel
 from .coded import CodedLinear, Codes, plain_linear
 from .families import family_of
 from .fingerprint import plain_name
-from .saved import (
-    CONFIG_KEYS,
-    REPORT_S,
-    CheckpointFormat,
-    OnStep,
-    Scheme,
-    refuse_missing,
-    refuse_unread,
-    stored_tensors,
-    supported_config,
-)
+from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, stored_tensors, supported_config
+from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 
 # What each format's tensors of a map are called; the first is the one that says that a map is quantised.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")

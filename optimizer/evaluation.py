@@ -12,8 +12,8 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet
 from ..decoding.context import Context
-from ..decoding.engine import PassGenerator
 from ..decoding.methods.adaptive import Acceptance, PassCosts
+from ..decoding.work import PassGenerator
 from ..models.rows import Pass, Rows
 from .strategies import MOST
 

@@ -14,9 +14,9 @@ from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import PassGenerator, Subscriber, Work, subscribed
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent
 from ..decoding.session import Session
+from ..decoding.work import PassGenerator, Subscriber, Work, subscribed
 from ..models.costs import is_out_of_memory
 from ..models.restacked import nearest
 from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed

@@ -25,9 +25,10 @@ from ..core.records import KnownSet
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, Prompt, Trial, Verdict, n_turns
 from ..decoding.draft_models import SkippedTarget
-from ..decoding.engine import Work, side_by_side
+from ..decoding.engine import side_by_side
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent
 from ..decoding.session import Session
+from ..decoding.work import Work
 from .drafting import N_PROMPTS, drafting_with, timed_by_turns, unbeaten
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of

@@ -19,12 +19,13 @@ from torch import Tensor
 from ..core.errors import LearnedNotFound
 from ..core.settings import PAPER_BRANCHING, PRESETS, SwiftSettings
 from ..core.types import Sampling
-from ..decoding.draft import Draft, Drafter, DraftTree, Outcome, tree_rows
-from ..decoding.engine import PassGenerator
+from ..decoding.draft import Draft, Drafter, Outcome
+from ..decoding.draft_tree import DraftTree, tree_rows
 from ..decoding.methods import Method, Resources, build, method_info
 from ..decoding.methods.chains import ChainDrafter
 from ..decoding.session import Session
 from ..decoding.verify import ChainRatio, SeveralRatio, TargetWalk
+from ..decoding.work import PassGenerator
 from ..models.rows import Pass
 from ..optimizer.search import Search
 from ..tasks.recipes import MakingRecipes, Recipes

@@ -34,8 +34,9 @@ from ..core.settings import TuningSettings, preset_of, presets
 from ..core.streams import encodable, output_line, parse_stream, stream_lines, stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, Sampling
 from ..models.sources import DTYPES
+from .bodies import Strict
 from .middleware import Shared, State, sse
-from .schemas import Depth, Strict, Task, Word
+from .schemas import Depth, Task, Word
 from .settings import MIB
 
 OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block

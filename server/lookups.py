@@ -24,9 +24,10 @@ from ..core.errors import NotFound
 from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..store import Store
+from .bodies import Strict
 from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
-from .schemas import Depth, Strict, Word
+from .schemas import Depth, Word
 
 FRESH_S = 0.5  # An older answer makes a look-up ask the database again, without waiting.
 LONGEST_S = 2.0  # A look-up waits for the database when its answer is older.

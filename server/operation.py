@@ -26,11 +26,12 @@ from ..core.messages import Steer
 from ..core.requests import DEFAULT_QUEUE, STATES
 from ..store import Store
 from ..worker.queue import RedisQueue
+from .bodies import Strict
 from .engines import TUNING_S
 from .lookups import Cache
 from .metrics import metric
 from .middleware import Shared
-from .schemas import Strict, Task, Word
+from .schemas import Task, Word
 from .storage import StorageCheck
 
 router = APIRouter(tags=["operation"])

@@ -16,9 +16,10 @@ from starlette.responses import Response
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.serialization import LARGEST, explained_body
 from ..core.streams import text_of
+from .bodies import Lenient
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
-from .schemas import MOST_MESSAGES, AskedChat, CommonFields, Lenient
+from .schemas import MOST_MESSAGES, AskedChat, CommonFields
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 

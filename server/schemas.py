@@ -6,32 +6,27 @@ known and cannot be obeyed are refused, unless their value is what the server do
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    PrivateAttr,
     StringConstraints,
     Tag,
-    model_validator,
 )
-from pydantic_core import CoreSchema
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
-from ..core.json_schemas import Place, not_enforced, relaxed
+from ..core.json_schemas import not_enforced, relaxed
 from ..core.requests import CompletionRequest
-from ..core.serialization import LARGEST, dotted, schemas_in
+from ..core.serialization import LARGEST, dotted
 from ..core.streams import text_of
 from ..core.types import Sampling
+from .bodies import INSTEAD, NAMES, OF_PROMPT, Lenient, Strict
+from .chat_fields import Message, NamedTool, Tool, plain_messages
 
 # no control characters: PostgreSQL stores no NUL, and a name has no line break
 Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -51,94 +46,7 @@ RESERVED = frozenset(  # arguments of the tokenizer, which are not the template'
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
-OF_PROMPT = frozenset(  # fields that a prompt is made of
-    [
-        *("model", "prompt", "messages", "tools", "tool_choice"),
-        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    ]
-)
-NAMES = {  # Clients' names of fields of the engine's requests.
-    **{
-        "text": "prompt",
-        "token_ids": "prompt",
-        "json_schema": "response_format.json_schema.schema",
-        "method": "swiftopt.method",
-    },
-    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
-    **{"task": "swiftopt.task", "version": "swiftopt.plan"},
-}
-INSTEAD = {  # What to use in place of fields that are not supported.
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
-    **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
-    **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
-    "prompt_logprobs": "echo with logprobs at /v1/completions",
-}
 SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
-
-
-class Body(BaseModel):
-    """Of many wrong items the first is told: each error takes a hundred times the memory of its item."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        for part in schemas_in(schema):
-            if part.get("type") in ("list", "dict"):
-                part["fail_fast"] = True
-        return schema
-
-
-class Strict(Body):
-    """Unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_one_unknown_key(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or len(unknown := values.keys() - cls.model_fields.keys()) < 2:
-            return values
-        first = next(key for key in values if key in unknown)
-        return {key: value for key, value in values.items() if key == first or key not in unknown}
-
-
-class Lenient(Body):
-    """Unknown keys are kept as they are; `PASSES_ON`: they go to the chat template, so that none is ignored."""
-
-    PASSES_ON: ClassVar[bool] = False
-
-    # fields that are refused, each with the values that mean what the server does anyway
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """The fields that this one does not know."""
-        return self.model_extra or {}
-
-    @property
-    def ignored(self) -> list[str]:
-        """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
-        places = {dotted(place) for place in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
-        return [json.dumps(place)[1:-1] for place in sorted(places)]
-
-    def unused(self) -> Iterator[str]:
-        """Yield the places of known fields that have no effect beside the others."""
-        yield from ()
-
-
-def unknown_keys(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Yield the places of the keys that nobody knows, in a request or a part of one, at any depth."""
-    if isinstance(value, list):
-        for i, part in enumerate(value):
-            yield from unknown_keys(part, (*place, i))
-    if not isinstance(value, Lenient):
-        return
-    if not value.PASSES_ON:
-        yield from ((*place, key) for key, given in (value.model_extra or {}).items() if given is not None)
-    for name, field in type(value).model_fields.items():
-        yield from unknown_keys(getattr(value, name), (*place, field.alias or name))
 
 
 class Options(Strict):
@@ -367,98 +275,6 @@ class GenerationFields(CommonFields):
             prediction="" if self.prediction is None else text_of(self.prediction.content, "prediction.content"),
             salt=f"{salt}:{self.cache_salt or ''}",
         )
-
-
-class Message(Lenient):
-    """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
-
-    PASSES_ON: ClassVar = True
-
-    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    refusal: str | None = None
-    function_call: dict[str, Any] | None = None  # of which `tool_calls` took the place, as "tool" of "function"
-    audio: Any = None
-
-    def said(self, place: str) -> dict[str, Any]:
-        """Return it as templates read it: with the content as a text.
-
-        Raises: InvalidInput: a part of it is no text, or a call names no function.
-        """
-        if self.audio is not None:
-            raise UnsupportedField(f"{place}.audio: only text is read here, send it as content", f"{place}.audio")
-        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        texts = (text_of(self.content or "", f"{place}.content"), self.refusal)
-        message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
-        calls = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
-        if self.function_call is not None:  # which has no id: the function's name joins it to what it returns
-            function = _call({"function": self.function_call}, place, "function_call")
-            calls.append({"id": f"call_{self.function_call['name']}", **function})
-        if self.role == "function":
-            message |= {"role": "tool", "tool_call_id": f"call_{message.get('name')}"}
-        return {**message, "tool_calls": calls} if calls else message
-
-
-def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
-    """Return the messages as templates read them.
-
-    Raises: InvalidInput: as `Message.said`.
-    """
-    return tuple(message.said(f"messages[{i}]") for i, message in enumerate(messages))
-
-
-def _call(call: Mapping[str, Any], place: str, key: str = "function") -> dict[str, Any]:
-    """Return an earlier call of a function, whose arguments may be anything."""
-    if (kind := call.get("type", "function")) != "function":
-        raise UnsupportedValue(f"{place} is of type {kind!r}: only calls of functions are read here", f"{place}.type")
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise InvalidInput(f"{place} has no function: send the call as it was answered", f"{place}.{key}")
-    if not isinstance(name := function.get("name"), str) or not name:
-        raise InvalidInput(f"{place}.{key} has no name: send the call as it was answered", f"{place}.{key}.name")
-    return {**call, "type": "function", "function": {"arguments": None, **function}}
-
-
-class Tool(Lenient):
-    """A function that the model may call."""
-
-    class Function(Lenient):
-        """Its name, and what the model is told of it; `parameters` is the JSON schema of its arguments."""
-
-        name: str = Field(min_length=1)
-        description: str | None = None
-        parameters: dict[str, Any] | None = None
-        strict: bool | None = None
-
-    type: Literal["function"]
-    function: Function
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keeping(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
-        tool = handler(values)
-        if isinstance(values, dict):
-            tool._given = values
-        return tool
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The tool as the client wrote it, for the chat template."""
-        return self._given
-
-
-class NamedTool(Lenient):
-    """The one tool that is to be called."""
-
-    class FunctionName(Lenient):
-        """Its function."""
-
-        name: str
-
-    type: Literal["function"]
-    function: FunctionName
 
 
 class AskedChat(GenerationFields):

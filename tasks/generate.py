@@ -13,10 +13,11 @@ from ..core.plainly import REQUESTED, WhyPlain
 from ..core.records import FoundPlan, Plan
 from ..core.requests import GenerateRequest, settled
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken
-from ..decoding.engine import Work, side_by_side, subscribed
+from ..decoding.engine import side_by_side
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Shown, TextAdded, Turn, WorkEvent
 from ..decoding.methods import PLAIN, Method, build, method_info
 from ..decoding.session import Session
+from ..decoding.work import Work, subscribed
 from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime

@@ -21,10 +21,11 @@ from ..core.errors import SettingsError, StreamError
 from ..core.events import Event
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
-from ..decoding.engine import Engine, Request, Work, side_by_side, subscribed
+from ..decoding.engine import Engine, Request, side_by_side
 from ..decoding.events import Generated, GenerateInfo, Shown, TextAdded, WorkEvent
 from ..decoding.methods import Method
 from ..decoding.session import Session
+from ..decoding.work import Work, subscribed
 from ..models import loading
 from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime

@@ -30,11 +30,11 @@ from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
 from ..decoding.draft import Draft, Drafter, Outcome
-from ..decoding.engine import PassGenerator, Work, subscribed
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Turn, WorkEvent
 from ..decoding.load import Load
 from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
+from ..decoding.work import PassGenerator, Work, subscribed
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step

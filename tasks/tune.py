@@ -20,8 +20,8 @@ from ..core.requests import Promotion, TuneRequest, Wanted
 from ..core.settings import AUTO, SwiftSettings
 from ..core.streams import LineWriter, default_output, read_stream
 from ..core.types import Prompt
-from ..decoding.engine import exhaust
 from ..decoding.session import Session
+from ..decoding.work import exhaust
 from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.messages import Ready
-from swiftopt.decoding.engine import Work, side_by_side
+from swiftopt.decoding.engine import side_by_side
+from swiftopt.decoding.work import Work
 from swiftopt.models.runtime import Runtime
 
 N_LAYERS = 4

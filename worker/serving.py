@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,14 +21,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..core.errors import (
     Conflict,
@@ -64,30 +62,25 @@ from ..core.messages import (
     encoded,
     from_server,
 )
-from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece, ServedModel
+from ..core.requests import CompletionRequest, Piece, ServedModel
 from ..core.settings import LOG_FORMAT
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
-from ..decoding.engine import Work
 from ..decoding.events import Generated, Shown, TextAdded
 from ..decoding.grammar import Grammar
 from ..decoding.session import LONG, Session
+from ..decoding.work import Work
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
-from ..models.runtime import Runtime
 from ..tasks import model as models
 from ..tasks.generate import as_planned
-from ..tasks.model import Model, Ticket
+from ..tasks.model import Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
+from .served_tokens import Tokens, check_vocabulary, prompt_field, session_of, token_ids_of
 
 LEAST_LOGPROB = -9999.0  # OpenAI's API writes it for minus infinity, which JSON does not have.
 LONG_LINE = 1 << 16  # A request of more bytes is read in another thread.
-TAIL = 16  # The last tokens of a prompt show whether it has begun a thought.
-ANSWER_SHARE = 3 / 4  # An answer without a length may take this share of the memory that its prompt leaves.
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # The vocabularies of sentencepiece write a byte so.
-# Vocabularies of bytes write each byte as a character.
-BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 logger = logging.getLogger("swiftopt.worker.serving")  # The module's own name is "__main__".
 
@@ -186,50 +179,6 @@ def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
 
 def _not_counted(event: Generated) -> None:
     """A model that learns nothing has no figures of tasks."""
-
-
-class Tokens:
-    """Tokens of one tokenizer: their text or exact bytes, and the token that ends a thought."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Only a decoder's state, which is JSON, shows the parts of the decoder.
-        state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
-        self._has_bytes, self._has_marks = b"ByteLevel" in state, "▁".encode() in state
-        self._added = set(getattr(tokenizer, "added_tokens_decoder", ()))
-
-    def piece(self, token_id: int) -> Piece:
-        """Return what a token adds to a text."""
-        in_bytes = self._bytes(token_id)
-        try:
-            return str(self._tokenizer.decode([token_id])) if in_bytes is None else in_bytes.decode()
-        except UnicodeDecodeError:
-            assert in_bytes is not None
-            return list(in_bytes)
-
-    def _bytes(self, token_id: int) -> bytes | None:
-        """Return a token's bytes; None where the vocabulary has none."""
-        if token_id in self._added or not (self._has_bytes or self._has_marks):
-            return None
-        word = self._tokenizer.convert_ids_to_tokens(token_id)
-        if self._has_bytes:
-            return bytes(map(BYTE_OF.__getitem__, word)) if word and all(letter in BYTE_OF for letter in word) else None
-        if (byte := _BYTE.fullmatch(word or "")) is not None:
-            return bytes([int(byte[1], 16)])
-        return None if word is None else word.replace("▁", " ").encode()
-
-    @cached_property
-    def end_of_thought(self) -> int | None:
-        """The token that ends a thought; None: the model's chat template knows none."""
-        if THOUGHT not in str(getattr(self._tokenizer, "chat_template", None)):
-            return None
-        token_id = self._tokenizer.get_vocab().get(THOUGHT)
-        return None if token_id is None else int(token_id)
-
-    def ends_in_thought(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a prompt leaves a thought open, which the completion then continues."""
-        return str(self._tokenizer.decode(list(token_ids[-TAIL:]))).rstrip().endswith(THINK)
 
 
 class EngineHost:
@@ -425,73 +374,6 @@ class EngineHost:
             return
         except OutputError as error:  # The client's answer does not depend on that file.
             logger.warning("prompt=not kept reason=%r", str(error))
-
-
-def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
-    """Return a request's session, and its prompt as token ids.
-
-    Args:   most_tokens: that memory holds, for requests that say of no length; None: any number.
-    Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
-            fit the model's context, or the completion behind it.
-    """
-    grammar = None
-    if request.forced:
-        functions = {f"tools[{i}].function.parameters": request.tools[i]["function"] for i in request.forced}
-        grammar = Grammar.call(functions)
-    elif request.json_schema is not None:
-        with about("json_schema"):
-            grammar = Grammar.json_schema(request.json_schema)
-    ends = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
-    session = Session(model.runtime, request.sampling, 1, *ends, grammar)
-    ids, source = token_ids_of(session, request), prompt_field(request)
-    room = model.runtime.max_positions - len(ids)
-    left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
-    unasked = min(room, left) if left > 0 else room  # The engine refuses a prompt that memory does not hold.
-    session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
-    with about(source if room < 1 else "max_new_tokens"):
-        model.runtime.check_context(len(ids), session.max_new_tokens)
-    return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
-
-
-def token_ids_of(session: Session, request: CompletionRequest) -> list[int]:
-    """Return a request's prompt as the model reads it, whether or not the model's context has room for it.
-
-    Raises: InvalidInput: it cannot be encoded. ContextOverflow: it is so long that it is not read to its end.
-    """
-    with about(prompt_field(request)):
-        if request.token_ids:
-            ids = list(request.token_ids)
-            check_vocabulary(ids, session.runtime, prompt_field(request))
-        elif request.messages:
-            ids = session.encode_chat(request.messages, request.tools, request.template)
-        else:
-            ids = session.encode_text(request.text, request.special_tokens)
-        if not ids:
-            raise InvalidInput("the prompt has no tokens: write at least one word")
-    return ids
-
-
-def prompt_field(request: CompletionRequest) -> str:
-    """Return the field of a request that errors about its prompt name."""
-    return "messages" if request.messages else "text"
-
-
-def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> None:
-    """Raises: InvalidInput: the model has no such token."""
-    for token_id in token_ids:
-        if not 0 <= token_id < runtime.vocab_size:
-            words = f"there is no token {token_id}: this model has tokens 0 to {runtime.vocab_size - 1}, use those"
-            raise InvalidInput(words, param)
-
-
-@contextmanager
-def about(param: str) -> Iterator[None]:
-    """Name this field in errors that name no field of the request."""
-    try:
-        yield
-    except InvalidInput as error:
-        error.param = error.param or param
-        raise
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import SettingsError, look_up
 from ...core.serialization import Settings
 from ...core.wings import PACKAGE, wings
-from ..draft import Draft, Drafter, DraftModel, DraftTree
+from ..draft import Draft, Drafter, DraftModel
+from ..draft_tree import DraftTree
 from ..verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ...core.types import LayerSet
     from ...models.runtime import Runtime
     from ..draft_models import SkippedTarget
-    from ..engine import PassGenerator
+    from ..work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)

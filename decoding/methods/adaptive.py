@@ -29,7 +29,8 @@ from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.settings import Format
 from ...core.types import LayerSet, TokenSource
-from ..draft import Draft, Drafter, DraftModel, DraftTree, Outcome
+from ..draft import Draft, Drafter, DraftModel, Outcome
+from ..draft_tree import DraftTree
 from ..text_matches import Cursor, Guess, HitRates, Matches
 from ..verify import TargetWalk, Verifier
 from . import Method, Resources, method
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.costs import CostProfile, CostSource
-    from ..engine import PassGenerator
+    from ..work import PassGenerator
 
 PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
 MOST_GUESSES = 3  # The most guesses of one draft pass: quantised passes cost more with every row.

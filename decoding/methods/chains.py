@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import AcceptanceProbe, Draft, Drafter, DraftModel, DraftTree, Outcome, draw_apart, offers_of, possible
+from ..draft import AcceptanceProbe, Draft, Drafter, DraftModel, Outcome, draw_apart, offers_of, possible
+from ..draft_tree import DraftTree
 from ..verify import BlockRatio, ChainRatio, SeveralRatio, TargetWalk, Verifier
 from . import Method, Resources, method
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ...core.types import LayerSet
     from ..draft_models import SkippedTarget
-    from ..engine import PassGenerator
+    from ..work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)

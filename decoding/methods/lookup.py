@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ..draft import Draft, Drafter, DraftTree
+from ..draft import Draft, Drafter
+from ..draft_tree import DraftTree
 from ..text_matches import Matches
 from ..verify import TargetWalk, Verifier
 from . import Resources, method
 
 if TYPE_CHECKING:
-    from ..engine import PassGenerator
+    from ..work import PassGenerator
 
 WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
 

@@ -15,7 +15,7 @@ from ..verifiers import JointRatio, KeepAll, truncate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...decoding.engine import PassGenerator
+    from ...decoding.work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)

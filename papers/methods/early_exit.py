@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, count, share
-from ...decoding.draft import Draft, Drafter, DraftModel, DraftTree, Outcome, offers_of
+from ...decoding.draft import Draft, Drafter, DraftModel, Outcome, offers_of
+from ...decoding.draft_tree import DraftTree
 from ...decoding.methods import Resources, method
 from ...decoding.methods.chains import ChainDrafter, StopRule
 from ...decoding.verify import ChainRatio, TargetWalk, Verifier
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...decoding.engine import PassGenerator
+    from ...decoding.work import PassGenerator
     from ...models.runtime import Runtime
     from ..early_exit import Heads, StackedLayers, StagedPass
 

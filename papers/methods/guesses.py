@@ -22,14 +22,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count
-from ...decoding.draft import Draft, Drafter, DraftTree, ExtraRows, Outcome
+from ...decoding.draft import Draft, Drafter, Outcome
+from ...decoding.draft_tree import DraftTree, ExtraRows
 from ...decoding.methods import Resources, method
 from ...decoding.verify import TargetWalk, Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...decoding.engine import PassGenerator
+    from ...decoding.work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)

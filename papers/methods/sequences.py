@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.serialization import Settings, count
-from ...decoding.draft import UNKNOWN, Draft, Drafter, DraftModel, DraftTree, Offer, draw_apart, possible
+from ...decoding.draft import Draft, Drafter, DraftModel, Offer, draw_apart, possible
+from ...decoding.draft_tree import UNKNOWN, DraftTree
 from ...decoding.methods import Resources, method
 from ...decoding.verify import SeveralRatio, Verifier
 from ..verifiers import k_seq
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...decoding.context import Drafted
-    from ...decoding.engine import PassGenerator
+    from ...decoding.work import PassGenerator
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput, OutputError
 from ...core.types import Prompt
-from ...decoding.engine import Work, alone, side_by_side, subscribed
+from ...decoding.engine import alone, side_by_side
 from ...decoding.events import Round, WorkEvent
 from ...decoding.methods import PLAIN
 from ...decoding.session import Session
+from ...decoding.work import Work, subscribed
 from ...models.costs import memory_for_texts
 from ...models.runtime import Runtime
 from ...models.saved import replacing

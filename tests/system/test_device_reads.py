@@ -27,9 +27,10 @@ from transformers import MinNewTokensLengthLogitsProcessor
 from swiftopt.core.settings import Branching, SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling, TokenLogprob
 from swiftopt.decoding.context import Context, Ending, TokenRule
-from swiftopt.decoding.draft import Draft, DraftModel, DraftTree, Outcome, Walk
+from swiftopt.decoding.draft import Draft, DraftModel, Outcome, Walk
 from swiftopt.decoding.draft_models import OtherModel, SkippedTarget
-from swiftopt.decoding.engine import PassGenerator, Work, alone, side_by_side
+from swiftopt.decoding.draft_tree import DraftTree
+from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.grammar import Grammar, GrammarMask
 from swiftopt.decoding.loop import decode, decoding
@@ -37,6 +38,7 @@ from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
 from swiftopt.decoding.methods.chains import ChainDrafter, SpdSettings, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target
+from swiftopt.decoding.work import PassGenerator, Work
 from swiftopt.models.graphs import GraphPasses
 from swiftopt.models.kernels import device
 from swiftopt.models.loading import at_speed

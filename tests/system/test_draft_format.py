@@ -17,11 +17,12 @@ from swiftopt.core.requests import TuneRequest
 from swiftopt.core.settings import STORED
 from swiftopt.core.types import LayerSet, Prompt, Sampling
 from swiftopt.decoding.context import Context, Ending
-from swiftopt.decoding.draft import Draft, Drafter, DraftTree
-from swiftopt.decoding.engine import PassGenerator, exhaust
+from swiftopt.decoding.draft import Draft, Drafter
+from swiftopt.decoding.draft_tree import DraftTree
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
 from swiftopt.decoding.session import Session
+from swiftopt.decoding.work import PassGenerator, exhaust
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import drafting
 from swiftopt.optimizer.drafting import choose_format

@@ -30,19 +30,11 @@ from swiftopt.core.types import Completion, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, Drafter
 from swiftopt.decoding.draft_trials import DraftTrials
-from swiftopt.decoding.engine import (
-    Engine,
-    PassGenerator,
-    Request,
-    Slots,
-    Work,
-    alone,
-    side_by_side,
-    subscribed,
-)
+from swiftopt.decoding.engine import Engine, Request, alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round, WorkEvent
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
+from swiftopt.decoding.work import PassGenerator, Slots, Work, subscribed
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.costs import RECORD_AT
 from swiftopt.models.graphs import GraphPasses

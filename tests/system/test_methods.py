@@ -20,14 +20,16 @@ from swiftopt.core.errors import InvalidInput, LayerSetError, SettingsError
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
-from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree
+from swiftopt.decoding.draft import Draft, Drafter, DraftModel
 from swiftopt.decoding.draft_models import OtherModel
-from swiftopt.decoding.engine import PassGenerator, alone, subscribed
+from swiftopt.decoding.draft_tree import DraftTree
+from swiftopt.decoding.engine import alone
 from swiftopt.decoding.events import Prefilled, Round, WorkEvent
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build
 from swiftopt.decoding.verify import TargetWalk
+from swiftopt.decoding.work import PassGenerator, subscribed
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.papers.early_exit import Heads, Probe

@@ -18,7 +18,7 @@ from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Generated
 from swiftopt.tasks.job import Cancelled
 from swiftopt.tasks.model import TURN_SHARE, Ticket
-from swiftopt.worker.serving import session_of
+from swiftopt.worker.served_tokens import session_of
 
 TEXTS = [f"w{i + 1} w{i + 2} w{i + 1}" for i in range(8)]
 

@@ -61,7 +61,8 @@ from swiftopt.models.rows import Pass, Rows
 from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess, Reply, Restarted
 from swiftopt.server.settings import new_key
 from swiftopt.store import Store
-from swiftopt.worker.serving import LONG_LINE, EngineHost, MessageWriter, SentCompletion, session_of
+from swiftopt.worker.served_tokens import session_of
+from swiftopt.worker.serving import LONG_LINE, EngineHost, MessageWriter, SentCompletion
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports

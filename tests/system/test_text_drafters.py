@@ -14,14 +14,16 @@ from native import quick_runtime
 
 from swiftopt.core.types import Completion, LayerSet, Sampling, TracedToken
 from swiftopt.decoding.context import Context, Ending, TokenRule
-from swiftopt.decoding.draft import Draft, Drafter, DraftTree, Outcome, Walk, ancestor_mask, tree_rows
-from swiftopt.decoding.engine import PassGenerator, alone, side_by_side
+from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
+from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask, tree_rows
+from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.loop import _traced, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
 from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
+from swiftopt.decoding.work import PassGenerator
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.papers.methods.guesses import (

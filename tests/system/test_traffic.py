@@ -24,9 +24,10 @@ from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
-from swiftopt.decoding.engine import Slots, Work, side_by_side
+from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Generated
 from swiftopt.decoding.session import Session
+from swiftopt.decoding.work import Slots, Work
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.types import Completion, LayerSet, Timings
+from swiftopt.server.chat_fields import plain_messages
 from swiftopt.server.jobs import JobSubmission
 from swiftopt.server.responses import AskedResponse
-from swiftopt.server.schemas import AskedChat, AskedText, plain_messages
+from swiftopt.server.schemas import AskedChat, AskedText
 
 COUNT = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)

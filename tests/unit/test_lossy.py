@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftopt.decoding.draft import Draft, DraftTree, Walk
+from swiftopt.decoding.draft import Draft, Walk
+from swiftopt.decoding.draft_tree import DraftTree
 from swiftopt.decoding.verify import Verifier
 from swiftopt.papers.verifiers import JointRatio, KeepAll, Rollback, Typical, warp
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import Context, TokenRule
-from swiftopt.decoding.draft import Draft, Drafter, DraftModel, DraftTree, Offer, Walk, ancestor_mask
-from swiftopt.decoding.engine import PassGenerator, alone
+from swiftopt.decoding.draft import Draft, Drafter, DraftModel, Offer, Walk
+from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask
+from swiftopt.decoding.engine import alone
 from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, Verifier
+from swiftopt.decoding.work import PassGenerator
 from swiftopt.papers.methods.sequences import SequencesDrafter, SequencesSettings
 from swiftopt.papers.verifiers import k_seq
 

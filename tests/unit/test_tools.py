@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.requests import Piece
 from swiftopt.server.choices import ThoughtParser, ToolParser
-from swiftopt.worker.serving import Tokens
+from swiftopt.worker.served_tokens import Tokens
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'

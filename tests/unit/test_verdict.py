@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftopt.bench.verdicts import Machine, Prompts, Stream, simulated
-from swiftopt.decoding.engine import exhaust
+from swiftopt.decoding.work import exhaust
 from swiftopt.optimizer.verdict import (
     ERROR,
     MOST_RUNS,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from swiftopt.core.errors import ShapeError
 from swiftopt.core.types import Sampling
 from swiftopt.decoding.context import TokenRule
-from swiftopt.decoding.draft import DraftTree, Walk, ancestor_mask
+from swiftopt.decoding.draft import Walk
+from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask
 from swiftopt.decoding.verify import walk
 
 VOCAB = 3

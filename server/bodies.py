@@ -1,0 +1,106 @@
+"""What bodies of requests have in common: which unknown fields are refused, and how a field is named in an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+
+from ..core.json_schemas import Place
+from ..core.serialization import dotted, schemas_in
+
+OF_PROMPT = frozenset(  # fields that a prompt is made of
+    [
+        *("model", "prompt", "messages", "tools", "tool_choice"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    ]
+)
+NAMES = {  # Clients' names of fields of the engine's requests.
+    **{
+        "text": "prompt",
+        "token_ids": "prompt",
+        "json_schema": "response_format.json_schema.schema",
+        "method": "swiftopt.method",
+    },
+    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
+    **{"task": "swiftopt.task", "version": "swiftopt.plan"},
+}
+INSTEAD = {  # What to use in place of fields that are not supported.
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
+    **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
+    **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
+    "prompt_logprobs": "echo with logprobs at /v1/completions",
+}
+
+
+class Body(BaseModel):
+    """Report only the first invalid item of a list: pydantic keeps an error, a hundred times its size, for each."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        for part in schemas_in(schema):
+            if part.get("type") in ("list", "dict"):
+                part["fail_fast"] = True
+        return schema
+
+
+class Strict(Body):
+    """Unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown_key(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or len(unknown := values.keys() - cls.model_fields.keys()) < 2:
+            return values
+        first = next(key for key in values if key in unknown)
+        return {key: value for key, value in values.items() if key == first or key not in unknown}
+
+
+class Lenient(Body):
+    """Unknown keys are kept as they are; `PASSES_ON`: they go to the chat template, so that none is ignored."""
+
+    PASSES_ON: ClassVar[bool] = False
+
+    # fields that are refused, each with the values that mean what the server does anyway
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that this one does not know."""
+        return self.model_extra or {}
+
+    @property
+    def ignored(self) -> list[str]:
+        """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
+        places = {dotted(place) for place in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
+        return [json.dumps(place)[1:-1] for place in sorted(places)]
+
+    def unused(self) -> Iterator[str]:
+        """Yield the places of known fields that have no effect beside the others."""
+        yield from ()
+
+
+def unknown_keys(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Yield the places of the keys that nobody knows, in a request or a part of one, at any depth."""
+    if isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from unknown_keys(part, (*place, i))
+    if not isinstance(value, Lenient):
+        return
+    if not value.PASSES_ON:
+        yield from ((*place, key) for key, given in (value.model_extra or {}).items() if given is not None)
+    for name, field in type(value).model_fields.items():
+        yield from unknown_keys(getattr(value, name), (*place, field.alias or name))

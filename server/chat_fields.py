@@ -1,0 +1,108 @@
+"""The messages and the tools of a chat's request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    PrivateAttr,
+    model_validator,
+)
+
+from ..core.errors import InvalidInput, UnsupportedField, UnsupportedValue
+from ..core.streams import text_of
+from .bodies import Lenient
+
+
+class Message(Lenient):
+    """One message of a chat, of a role that OpenAI knows; parts of text are joined."""
+
+    PASSES_ON: ClassVar = True
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None  # of which `tool_calls` took the place, as "tool" of "function"
+    audio: Any = None
+
+    def said(self, place: str) -> dict[str, Any]:
+        """Return it as templates read it: with the content as a text.
+
+        Raises: InvalidInput: a part of it is no text, or a call names no function.
+        """
+        if self.audio is not None:
+            raise UnsupportedField(f"{place}.audio: only text is read here, send it as content", f"{place}.audio")
+        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        texts = (text_of(self.content or "", f"{place}.content"), self.refusal)
+        message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
+        calls = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
+        if self.function_call is not None:  # which has no id: the function's name joins it to what it returns
+            function = _call({"function": self.function_call}, place, "function_call")
+            calls.append({"id": f"call_{self.function_call['name']}", **function})
+        if self.role == "function":
+            message |= {"role": "tool", "tool_call_id": f"call_{message.get('name')}"}
+        return {**message, "tool_calls": calls} if calls else message
+
+
+def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
+    """Return the messages as templates read them.
+
+    Raises: InvalidInput: as `Message.said`.
+    """
+    return tuple(message.said(f"messages[{i}]") for i, message in enumerate(messages))
+
+
+def _call(call: Mapping[str, Any], place: str, key: str = "function") -> dict[str, Any]:
+    """Return an earlier call of a function, whose arguments may be anything."""
+    if (kind := call.get("type", "function")) != "function":
+        raise UnsupportedValue(f"{place} is of type {kind!r}: only calls of functions are read here", f"{place}.type")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidInput(f"{place} has no function: send the call as it was answered", f"{place}.{key}")
+    if not isinstance(name := function.get("name"), str) or not name:
+        raise InvalidInput(f"{place}.{key} has no name: send the call as it was answered", f"{place}.{key}.name")
+    return {**call, "type": "function", "function": {"arguments": None, **function}}
+
+
+class Tool(Lenient):
+    """A function that the model may call."""
+
+    class Function(Lenient):
+        """Its name, and what the model is told of it; `parameters` is the JSON schema of its arguments."""
+
+        name: str = Field(min_length=1)
+        description: str | None = None
+        parameters: dict[str, Any] | None = None
+        strict: bool | None = None
+
+    type: Literal["function"]
+    function: Function
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeping(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
+        tool = handler(values)
+        if isinstance(values, dict):
+            tool._given = values
+        return tool
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The tool as the client wrote it, for the chat template."""
+        return self._given
+
+
+class NamedTool(Lenient):
+    """The one tool that is to be called."""
+
+    class FunctionName(Lenient):
+        """Its function."""
+
+        name: str
+
+    type: Literal["function"]
+    function: FunctionName
