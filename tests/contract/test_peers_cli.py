@@ -8,6 +8,7 @@ import pytest
 
 from swiftopt.cli.main import run
 
+pytestmark = pytest.mark.wing("bench", "engines")
 PEERS = ["bench", "peers", "--model", "smollm2-135m", "--stream", "good.jsonl"]
 
 

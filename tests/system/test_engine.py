@@ -133,6 +133,7 @@ def test_no_method_keeps_others_from_their_rounds(name: str) -> None:
     assert rounds[False] >= rounds[True] - 1 > 0
 
 
+@pytest.mark.wing("papers")
 @given(st.data())
 def test_tokens_do_not_depend_on_arrivals_and_cancels(data: st.DataObject) -> None:
     own = data.draw(st.sampled_from([parts("llama"), parts("gemma3"), in_float64("llama")]))
@@ -221,6 +222,7 @@ def test_engine_leaves_drafts_where_their_passes_take_too_long(
         assert n_passes[True] > 20, "one by itself drafts as its method says"
 
 
+@pytest.mark.wing("papers")
 def test_requests_that_may_stop_drafting_draft_beside_one_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds in which others leave drafts out are plain ones, though it drafts in them as in all."""
     own, run_passes = parts("llama"), Runtime.forward_together
@@ -353,6 +355,7 @@ def test_passes_that_will_be_replayed_do_not_count_in_what_rounds_take() -> None
     assert len(rounds) > 8 and set(rounds[RECORD_AT:]) == {RECORD_AT}
 
 
+@pytest.mark.wing("papers")
 def test_draft_passes_share_a_pass_and_the_target_waits_for_them() -> None:
     """Two requests that draft and one that does not: the target's weights are read once for all three."""
     own = parts("llama")

@@ -459,7 +459,7 @@ def test_every_method_gives_plain_tokens_in_bfloat16(family: str, name: str, wit
 
 
 @pytest.mark.parametrize(("name", "sampling", "is_exact"), [
-    ("spectr", GREEDY, True), ("spectr", WARM, False), ("prompt-lookup", WARM, True), ("plain", WARM, True),
+    ("spd", GREEDY, True), ("spd", WARM, False), ("prompt-lookup", WARM, True), ("plain", WARM, True),
 ])  # fmt: skip
 def test_only_tokens_of_plain_decoding_are_called_exact(name: str, sampling: Sampling, is_exact: bool) -> None:
     own, ids = parts("llama", name in WITH_A_MODEL), repeating(0)
@@ -551,6 +551,7 @@ def test_log_probabilities_of_a_prompt_cross_its_passes(monkeypatch: pytest.Monk
         assert request.result.n_tokens == 3 and found == expected
 
 
+@pytest.mark.wing("papers")
 def test_method_that_has_no_log_probabilities_is_refused_before_it_begins() -> None:
     own, ids = parts("llama"), repeating(1)
     work = decoding(own.runtime, ids, build("mtjd", own), TokenRule.of(GREEDY, None), Ending(4), logprobs=0)
