@@ -16,6 +16,7 @@ from ..core.errors import ContextOverflow, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.gguf_files import Rounding, gguf_of, stored_type
+from ..models.gguf_model import settings_folder
 from ..models.loading import load_tokenizer
 from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
@@ -28,6 +29,7 @@ from .export import ENGINES, NGRAM_TOKENS
 from .packages import EngineFailed, Launch, Row, Weights, prepared
 from .processes import Child
 
+PLAIN_BITS = 16  # The fewest bits of weights that are not coded.
 DRAFT_TOKENS = 8  # The most tokens of one draft.
 STILL_THERE = 0.8  # A process with a smaller share of its memory resident has lost its weights.
 WARM_TOKENS = 8  # Tokens of each warm-up, which pays for first allocations and compilations.
@@ -123,12 +125,14 @@ class TurnsRequest:
         return self.device != "cpu"
 
     @property
-    def coded_gguf(self) -> Path | None:
-        """The GGUF file whose codes the folder holds, if there is one; engines that read GGUF get it as it is."""
-        if supported_type(self.folder)[1] is None:
-            return None
+    def gguf(self) -> Path | None:
+        """The GGUF file of codes that the model is, if it is one: for swiftopt and engines that read GGUF."""
         source = resolve(self.model)
-        return Path(source.location) if source.kind == "gguf" else None
+        if source.kind != "gguf":
+            return None
+        path = Path(source.location)
+        scheme = supported_type(settings_folder(path, no_step))[1]
+        return path if scheme is not None and scheme.bits < PLAIN_BITS else None
 
 
 def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Question]:
@@ -173,8 +177,8 @@ class Turns:
         self._has_room = has_room or partial(room_for, request.device)
         kind = stored_type(request.folder) if request.dtype == "auto" else ""
         self.dtype = DTYPES[kind] if kind else request.dtype
-        self._coded_gguf = request.coded_gguf
-        stored = self._coded_gguf.name if self._coded_gguf else kind or stored_type(request.folder)
+        self._gguf = request.gguf
+        stored = self._gguf.name if self._gguf else kind or stored_type(request.folder)
         built = (replace(row, engine=row.engine.built_for(request.device)) for row in rows)
         self.runs = [RowRuns(row, _weights_word(row, stored)) for row in built]
         self._launches: dict[str, Launch | EngineFailed] = {}
@@ -344,9 +348,9 @@ class Turns:
             assert row.file is not None
             return row.file.resolve()
         if weights == "folder":
-            return self.request.folder
-        if weights == "stored" and self._coded_gguf is not None:
-            return self._coded_gguf
+            return self._gguf if self._gguf is not None and row.engine.name == "swiftopt" else self.request.folder
+        if weights == "stored" and self._gguf is not None:
+            return self._gguf
         rounding: Rounding = weights
         return gguf_of(self.request.folder, rounding, self._on_step)
 

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet, SubLayer
+from .kernels import layout
 
 ROWS = 16  # outputs of a block; missing ones are zeros
 GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
+ZEROS_AS_CODES = {
+    torch.bfloat16: layout.ZERO_CODES_BF16,
+    torch.float16: layout.ZERO_CODES_F16,
+    torch.float32: layout.ZERO_CODES_F32,
+}
 CHUNK = 1 << 15  # weights that are quantised at a time on a CPU
 DEVICE_CHUNK = 1 << 27  # The chunk on a GPU.
 SCRATCH = 30  # bytes that quantising takes for each weight of a piece
@@ -104,6 +110,11 @@ class CodedLinear(nn.Module):
         self.register_parameter("bias", bias_parameter)
 
     @property
+    def scale_type(self) -> int:
+        """What the scales are, by `kernels.layout`."""
+        return ZEROS_AS_CODES[self.scales.dtype]
+
+    @property
     def weight(self) -> Tensor:
         """The de-quantised weight (out, in) in the model's dtype, computed at each call."""
         weight = torch.empty((self.n_out, self.n_in), dtype=self.dtype, device=self.codes.device)
@@ -129,6 +140,14 @@ class CodedLinear(nn.Module):
     def plain(self) -> nn.Linear:
         """The same map with a de-quantised weight."""
         return plain_linear(self.weight, self.bias)
+
+
+def weight_form(module: Any) -> tuple[torch.device, torch.dtype, tuple[int, ...]]:
+    """Return device, dtype and shape of a module's weight; one that is coded is not de-quantised for it."""
+    codes = getattr(module, "codes", None)
+    if codes is None or not hasattr(module, "dtype"):
+        return module.weight.device, module.weight.dtype, tuple(module.weight.shape)
+    return codes.device, module.dtype, (module.n_out, module.n_in)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

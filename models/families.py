@@ -16,14 +16,16 @@ from ..core.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How llama.cpp keeps a family: its architecture, its words for how texts become words, and the order of rotation.
+    """How llama.cpp keeps a family: its architecture, and how its tensors differ from transformers'.
 
-    `pairs_halves`: the two halves of a rotary pair lie side by side.
+    `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the weights
+    of norms. `pre_tokenizer`: its words for how texts become words, for files that are written; None: none are.
     """
 
     architecture: str
-    pre_tokenizer: str
+    pre_tokenizer: str | None = None
     pairs_halves: bool = False
+    adds_to_norms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Family:
     input. Linear maps that are `transposed` are stored as (inputs, outputs). `fields` has the config's own names of
     usual fields.
 
-    GGUF files are written where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
+    GGUF files are read where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
     `decilm_bias`: the biases of attention are as the config says, or there are none, or those of q, k and v.
     """
 
@@ -91,8 +93,11 @@ FAMILIES: dict[str, Family] = {
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
         sliding="by_layer",
+        gguf=GgufForm("gemma3", adds_to_norms=1.0),
     ),
-    "phi3": Family(projection="fused", qkv=("qkv_proj",), mlp_in=("gate_up_proj",), sliding="all"),
+    "phi3": Family(
+        projection="fused", qkv=("qkv_proj",), mlp_in=("gate_up_proj",), sliding="all", gguf=GgufForm("phi3")
+    ),
     "gpt2": Family(
         layers="transformer.h",
         embed="transformer.wte",
@@ -110,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         transposed=True,
         fields={"hidden_act": "activation_function", "intermediate_size": "n_inner"},
+        gguf=GgufForm("gpt2"),
     ),
     "gpt_neox": Family(
         layers="gpt_neox.layers",

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound
+from .gguf_reader import GgufFile
 from .saved import LEFTOVERS, supported_config, weight_files
 
 VERSION = "v1"
@@ -121,6 +122,9 @@ def _in_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if path.suffix == ".gguf":
+            stored = GgufFile(path.resolve()).tensors
+            return {name: torch.from_numpy(tensor.data) for name, tensor in stored.items()}
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
     except FileNotFoundError as error:

@@ -139,15 +139,12 @@ def _set(config: Any, field: str, value: Any) -> bool:
     return True
 
 
-def take_split(reader: Any, tokenizer: Any, gguf: Path) -> None:
+def take_split(settings: Mapping[str, Any], tokenizer: Any, gguf: Path) -> None:
     """Cut texts into words as the file's merges were learnt on; transformers takes GPT-2's way for ones it has not.
 
     Raises: UnsupportedModel: the way is not known here either.
     """
-    model, split = (
-        reader.fields[key].contents() if key in reader.fields else None
-        for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-    )
+    model, split = (settings.get(key) for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"))
     if model != "gpt2" or split is None or split in LIKE_GPT2:
         return
     if split in DIGITS_APART:
@@ -169,9 +166,9 @@ def _splits_of_transformers(split: str) -> Collection[str]:
     return getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", (split,))
 
 
-def take_ends(reader: Any, tokenizer: Any, generation_config: Any) -> None:
+def take_ends(settings: Mapping[str, Any], tokenizer: Any, generation_config: Any) -> None:
     """End completions at the end of a turn, too: transformers reads the end of a text alone."""
-    named = [reader.fields[key].contents() for key in TURN_KEYS if key in reader.fields]
+    named = [settings[key] for key in TURN_KEYS if key in settings]
     vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
     named += [vocab[text] for text in TURN_ENDS if text in template and text in vocab]
     eos = generation_config.eos_token_id

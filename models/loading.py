@@ -25,6 +25,7 @@ from .buffer import free_bytes
 from .coded import CodedLinear
 from .costs import is_out_of_memory
 from .fingerprint import fingerprint
+from .gguf_model import load_gguf, settings_folder
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
 from .quantised import Seconds
@@ -84,7 +85,7 @@ def load(
     torch.set_num_threads(n_threads())
     source = check_names(name, dtype, device, speed, here=True)
     with quiet():
-        folder = local_folder(source, step)
+        folder = settings_folder(Path(source.location), step) if source.kind == "gguf" else local_folder(source, step)
         supported_config(folder)
         check_files(files_of(folder), folder)
         tokenizer, generation_config = load_tokenizer(folder), _generation_config(folder)
@@ -94,7 +95,8 @@ def load(
         doing = f"reading {source.name}"
         step(doing)
         with reporting_progress(step, doing):
-            model, n_parameters = _load_model(folder, dtype, place, doing, step)
+            coded = place == "cpu" and speed in ("auto", "exact")
+            model, n_parameters = _load_model(folder, dtype, place, doing, step, coded)
         if generation_config is not None:
             model.generation_config = generation_config
         refuse_steering(model.generation_config, folder)
@@ -187,7 +189,10 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -
     dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
     context = 2 * config.num_hidden_layers * kv_heads * width * dtype_asked.itemsize * PLANNED_TOKENS
     weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
-    reads_codes = speed == "exact" or (on_cpu and speed == "auto" and dtype_asked != torch.float16)
+    is_gguf = scheme is not None and scheme.format == "gguf"
+    coded_dtypes = (torch.bfloat16,) if is_gguf else (torch.bfloat16, torch.float32)
+    reads_codes = on_cpu and speed in ("auto", "exact") and dtype_asked in coded_dtypes
+    reads_codes |= speed == "exact" and not is_gguf
     if scheme is None:
         weights *= dtype_asked.itemsize / stored.itemsize
     elif scheme.is_float or (scheme.kind is None and not reads_codes):
@@ -211,8 +216,13 @@ def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
         raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
 
 
-def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnStep) -> tuple[Any, int]:
-    """Return the model, in evaluation mode, and how many parameters it stands for."""
+def _load_model(
+    folder: Path, dtype: str, placement: str, doing: str, step: OnStep, coded: bool = True
+) -> tuple[Any, int]:
+    """Return the model, in evaluation mode, and how many parameters it stands for.
+
+    Args: coded: whether weights of a GGUF file may keep its codes.
+    """
     scheme = supported_type(folder)[1]
     if scheme is not None and scheme.kind is None:
         if placement == "auto-map":
@@ -221,7 +231,10 @@ def _load_model(folder: Path, dtype: str, placement: str, doing: str, step: OnSt
                 " cuda:N"
             )
         with _reading(str(folder), folder, placement):
-            model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
+            if scheme.format == "gguf":
+                model, n_parameters = load_gguf(folder, dtype, doing, step, coded)
+            else:
+                model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)

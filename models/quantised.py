@@ -33,7 +33,7 @@ from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import LINEAR, Block, LayerModules
 from .buffer import free_bytes
-from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weights_at_once
+from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
 from .saved import OnStep, cache_root, first_line, no_step, replacing
@@ -412,13 +412,13 @@ class QuantisedCopies:
         return _Copy(replace(modules, mlp=replaced([modules.mlp], one)), maps)
 
     def _device(self, key: Key) -> torch.device:
-        return cast(Tensor, self.head_map.weight).device if key[0] == "head" else self._blocks[key[1]].device
+        return weight_form(self.head_map)[0] if key[0] == "head" else self._blocks[key[1]].device
 
     def _file(self, part: str, name: str) -> Path | None:
         device = self._blocks[0].device
         if self._fingerprint is None or any(block.device.type != device.type for block in self._blocks):
             return None
-        dtype = cast(Tensor, self.head_map.weight).dtype
+        dtype = weight_form(self.head_map)[1]
         return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 

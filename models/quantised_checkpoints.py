@@ -56,7 +56,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
-    model, dtype_asked = _empty(folder, dtype)
+    model, dtype_asked = empty_model(folder, dtype)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
     with stored_tensors(folder) as tensors:
@@ -98,7 +98,7 @@ def _none_stored(folder: Path, scheme: Scheme) -> ModelNotFound:
     )
 
 
-def _empty(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
+def empty_model(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
     """Return the model without memory, as if it were not quantised, and its dtype."""
     from accelerate import init_empty_weights
 

@@ -17,6 +17,7 @@ from ..core.records import ModelInfo
 from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
+from .coded import weight_form
 from .families import context_limit, family_of, is_parallel, windows_of
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
@@ -102,11 +103,9 @@ class Runtime:
         outside = (self._embed, self._positions, self.final_norm, self._head, rotary)
         refuse_unnamed(hf_model, (*outside, *(part for block in self.blocks for part in block.parts.modules())))
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
-        self.device: torch.device = self._embed.weight.device
-        self.dtype: torch.dtype = self._embed.weight.dtype
-        head: Tensor = self._head.weight
-        self._head_device: torch.device = head.device
-        self.vocab_size = int(head.shape[0])  # logits of a row
+        self.device, self.dtype, _ = weight_form(self._embed)
+        self._head_device, _, head_shape = weight_form(self._head)
+        self.vocab_size = head_shape[0]  # logits of a row
         ends = {self.device, self.norm_device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.reads_late = self.device.type == "cuda"  # what is computed is waited for when it is read

@@ -48,6 +48,7 @@ QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.js
 STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
 PART = ".part"  # The end of a file's name while it is being written.
 CONVERSION = "4"  # part of every converted GGUF file's folder; raise it when the conversion changes
+GGUF_WEIGHTS = "model.gguf"  # The link to a GGUF file in the folder of its settings.
 N_SAMPLES = 9  # places of a GGUF file that its folder's name covers
 SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
 REPORT_S = 1.0  # between two reports of how much of the weights is read
@@ -218,7 +219,7 @@ def weight_files(folder: Path) -> list[Path]:
                 return [folder / name for name in sorted(set(shards.values()))]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
-    return []
+    return sorted(folder.glob("*.gguf"))
 
 
 class StoredTensors:

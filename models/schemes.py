@@ -9,7 +9,9 @@ from typing import Any, Literal, cast
 
 from ..core.errors import UnsupportedModel
 
-CheckpointFormat = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes"]
+CheckpointFormat = Literal[
+    "gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes", "gguf"
+]
 SCHEME_BITS: dict[str, tuple[int, ...]] = {
     "gptq": (4, 8),
     "awq": (4,),
@@ -18,6 +20,7 @@ SCHEME_BITS: dict[str, tuple[int, ...]] = {
     "float-quantized": (8,),
     "fp8": (8,),
     "bitsandbytes": (4, 8),
+    "gguf": tuple(range(2, 33)),
 }
 COMPRESSED = {
     "pack-quantized": "int",
@@ -182,4 +185,5 @@ _SCHEME_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "gguf": lambda found: Scheme("gguf", int(found["bits"]), None),
 }

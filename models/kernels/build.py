@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.settings import cpu_words
@@ -35,10 +36,19 @@ COMPILE_S = 300  # seconds that a compiler may take
 SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
 ROWS = (1, 8)  # Rows to measure a level's speed with.
 CLEARLY = 1.2
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+# The library's functions behind `swiftopt_`: what each returns and takes.
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "run": (ctypes.c_int, [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), _INT32]),
+    "likeliest": (None, [_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER]),
+    "repack": (ctypes.c_int, [_INT32, _POINTER, _POINTER, ctypes.POINTER(layout.Map), _INT32]),
+    "numbers": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
+    "gguf_types": (ctypes.c_int, [_POINTER]),
+}
 Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
     """A loaded library; its functions are described in `pass.cpp`."""
 
@@ -46,6 +56,9 @@ class Kernels:
     path: Path
     run: Callable[..., int]
     likeliest: Callable[..., None]
+    repack: Callable[..., int]
+    numbers: Callable[..., None]
+    gguf_types: Callable[..., int]
 
 
 @cache
@@ -171,7 +184,7 @@ def _problem_of(command: list[str]) -> str | None:
     return f"cannot compile the kernels ({next((line for line in lines if 'error' in line), lines[0])[:160]})"
 
 
-def _opened(name: str, path: Path) -> Kernels:
+def _opened(level: str, path: Path) -> Kernels:
     if not os.path.isfile(path):  # which returns False where a folder cannot be read
         raise _NoLibrary(f"{path} is not there")
     try:
@@ -183,17 +196,14 @@ def _opened(name: str, path: Path) -> Kernels:
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
         library.swiftopt_sizes(sizes)
-        run = library.swiftopt_run
+        if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
+            raise _NoLibrary(f"{path} does not fit this version of swiftopt: remove it")
+        functions = {name: getattr(library, f"swiftopt_{name}") for name in FUNCTIONS}
     except (OSError, AttributeError) as error:
         raise _NoLibrary(f"{path} cannot be loaded ({error}): remove it") from error
-    if list(sizes) != [ctypes.sizeof(one) for one in layout.STRUCTURES]:
-        raise _NoLibrary(f"{path} does not fit this version of swiftopt: remove it")
-    run.argtypes = [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), ctypes.c_int32]
-    run.restype = ctypes.c_int
-    likeliest = library.swiftopt_likeliest
-    likeliest.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
-    likeliest.restype = None
-    return Kernels(name, path, run, likeliest)
+    for name, (returned, arguments) in FUNCTIONS.items():
+        functions[name].restype, functions[name].argtypes = returned, arguments
+    return Kernels(level, path, **functions)
 
 
 def at_rows(speeds: Speeds, way: str, rows: int) -> float:

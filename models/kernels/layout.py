@@ -8,7 +8,8 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
 SILU, GELU, GELU_TANH, RELU = range(4)
 ATTENTION, MLP, KEEP, LOGITS = range(4)
-ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32 = range(4)
+# What the scales of packed weights are; see `ScaleType` in `quantised.h`.
+ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
 WORK = ("maps", "attention", "rest")  # kinds of work whose seconds a pass can note
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 BUILT = FOLDER / "built"  # libraries that came with the wheel
-SOURCES = ("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "quantised.h", "attention.h", "pass.cpp")
+SOURCES = ("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "quantised.h", "gguf.h", "attention.h", "pass.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")
 # Products and sums are joined only where the code says so, for else rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

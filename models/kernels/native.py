@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ...core.errors import SettingsError
 from ...core.settings import THREADS
 from ...core.types import KINDS, Kind, LayerSet
+from ..block_maps import BlockLinear
 from ..blocks import Block, LayerModules
 from ..coded import GROUPS, ROWS, CodedLinear
 from ..norms import NormForm, form_of
@@ -40,14 +41,10 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": layout.GELU_TANH,
     "relu": layout.RELU,
 }
-ZEROS_AS_CODES = {
-    torch.bfloat16: layout.ZERO_CODES_BF16,
-    torch.float16: layout.ZERO_CODES_F16,
-    torch.float32: layout.ZERO_CODES_F32,
-}
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # The widest head of attention.
+FINEST = 32  # Inputs of a row that share a scale, at least.
 
 
 class Unsupported(Exception):
@@ -175,8 +172,9 @@ class NativePasses:
         maps = [self._map_of(module) for module in modules]
         orders = [getattr(module, "order", None) for module in modules]
         grouped = {
-            (bool(linear.scales), linear.group, None if order is None else tuple(order.tolist()))
+            (max(linear.group, FINEST), None if order is None else tuple(order.tolist()))
             for linear, order in zip(maps, orders, strict=True)
+            if linear.scales
         }
         if len(grouped) > 1:
             raise Unsupported("maps of one input whose weights are grouped in several ways are computed by torch")
@@ -323,7 +321,7 @@ def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None =
         assert weight.group is not None  # packed
         order_tensor = getattr(weight, "order", None)
         order = None if order_tensor is None else order_tensor.data_ptr()
-        zeros = ZEROS_AS_CODES[weight.scales.dtype] if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
+        zeros = weight.scale_type if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
         shape = weight.n_in, weight.n_out, weight.bits, weight.group
         return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), order, 0, *shape, zeros)
     n_out, n_in = weight.shape
@@ -392,7 +390,7 @@ def _likeliest(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) 
 
 def refuse_group(module: CodedLinear) -> None:
     """Raises: Unsupported: the kernels know no groups of that size."""
-    if module.group not in GROUPS:
+    if module.group not in GROUPS and not isinstance(module, BlockLinear):
         raise Unsupported(f"groups of {module.group} weights are computed by torch")
 
 

@@ -4,7 +4,7 @@
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
 #include <ctime>
 #include "attention.h"
-#include "quantised.h"
+#include "gguf.h"
 #include "team.h"
 
 extern "C" {
@@ -80,6 +80,18 @@ enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the s
 namespace {
 
 Team team;
+
+Packed packed_of(const Map& map) {
+    return {map.weight, map.scales, (map.n_in + map.group - 1) / map.group * map.group, map.group, map.scale_type};
+}
+
+// f(bits), as a constant.
+template <class F> void by_bits(int bits, F&& f) {
+    if (bits == 4) f(std::integral_constant<int, 4>{});
+    else if (bits == 5) f(std::integral_constant<int, 5>{});
+    else if (bits == 6) f(std::integral_constant<int, 6>{});
+    else f(std::integral_constant<int, 8>{});
+}
 
 float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7
     const float z = std::fabs(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
@@ -191,7 +203,8 @@ template <class T> class Runner {
                 look_once(steps[s].window);
             } else if (steps[s].kind == MLP) {
                 const auto& part = *(const Mlp*)steps[s].part;
-                widest(part.in[0]), widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
+                for (int i = 0; i < part.n_in_maps; i++) widest(part.in[i]);
+                widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
             } else if (steps[s].kind == LOGITS) {
                 widest(*(const Map*)steps[s].part);
             } else {
@@ -214,15 +227,17 @@ template <class T> class Runner {
             if (packed) {
                 const size_t whole = whole_sides(n);
                 input.codes.codes = (int8_t*)arena.take(whole * wide);
-                input.codes.scales = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
-                input.codes.sums = (float*)arena.take(whole * (wide / 32 + 1) * sizeof(float));
+                input.codes.scales = (float*)arena.take(whole * (wide / FINEST + 1) * sizeof(float));
+                input.codes.sums = (float*)arena.take(whole * (wide / FINEST + 1) * sizeof(float));
+                input.codes.halves = (float*)arena.take(2 * whole * (wide / FINEST + 1) * sizeof(float));
             }
             inputs_.add(input);
         }
         tiles.clear(), scratch.clear();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
-            scratch.add().reserve(scratch_of(head) + 64 / sizeof(float));
+            const int64_t spread = packed ? SPREAD_ROOM / int64_t(sizeof(float)) : 0;
+            scratch.add().reserve(std::max(scratch_of(head), spread) + 64 / sizeof(float));
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
@@ -321,14 +336,16 @@ template <class T> class Runner {
         return inputs_.last();
     }
 
-    // Norm of the listed rows, rounded to codes where the map behind it wants that.
-    Input enter(const Norm& norm, const RowList& list, const T* from, const Map& map, int thread) {
+    // Norm of the listed rows, rounded to codes where one of the maps behind it wants that.
+    Input enter(const Norm& norm, const RowList& list, const T* from, const Map* maps, int n_maps, int thread) {
         const int n = pass_.n_hidden;
+        const Map *packed = nullptr, *plain = nullptr;
+        for (const Map* map = maps; map < maps + n_maps; map++) (map->scales ? packed : plain) = map;
         const Input input = prepared(list.n, thread, [&](const Input& input, int64_t i) {
             normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
-            if (map.scales) round_into(input, input.rows + i * n, map, i);
+            if (packed) round_into(input, input.rows + i * n, *packed, i);
         });
-        return turned(input, map, list.n, thread);
+        return plain ? turned(input, *plain, list.n, thread) : input;
     }
 
     // Rows as they are, rounded where the map wants that.
@@ -367,20 +384,22 @@ template <class T> class Runner {
             for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
             x = own;
         }
-        const int groups = (map.n_in + map.group - 1) / map.group;
-        round_row(x, map.n_in, map.group, codes.codes + row * groups * map.group, codes.scales + row * groups,
-                  codes.sums + row * groups);
+        const int group = std::max(map.group, FINEST), groups = (map.n_in + group - 1) / group;
+        round_row(x, map.n_in, group, codes.codes + row * groups * group, codes.scales + row * groups,
+                  codes.sums + row * groups, codes.halves + 2 * row * groups);
     }
 
     // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`.
-    void outputs(const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc) const {
+    void outputs(
+        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread) const {
         const int step = n_threads_;  // panels until this thread's next one, if all are as fast
         if (map.scales) {
-            const int groups = (map.n_in + map.group - 1) / map.group;
-            const Packed packed{(const uint8_t*)map.weight, map.scales, groups * map.group, map.group, map.scale_type};
+            const Packed packed = packed_of(map);
             const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
-            if (map.bits == 4) packed_products<4>(packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0));
-            else packed_products<8>(packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0));
+            by_bits(map.bits, [&](auto bits) {
+                packed_products<bits>(
+                    packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0), on_line(scratch[thread].items));
+            });
         } else {
             const T* weight = (const T*)map.weight + first * map.stride;
 #if defined(WITH_TILES)
@@ -403,7 +422,7 @@ template <class T> class Runner {
         each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
             auto& tile = tiles[thread];
             const int first = int(panel) * most, last = std::min(first + most, map.n_out);
-            outputs(map, x, int(rows), first, last, tile.items, most);
+            outputs(map, x, int(rows), first, last, tile.items, most, thread);
             for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * most);
         });
     }
@@ -429,7 +448,8 @@ template <class T> class Runner {
     }
 
     void attention(const Step& step, const Attention& part, const RowList& list, int thread) {
-        const Input input = enter(part.before, list, (const T*)pass_.hidden, part.projections[0], thread);
+        const Input input = enter(
+            part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
         int total = 0;
         for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
         // The projections as one map: panels of all of them are shared out together.
@@ -441,7 +461,7 @@ template <class T> class Runner {
             const Map& map = part.projections[which];
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
-            outputs(map, input, int(list.n), first, last, tile.items, PANEL);
+            outputs(map, input, int(list.n), first, last, tile.items, PANEL, thread);
             for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
         });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
@@ -547,15 +567,16 @@ template <class T> class Runner {
     }
 
     void mlp(const Step& step, const Mlp& part, const RowList& list, int thread) {
-        const Input input = enter(part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in[0], thread);
+        const Input input = enter(
+            part.before, list, step.from_kept ? kept_ : (const T*)pass_.hidden, part.in, part.n_in_maps, thread);
         const int n = part.n_inner;
         const bool joint = part.n_in_maps == 1;
         each(MAPS, thread, (n + PANEL - 1) / PANEL, 1, [&](int64_t panel, int64_t) {
             const int first = int(panel) * PANEL, last = std::min(first + PANEL, n), width = last - first;
             auto& tile = tiles[thread];
             float *gate = tile.items, *up = gate + whole_sides(list.n) * PANEL;
-            outputs(part.in[0], input, int(list.n), first, last, gate, PANEL);
-            if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL);
+            outputs(part.in[0], input, int(list.n), first, last, gate, PANEL, thread);
+            if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL, thread);
             for (int64_t r = 0; r < list.n; r++) {
                 T* to = inner_ + r * n + first;
                 for (int at = 0; at < width; at += LANES) {
@@ -576,7 +597,7 @@ template <class T> class Runner {
 
     void logits(const Map& map, const RowList& list, int thread) {
         const Norm none{nullptr, nullptr, 0, NO_NORM};
-        const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, map, thread);
+        const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, &map, 1, thread);
         T* out = (T*)pass_.logits;
         linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
             round_to(out + int64_t(row) * map.n_out + first, values, n_out);
@@ -620,10 +641,8 @@ template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id,
 pthread_mutex_t one_pass = PTHREAD_MUTEX_INITIALIZER;  // at a time: they share threads and memory
 pid_t owner = getpid();
 
-}  // namespace
-
-// Run a pass. Returns 0, 1 where memory ran out, or 2 where no thread could be started.
-extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
+// Run f, which uses the team; returns 0, 1 where memory ran out, or 2 where no thread could be started.
+template <class F> int alone(F&& f) {
     if (getpid() != owner) {  // a forked process: whoever held the lock is not here to give it back
         owner = getpid();
         one_pass = PTHREAD_MUTEX_INITIALIZER;
@@ -631,12 +650,68 @@ extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps
     }
     pthread_mutex_lock(&one_pass);
     const int failure = setjmp(failed);
-    if (failure == 0) {
-        if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
-        else Runner<float>(*pass, steps, n_steps);
-    }
+    if (failure == 0) f();
     pthread_mutex_unlock(&one_pass);
     return failure;
+}
+
+struct Repacking {
+    const GgufType& type;
+    const uint8_t* from;
+    const int32_t* order;
+    int n_out;
+    Packed to;
+
+    void run(int) {
+        const int64_t row_bytes = int64_t(to.n_in / type.inputs) * type.bytes;
+        team.each((n_out + OUTPUTS - 1) / OUTPUTS, 1, [&](int64_t block, int64_t) {
+            const uint8_t* rows[OUTPUTS] = {};
+            for (int o = 0; o < OUTPUTS && block * OUTPUTS + o < n_out; o++) {
+                const int64_t output = block * OUTPUTS + o;
+                rows[o] = from + (order ? order[output] : output) * row_bytes;
+            }
+            repack_block(type, rows, to, int(block));
+        });
+    }
+};
+
+}  // namespace
+
+// Run a pass; returns as `alone`.
+extern "C" int swiftopt_run(const Pass* pass, const Step* steps, int32_t n_steps) {
+    return alone([&] {
+        if (pass->is_bf16) Runner<bf16>(*pass, steps, n_steps);
+        else Runner<float>(*pass, steps, n_steps);
+    });
+}
+
+// Lay out a tensor of a GGUF file, `from`, (n_out, n_in) in blocks of its type, as the packed codes and scales of `to`.
+// `order`: which row of the file each output is; null: they are in order. Returns as `alone`.
+extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_t* order, const Map* to, int32_t n_threads) {
+    Repacking work{*gguf_type(number), from, order, to->n_out, packed_of(*to)};
+    return alone([&] {
+        team.run(n_threads, [](void* self, int thread) { ((Repacking*)self)->run(thread); }, &work);
+    });
+}
+
+// The weights of `n` outputs of a packed map as numbers, (n, n_in); `outputs` null: of the first ones.
+extern "C" void swiftopt_numbers(const Map* map, const int64_t* outputs, int64_t n, float* to) {
+    const Packed packed = packed_of(*map);
+    by_bits(map->bits, [&](auto bits) {
+        for (int64_t i = 0; i < n; i++) numbers_of<bits>(packed, outputs ? outputs[i] : i, to + i * packed.n_in);
+    });
+}
+
+// Types of tensors of GGUF files, six numbers each: as in files, bytes and inputs of a block, bits, group, type of scales.
+// Returns how many there are.
+extern "C" int swiftopt_gguf_types(int32_t* types) {
+    int n = 0;
+    for (const GgufType& type : GGUF_TYPES) {
+        for (int32_t number : {type.number, type.bytes, type.inputs, type.bits, type.group, int(type.scale_type)})
+            *types++ = number;
+        n++;
+    }
+    return n;
 }
 
 // `likeliest` of each of `n_rows` rows of `n` values; `logprobs` null: they are not wanted.

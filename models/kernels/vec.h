@@ -24,6 +24,7 @@ typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias)
 typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint8_t vub __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 struct bf16 {
     uint16_t bits;
@@ -94,6 +95,8 @@ static inline vf load(const f16* from) {
     return value;
 #endif
 }
+static inline vf load(const int8_t* from) { return __builtin_convertvector(__builtin_convertvector(*(const vb*)from, vi), vf); }
+static inline vf load(const uint8_t* from) { return __builtin_convertvector(__builtin_convertvector(*(const vub*)from, vi), vf); }
 static inline void store(float* to, vf value) { *(vf*)to = value; }
 static inline void store(bf16* to, vf value) {
     vu bits = (vu)value;

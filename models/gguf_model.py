@@ -1,0 +1,319 @@
+"""A GGUF file as a model: its weights as they are, in the types of the file, tensor by tensor.
+
+What transformers needs beside weights (config, tokenizer, generation config) is kept in a small folder of the cache,
+with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes;
+elsewhere, and in float32, weights are de-quantised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..core.errors import ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
+from .families import FAMILIES, Family, GgufForm, family_of
+from .gguf_reader import FileTensor, GgufFile, parts_of
+from .gguf_settings import take_ends, take_settings, take_split
+from .kernels.build import Kernels, kernels
+from .saved import (
+    GGUF_WEIGHTS,
+    REPORT_S,
+    OnStep,
+    cache_root,
+    converted_folder,
+    first_line,
+    refuse_missing,
+    remove_stale,
+    share,
+    supported_type,
+)
+
+HEAD = "output.weight"
+FACTORS = "rope_f"  # What the names of tensors of rotary factors begin with.
+FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+
+
+def settings_folder(gguf: Path, on_step: OnStep) -> Path:
+    """Return the folder with the file's config and tokenizer and links to its weights, made the first time.
+
+    Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
+            OutputError: the cache cannot be written.
+    """
+    folder = cache_root() / "gguf-settings" / converted_folder(gguf).name
+    if _is_current(folder, gguf):
+        return folder
+    on_step(f"reading the settings of {gguf.name}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(folder.parent.glob(".*"))
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as unfinished:
+            _write_settings(gguf, Path(unfinished))
+            share(Path(unfinished))
+            _publish(Path(unfinished), folder, gguf)
+    except SwiftoptError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
+            " SWIFTOPT_CACHE_DIR"
+        ) from error
+    return folder
+
+
+def _is_current(folder: Path, gguf: Path) -> bool:
+    """Tell whether a folder is complete, and its first link leads to the file."""
+    link = folder / GGUF_WEIGHTS
+    try:
+        supported_type(folder)
+        return link.samefile(next(parts_of(gguf)))
+    except (SwiftoptError, OSError):
+        return False
+
+
+def _publish(unfinished: Path, folder: Path, gguf: Path) -> None:
+    for number in range(2):
+        try:
+            os.replace(unfinished, folder)
+            return
+        except OSError:
+            if _is_current(folder, gguf) or number:
+                return
+            for path in folder.iterdir():  # The file was moved: its folder is made anew.
+                path.unlink()
+
+
+def _write_settings(gguf: Path, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    file = GgufFile(gguf)
+    config, tokenizer = _parsed(file)
+    config.tie_word_embeddings = HEAD not in file.tensors
+    n_values = sum(tensor.n_values for tensor in file.tensors.values())
+    bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // n_values)
+    config.quantization_config = {"quant_method": "gguf", "bits": bits}
+    config.dtype = torch.bfloat16
+    generation_config = GenerationConfig.from_model_config(config)
+    take_ends(file.settings, tokenizer, generation_config)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2, default=str) + "\n", encoding="utf-8")
+    generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for number, part in enumerate(parts_of(gguf)):
+        (folder / (GGUF_WEIGHTS if number == 0 else part.name)).symlink_to(part.resolve())
+
+
+def _parsed(file: GgufFile) -> tuple[Any, Any]:
+    """Return transformers' config and tokenizer of a file.
+
+    Raises: UnsupportedModel: its architecture, or a setting for which the config has no place. ModelNotFound: it cannot
+            be read.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
+    _refuse_scaled_rotation(file)
+    try:
+        with _parsed_once():
+            config = AutoConfig.from_pretrained(**where)
+            family_of(config)
+            take_settings(file.own_settings(), config, file.path)
+            family_of(config)  # It may ask for what no test proves.
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            take_split(file.settings, tokenizer, file.path)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # transformers has no error of its own for a file that it cannot read
+        if "is not supported" in str(error):
+            supported = ", ".join(sorted(FAMILIES))
+            raise UnsupportedModel(
+                f"{file.path} is of an architecture that is not supported: use one of {supported}"
+            ) from error
+        raise ModelNotFound(f"{file.path} cannot be read ({first_line(error)}): download it again") from error
+    return config, tokenizer
+
+
+def _refuse_scaled_rotation(file: GgufFile) -> None:
+    rotary = {name.removeprefix("rope."): value for name, value in file.own_settings().items() if "rope." in name}
+    factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))  # Without a type it is linear.
+    scaling = rotary.get("scaling.type", "none" if factor in (0.0, 1.0) else "linear")
+    factors = (numbers(tensor) for name, tensor in file.tensors.items() if name.startswith(FACTORS))
+    if scaling not in ("none", "") or any(bool((values != 1).any()) for values in factors):
+        raise UnsupportedModel(
+            f"{file.path} scales its rotary positions, which transformers drops when it reads GGUF: use the model's hub"
+            " id"
+        )
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Give transformers one reader for config and tokenizer: it would parse the file for each of them.
+
+    The reader slices the file as a plain array: a memmap takes five times as long for that.
+    """
+    import gguf as gguf_library
+
+    library: Any = gguf_library
+    reader = library.GGUFReader
+
+    class Reader(reader):  # type: ignore[misc, valid-type]  # it is Any
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    try:
+        library.GGUFReader = cache(Reader)
+        yield
+    finally:
+        library.GGUFReader = reader
+
+
+def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool = True) -> tuple[Any, int]:
+    """Load the model of a `settings_folder` on the CPU.
+
+    Args:    dtype: as `models.loading.load`; in bfloat16 the file's codes are kept where our kernels compute. coded:
+             False: they are de-quantised in any case.
+    Returns: the model, in evaluation mode, and how many parameters it stands for.
+    Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
+    """
+    from .quantised_checkpoints import empty_model
+
+    model, dtype_asked = empty_model(folder, dtype)
+    chosen = kernels() if coded and dtype_asked == torch.bfloat16 else "codes are computed in bfloat16"
+    file = GgufFile((folder / GGUF_WEIGHTS).resolve())
+    reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
+    reported = time.monotonic()
+    names = [name for name, _ in model.named_parameters()]
+    for number, name in enumerate(names):
+        if time.monotonic() - reported > REPORT_S:
+            reported = time.monotonic()
+            on_step(f"{doing}, {100 * number // len(names)} % of the weights")
+        reading.take(name)
+    reading.finish()
+    return model.eval().requires_grad_(False), sum(tensor.n_values for tensor in file.tensors.values())
+
+
+class _Reading:
+    """The state of reading a file into a model without memory."""
+
+    def __init__(self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None) -> None:
+        self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
+        self.family: Family = family_of(model.config)
+        form = self.family.gguf
+        if form is None or form.architecture != file.architecture:
+            raise UnsupportedModel(f"{file.path} is of the architecture {file.architecture!r}, which is not supported")
+        self.form: GgufForm = form
+        self._places = names_of(file.architecture, model.config)
+        self._values: dict[str, Tensor] = {}
+        self._packed: dict[str, PackedBlocks] = {}
+        self._read: set[str] = set()
+
+    def take(self, name: str) -> None:
+        """Read one parameter of the model, by its name there."""
+        tensor = self.file.tensors.get(self._places.get_name(name, try_suffixes=(".weight", ".bias")) or "")
+        if tensor is None:
+            return
+        self._read.add(tensor.name)
+        module_name, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(module_name)
+        order = self._order(module_name, tensor)
+        if self._keeps_codes(module_name, module, leaf, tensor):
+            assert self.kernels is not None
+            n_out, n_in = tensor.shape
+            parameter = module.weight.T if isinstance(module, Conv1D) else module.weight
+            _check_shape(self.file.path, tensor, tuple(parameter.shape), (n_out, n_in))
+            self._packed[module_name] = packed_blocks(tensor, self.kernels, None if order is None else order.int())
+        else:
+            values = numbers(tensor)
+            if order is not None:
+                values = values[order]
+            if self.form.adds_to_norms and "norm" in module_name and leaf == "weight":
+                values = values - self.form.adds_to_norms
+            if isinstance(module, Conv1D) and leaf == "weight":
+                values = values.t()
+            _check_shape(self.file.path, tensor, tuple(getattr(module, leaf).shape), tuple(values.shape))
+            self._values[name] = values.to(self.dtype).contiguous()
+        self.file.release(tensor)
+
+    def finish(self) -> None:
+        """Put what was read into the model.
+
+        Raises: as `load_gguf`.
+        """
+        unread = [name for name in self.file.tensors if name not in self._read and not name.startswith(FACTORS)]
+        if unread:
+            raise UnsupportedModel(
+                f"{self.file.path} has a tensor {sorted(unread)[0]!r}, for which a model of type"
+                f" {self.model.config.model_type} has no place: use the model's hub id"
+            )
+        self.model.load_state_dict(self._values, strict=False, assign=True)
+        head, embed = self.family.head, self.family.embed
+        if self.model.config.tie_word_embeddings and embed in self._packed:
+            self._packed[head] = self._packed[embed]
+            self.model.config.tie_word_embeddings = False
+        for module_name, packed in self._packed.items():
+            module = self.model.get_submodule(module_name)
+            if isinstance(module, nn.Embedding):
+                made: nn.Module = BlockEmbedding(packed, self.dtype, getattr(module, "embed_scale", None))
+            else:
+                made = BlockLinear(packed, getattr(module, "bias", None), self.dtype)
+            self.model.set_submodule(module_name, made)
+        self.model.tie_weights()
+        refuse_missing([name for name, one in self.model.named_parameters() if one.is_meta], self.file.path)
+
+    def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
+        if self.kernels is None or leaf != "weight" or tensor.kind not in forms(self.kernels):
+            return False
+        return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
+
+    def _order(self, module_name: str, tensor: FileTensor) -> Tensor | None:
+        """Return int64 (out,), which row of the file each output is; None where they are in order."""
+        config = self.model.config
+        n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = {"q_proj": config.num_attention_heads, "k_proj": n_kv_heads}
+        n_heads = heads.get(module_name.rpartition(".")[2])
+        if not self.form.pairs_halves or n_heads is None:
+            return None
+        n_out = tensor.shape[0]
+        if n_out % (2 * n_heads):
+            return None
+        return torch.arange(n_out).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def names_of(architecture: str, config: Any) -> Any:
+    """Return gguf's map from transformers' names of tensors to those of a file."""
+    import gguf
+
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+
+
+def _check_shape(path: Path, tensor: FileTensor, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ModelNotFound(
+            f"{tensor.name} in {path} has the shape {list(shape)}, and a model of its settings has {list(expected)}"
+            " there: download it again"
+        )
+
+
+def numbers(tensor: FileTensor) -> Tensor:
+    """Return the values of a tensor as the file means them: float32, of its shape."""
+    import gguf
+
+    name = tensor.type_name
+    if name in FLOATS:
+        return torch.from_numpy(tensor.data.view(FLOATS[name]).astype(np.float32).reshape(tensor.shape))
+    values = gguf.quants.dequantize(tensor.data.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.kind))
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(tensor.shape))

@@ -1,0 +1,255 @@
+"""Reads GGUF files: their metadata, and where each tensor lies. Files are mapped: nothing of the weights is copied.
+
+Every count, length and offset of a file is checked against its size before it is used, so that a damaged file, or one
+that somebody made for it, costs one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import ModelNotFound, UnsupportedModel
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Types of tensors by their numbers in files: name, values and bytes of a block.
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
+}
+MOST_DIMENSIONS = 4
+LONGEST_NAME = 64  # Characters of a name in a message; the format allows no more for tensors.
+DEEPEST_ARRAY = 2  # Arrays of arrays are allowed by the format, and no writer makes them.
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a file. `shape`: as in torch, so that the last dimension's values lie together.
+
+    `data`: uint8 (bytes,), the blocks of its type as they are stored.
+    """
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    @property
+    def type_name(self) -> str:
+        return TYPES[self.kind][0]
+
+    @property
+    def n_values(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Damaged(Exception):
+    """What is wrong with a file, in words that follow its name."""
+
+
+class _Header:
+    """The bytes of a file, read one after the other."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.at = content, 0
+
+    def take(self, n_bytes: int) -> int:
+        """Return where the next bytes begin; the file must hold them."""
+        at = self.at
+        if n_bytes > len(self.content) - at:
+            raise _Damaged("ends in its header")
+        self.at = at + n_bytes
+        return at
+
+    def number(self, form: str) -> Any:
+        return struct.unpack_from(f"<{form}", self.content, self.take(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        n_bytes = self.number("Q")
+        at = self.take(n_bytes)
+        # Tokens may be any bytes; what is no text by itself keeps them as surrogates.
+        return self.content[at : at + n_bytes].decode("utf-8", "surrogateescape")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            if kind not in SCALARS:
+                raise _Damaged(f"has a setting of the unknown type {kind}")
+            return self.number(SCALARS[kind])
+        of_kind, n_values = self.number("I"), self.number("Q")
+        if depth >= DEEPEST_ARRAY:
+            raise _Damaged("nests arrays too deeply")
+        if of_kind in SCALARS:
+            form = np.dtype(SCALARS[of_kind]).newbyteorder("<")
+            at = self.take(n_values * form.itemsize)
+            return np.frombuffer(self.content, form, n_values, at).tolist()
+        if n_values > len(self.content) - self.at:  # a text takes eight bytes at least
+            raise _Damaged("ends in its header")
+        return [self.value(of_kind, depth + 1) for _ in range(n_values)]
+
+
+class GgufFile:
+    """A GGUF file, or the files that one model was split into; `settings` are its metadata by their full keys.
+
+    Raises: ModelNotFound: it cannot be read, is damaged or cut short, or a part of it is missing. UnsupportedModel: a
+            tensor is of a type that is not known here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings: dict[str, Any] = {}
+        self.tensors: dict[str, FileTensor] = {}
+        self._maps: list[mmap.mmap] = []
+        for part in parts_of(path):
+            try:
+                self._read(part)
+            except _Damaged as error:
+                raise ModelNotFound(f"{part} {error}: download it again") from None
+        n_parts = self.settings.get("split.count", 1)
+        if isinstance(n_parts, int) and n_parts > max(1, len(self._maps)):
+            raise ModelNotFound(
+                f"{path} is one of {n_parts} files that hold the model together: keep them in one folder under the"
+                " names that they were written with, which end in -00001-of-00002.gguf and so on"
+            )
+        n_tensors = self.settings.get("split.tensors.count", len(self.tensors))
+        if n_tensors != len(self.tensors):
+            raise ModelNotFound(
+                f"{path} has {len(self.tensors)} tensors, and says that there are {n_tensors}: download it again"
+            )
+
+    @property
+    def architecture(self) -> str:
+        return str(self.settings.get("general.architecture", ""))
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(content) for content in self._maps)
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings of the architecture, by their names behind it."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
+
+    def release(self, tensor: FileTensor) -> None:
+        """Let the system drop the pages of a tensor that has been read; they are read again where they are needed."""
+        address = tensor.data.__array_interface__["data"][0]
+        for content in self._maps:
+            start = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
+            if start <= address < start + len(content):
+                first = (address - start) // mmap.PAGESIZE * mmap.PAGESIZE
+                with suppress(OSError, ValueError):
+                    content.madvise(mmap.MADV_DONTNEED, first, address - start + tensor.data.nbytes - first)
+
+    def _read(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                if file.read(len(MAGIC)) != MAGIC:
+                    raise ModelNotFound(
+                        f"{path} is no GGUF file: give a file that llama.cpp reads, or a model's folder"
+                    )
+                # Private pages, which torch takes for writable; nothing writes them.
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ModelNotFound(f"{path} cannot be read ({reason}): check its permissions") from error
+        self._maps.append(content)
+        header = _Header(content)
+        header.take(len(MAGIC))
+        version = header.number("I")
+        if version not in VERSIONS:
+            raise _Damaged(f"is of version {version}, and versions {VERSIONS[0]} and {VERSIONS[1]} are read")
+        n_tensors, n_settings = header.number("Q"), header.number("Q")
+        for _ in range(n_settings):
+            key = header.text()
+            value = header.value(header.number("I"))
+            if not (key.startswith("split.") and key in self.settings):
+                self.settings[key] = value
+        described = [self._described(header) for _ in range(n_tensors)]
+        alignment = self.settings.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= len(content) or alignment & (alignment - 1):
+            raise _Damaged("has an alignment that is no power of two")
+        start = -(-header.at // alignment) * alignment
+        taken: list[tuple[int, int, str]] = []
+        for name, kind, shape, offset in described:
+            _, block, block_bytes = TYPES[kind]
+            if shape[-1] % block:
+                raise _Damaged(f"has rows of {shape[-1]} values in {_shown(name)}, no whole blocks of {block}")
+            n_bytes = math.prod(shape) // block * block_bytes
+            if offset % alignment or offset + n_bytes > len(content) - start:
+                raise _Damaged(f"is cut short, or names a wrong place for {_shown(name)}")
+            if name in self.tensors:
+                raise _Damaged(f"has two tensors {_shown(name)}")
+            taken.append((offset, offset + n_bytes, name))
+            data = np.frombuffer(content, np.uint8, n_bytes, start + offset)
+            self.tensors[name] = FileTensor(name, kind, shape, data)
+        taken.sort()
+        for (_, end, first), (begin, _, second) in pairwise(taken):
+            if begin < end:
+                raise _Damaged(f"has {_shown(first)} and {_shown(second)} in one place")
+
+    def _described(self, header: _Header) -> tuple[str, int, tuple[int, ...], int]:
+        name, n_dimensions = header.text(), header.number("I")
+        if not 0 < n_dimensions <= MOST_DIMENSIONS:
+            raise _Damaged(f"has {n_dimensions} dimensions in {_shown(name)}")
+        shape = tuple(header.number("Q") for _ in range(n_dimensions))[::-1]
+        kind, offset = header.number("I"), header.number("Q")
+        if kind not in TYPES:
+            known = ", ".join(type_name for type_name, _, _ in TYPES.values())
+            raise UnsupportedModel(
+                f"{self.path} has the tensor {_shown(name)} of type {kind}, which is not read: use a file of {known}"
+            )
+        if not all(shape):
+            raise _Damaged(f"has no values in {_shown(name)}")
+        return name, kind, shape, offset
+
+
+def _shown(name: str) -> str:
+    """Return a name from a file for a sentence: it may be anything, of any length."""
+    plain = name.isprintable() and len(name) <= LONGEST_NAME
+    return name if plain else ascii(name[:LONGEST_NAME])
+
+
+def parts_of(path: Path) -> Iterator[Path]:
+    """Yield the files that a model is split into, in order: the file alone where it is no part.
+
+    Raises: ModelNotFound: one of them is missing.
+    """
+    part = PART.search(path.name)
+    if part is None:
+        yield path
+        return
+    for number in range(1, int(part[2]) + 1):
+        other = path.with_name(f"{path.name[: part.start()]}-{number:05}-of-{part[2]}.gguf")
+        if not other.is_file():
+            raise ModelNotFound(f"{other} is missing, a part of the model in {path}: download it, too")
+        yield other

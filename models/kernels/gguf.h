@@ -1,0 +1,234 @@
+// Weights of GGUF files: from the blocks of a file to what `quantised.h` computes with, and back to numbers, row by row.
+//
+// A file's block has the codes of some inputs of one output and their scales. Layouts are those of ggml's quants.h.
+#pragma once
+#include "quantised.h"
+
+// A block of a file: a weight is (code - half) * scale, or code * scale with something added or taken off.
+struct Decoded {
+    uint8_t codes[SUPER];
+    uint16_t d, m;  // float16: of scales, and of what is added or taken off
+    float scale;    // in place of both
+    uint8_t scales[SUPER / 16], mins[SUPER / 16];
+};
+
+// The type of a tensor: its number in files, the bytes and inputs of a block, and the form that it gets here.
+struct GgufType {
+    int number, bytes, inputs, bits, group;
+    ScaleType scale_type;
+    void (*decode)(const uint8_t* from, Decoded& to);
+};
+
+static inline uint16_t half_at(const uint8_t* from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return bits;
+}
+
+// Codes of 32 inputs, of which a byte has the first and the seventeenth, …; `upper`: their fifth bits, input by input.
+static inline void decode_halves(const uint8_t* from, uint8_t* codes, uint32_t upper = 0) {
+    for (int i = 0; i < 16; i++) {
+        codes[i] = (from[i] & 15) | (upper >> i & 1) << 4;
+        codes[i + 16] = from[i] >> 4 | (upper >> (i + 16) & 1) << 4;
+    }
+}
+
+static void decode_q4_0(const uint8_t* from, Decoded& to) { to.d = half_at(from), decode_halves(from + 2, to.codes); }
+static void decode_q4_1(const uint8_t* from, Decoded& to) {
+    to.d = half_at(from), to.m = half_at(from + 2), decode_halves(from + 4, to.codes);
+}
+static void decode_q5_0(const uint8_t* from, Decoded& to) {
+    uint32_t upper;
+    memcpy(&upper, from + 2, 4);
+    to.d = half_at(from), decode_halves(from + 6, to.codes, upper);
+}
+static void decode_q5_1(const uint8_t* from, Decoded& to) {
+    uint32_t upper;
+    memcpy(&upper, from + 4, 4);
+    to.d = half_at(from), to.m = half_at(from + 2), decode_halves(from + 8, to.codes, upper);
+}
+static void decode_q8_0(const uint8_t* from, Decoded& to) {
+    to.d = half_at(from);
+    for (int i = 0; i < 32; i++) to.codes[i] = from[2 + i] ^ 128;
+}
+
+static const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static inline void look_up(const int8_t* table, int half, uint8_t* codes, int n) {
+    for (int i = 0; i < n; i++) codes[i] = uint8_t(table[codes[i]] + half);
+}
+static void decode_iq4_nl(const uint8_t* from, Decoded& to) { decode_q4_0(from, to), look_up(IQ4, 128, to.codes, 32); }
+static void decode_iq4_xs(const uint8_t* from, Decoded& to) {
+    const int high = half_at(from + 2);
+    to.d = half_at(from);
+    for (int g = 0; g < 8; g++) {
+        to.scales[g] = uint8_t(((from[4 + g / 2] >> 4 * (g % 2) & 15) | (high >> 2 * g & 3) << 4) - 32);
+        decode_halves(from + 8 + 16 * g, to.codes + 32 * g);
+    }
+    look_up(IQ4, 128, to.codes, SUPER);
+}
+static void decode_mxfp4(const uint8_t* from, Decoded& to) {
+    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    to.scale = std::ldexp(1.0f, from[0] - 128);
+    decode_halves(from + 1, to.codes), look_up(doubled, 16, to.codes, 32);
+}
+
+static void decode_q2_k(const uint8_t* from, Decoded& to) {
+    for (int g = 0; g < 16; g++) to.scales[g] = from[g] & 15, to.mins[g] = from[g] >> 4;
+    for (int i = 0; i < SUPER; i++) to.codes[i] = from[16 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+    to.d = half_at(from + 80), to.m = half_at(from + 82);
+}
+static void decode_q3_k(const uint8_t* from, Decoded& to) {
+    const uint8_t *upper = from, *lower = from + 32, *scales = from + 96;
+    for (int i = 0; i < SUPER; i++) {
+        const int low = lower[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+        to.codes[i] = uint8_t(low + (upper[i % 32] >> i / 32 & 1 ? 8 : 4));
+    }
+    for (int g = 0; g < 16; g++) {
+        const int low = scales[g % 8] >> g / 8 * 4 & 15, high = scales[8 + g % 4] >> g / 4 * 2 & 3;
+        to.scales[g] = uint8_t((low | high << 4) - 32);
+    }
+    to.d = half_at(from + 108);
+}
+// Scales and what is taken off, 6 bits each, of eight groups in 12 bytes.
+static inline void decode_pairs(const uint8_t* from, Decoded& to) {
+    to.d = half_at(from), to.m = half_at(from + 2), from += 4;
+    for (int g = 0; g < 4; g++) {
+        to.scales[g] = from[g] & 63, to.mins[g] = from[4 + g] & 63;
+        to.scales[4 + g] = (from[8 + g] & 15) | (from[g] >> 6) << 4;
+        to.mins[4 + g] = from[8 + g] >> 4 | (from[4 + g] >> 6) << 4;
+    }
+}
+// Codes of 256 inputs, of which 32 bytes have the first 32 and the second, …
+static inline void decode_runs(const uint8_t* from, uint8_t* codes) {
+    for (int run = 0; run < 4; run++)
+        for (int i = 0; i < 32; i++) {
+            codes[64 * run + i] = from[32 * run + i] & 15, codes[64 * run + 32 + i] = from[32 * run + i] >> 4;
+        }
+}
+static void decode_q4_k(const uint8_t* from, Decoded& to) { decode_pairs(from, to), decode_runs(from + 16, to.codes); }
+static void decode_q5_k(const uint8_t* from, Decoded& to) {
+    decode_pairs(from, to), decode_runs(from + 48, to.codes);
+    for (int g = 0; g < 8; g++)
+        for (int i = 0; i < 32; i++) to.codes[32 * g + i] |= (from[16 + i] >> g & 1) << 4;
+}
+static void decode_q6_k(const uint8_t* from, Decoded& to) {
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 64; i++) {
+            uint8_t* codes = to.codes + 128 * half + i;
+            codes[0] = from[64 * half + i] & 15, codes[64] = from[64 * half + i] >> 4;
+        }
+    for (int i = 0; i < SUPER; i++) to.codes[i] |= (from[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
+    memcpy(to.scales, from + 192, 16);
+    to.d = half_at(from + 208);
+}
+
+static const GgufType GGUF_TYPES[] = {
+    {2, 18, 32, 4, 32, CENTRED, decode_q4_0},
+    {3, 20, 32, 4, 32, PAIRS, decode_q4_1},
+    {6, 22, 32, 5, 32, CENTRED, decode_q5_0},
+    {7, 24, 32, 5, 32, PAIRS, decode_q5_1},
+    {8, 34, 32, 8, 32, CENTRED, decode_q8_0},
+    {10, 84, SUPER, 4, 16, SUPER_PAIRS, decode_q2_k},
+    {11, 110, SUPER, 4, 16, SUPER_CENTRED, decode_q3_k},
+    {12, 144, SUPER, 4, 32, SUPER_PAIRS, decode_q4_k},
+    {13, 176, SUPER, 5, 32, SUPER_PAIRS, decode_q5_k},
+    {14, 210, SUPER, 6, 16, SUPER_CENTRED, decode_q6_k},
+    {20, 18, 32, 8, 32, CENTRED, decode_iq4_nl},
+    {23, 136, SUPER, 8, 32, SUPER_CENTRED, decode_iq4_xs},
+    {39, 17, 32, 5, 32, ZERO_CODES_F32, decode_mxfp4},
+};
+
+static const GgufType* gguf_type(int number) {
+    for (const GgufType& type : GGUF_TYPES)
+        if (type.number == number) return &type;
+    return nullptr;
+}
+
+// Write the codes of `n` inputs of a block's outputs, whole units of them, as lines.
+template <int BITS> static void write_lines(const Decoded* outputs, int n, uint8_t* to) {
+    constexpr int MORE = BITS - 4, N = Unit<BITS>::N;
+    auto quad = [&](int output, int i) {
+        uint32_t word;
+        memcpy(&word, outputs[output].codes + 4 * i, 4);
+        return word;
+    };
+    uint32_t words[OUTPUTS];
+    auto put = [&] { memcpy(to, words, sizeof words), to += sizeof words; };
+    for (int first = 0; first < n / 4; first += N) {
+        for (int i = first; i < first + N; i += BITS == 8 ? 1 : 2) {
+            for (int o = 0; o < OUTPUTS; o++)
+                words[o] = BITS == 8 ? quad(o, i) : (quad(o, i) & 0x0f0f0f0f) | (quad(o, i + 1) & 0x0f0f0f0f) << 4;
+            put();
+        }
+        if (BITS % 4 == 0) continue;
+        for (int o = 0; o < OUTPUTS; o++) {
+            words[o] = 0;
+            for (int i = 0; i < N; i++) words[o] |= (quad(o, first + i) >> 4 & 0x0f0f0f0f) << i * MORE;
+        }
+        put();
+    }
+}
+
+static void write_codes(int bits, const Decoded* outputs, int n, uint8_t* to) {
+    if (bits == 4) write_lines<4>(outputs, n, to);
+    else if (bits == 5) write_lines<5>(outputs, n, to);
+    else if (bits == 6) write_lines<6>(outputs, n, to);
+    else write_lines<8>(outputs, n, to);
+}
+
+static void write_scales(const GgufType& type, const Decoded* outputs, uint8_t* to) {
+    auto put = [&](auto part) {
+        for (int o = 0; o < OUTPUTS; o++) {
+            const auto number = part(outputs[o]);
+            memcpy(to, &number, sizeof number), to += sizeof number;
+        }
+    };
+    if (type.scale_type == ZERO_CODES_F32) {
+        put([](const Decoded& own) { return own.scale; }), put([](const Decoded&) { return 0.0f; });
+        return;
+    }
+    const bool pairs = type.scale_type == PAIRS || type.scale_type == SUPER_PAIRS;
+    put([](const Decoded& own) { return own.d; });
+    if (pairs) put([](const Decoded& own) { return own.m; });
+    if (type.scale_type < SUPER_PAIRS) return;
+    for (int g = 0; g < SUPER / type.group; g++) {
+        put([g](const Decoded& own) { return own.scales[g]; });
+        if (pairs) put([g](const Decoded& own) { return own.mins[g]; });
+    }
+}
+
+// Lay out one block of outputs; `rows`: where the file has each, null behind the last, whose weights are 0.
+static void repack_block(const GgufType& type, const uint8_t* const* rows, const Packed& to, int block) {
+    const int n_blocks = to.n_in / type.inputs;
+    uint8_t* codes = (uint8_t*)to.codes + block * (to.block_bytes() * type.bits / 8);
+    uint8_t* scales = (uint8_t*)to.scales + int64_t(block) * to.groups * to.group_bytes;
+    Decoded outputs[OUTPUTS] = {};
+    for (int b = 0; b < n_blocks; b++) {
+        for (int o = 0; o < OUTPUTS; o++)
+            if (rows[o]) type.decode(rows[o] + int64_t(b) * type.bytes, outputs[o]);
+        write_codes(type.bits, outputs, type.inputs, codes);
+        write_scales(type, outputs, scales);
+        codes += type.inputs * OUTPUTS * type.bits / 8, scales += type.inputs / type.group * to.group_bytes;
+    }
+}
+
+// The weights of one output as numbers, exact but for one rounding.
+template <int BITS> static void numbers_of(const Packed& from, int64_t output, float* to) {
+    using U = Unit<BITS>;
+    const int block = int(output / OUTPUTS), own = int(output % OUTPUTS);
+    const uint8_t* codes = from.codes + block * (from.block_bytes() * BITS / 8);
+    float scales[OUTPUTS], zeros[OUTPUTS];
+    for (int g = 0; g < from.groups; g++) {
+        Sixteen scale, zero;
+        const auto shared = from.is_super(from.scale_type) ? from.shared_by(block, g) : Packed::Shared{};
+        from.scales_of(from.scale_type, block, g, float(1 << (BITS - 1)), shared, scale, zero);
+        for (int i = 0; i < VECTORS; i++) store(scales + i * LANES, scale.v[i]), store(zeros + i * LANES, zero.v[i]);
+        for (int at = 0; at < from.group; at += U::INPUTS, codes += U::LINES * 64) {
+            const U unit(codes);
+            for (int i = 0; i < U::INPUTS; i++) {
+                const uint8_t code = ((const uint8_t*)&unit.quads[i / 4])[4 * own + i % 4];
+                *to++ = std::fma(scales[own], float(code), zeros[own]);
+            }
+        }
+    }
+}

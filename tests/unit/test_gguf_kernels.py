@@ -1,0 +1,131 @@
+"""Maps by the blocks of GGUF files: each type's numbers, products and rows, at each level of the kernels."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from native import LEVELS, library, linear
+from torch import Tensor
+
+from swiftopt.models.block_maps import BlockEmbedding, BlockLinear, forms, packed_blocks
+from swiftopt.models.gguf_reader import TYPES, FileTensor
+from swiftopt.models.kernels.build import Kernels
+
+PACKED = [kind for kind, (_, block, _) in TYPES.items() if block > 1]
+ids = [TYPES[kind][0] for kind in PACKED]
+each_level = pytest.mark.parametrize("level", LEVELS)
+each_type = pytest.mark.parametrize("kind", PACKED, ids=ids)
+HALVES = {  # Where the numbers in float16 of a block stand.
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
+}
+
+
+@pytest.fixture(params=LEVELS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """The library at each level that this processor can run."""
+    return library(request.param)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    whole = torch.int32 if one.dtype == torch.float32 else torch.int16
+    return torch.equal(one.view(whole), other.view(whole))
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """Activations as the kernels see them, in float64: 127 steps to the largest of each group of inputs."""
+    parts = x.float().unflatten(1, (-1, group))
+    most = parts.abs().amax(dim=2, keepdim=True)
+    inverse = torch.where(most > 0, torch.tensor(127.0).div(most), 0)
+    return ((parts * inverse).round().double() * (most / 127).double()).flatten(1)
+
+
+def made(kind: int, n_out: int, n_in: int, seed: int = 0) -> FileTensor:
+    """A tensor of random blocks whose scales are finite numbers of ordinary sizes."""
+    name, block, block_bytes = TYPES[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (n_out * n_in // block, block_bytes), dtype=np.uint8)
+    for at in HALVES[name]:
+        scales = generator.normal(0, 0.05, len(blocks)).astype("<f2")
+        blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = generator.integers(118, 132, len(blocks))
+    return FileTensor("weight", kind, (n_out, n_in), blocks.reshape(-1))
+
+
+def meant(tensor: FileTensor) -> Tensor:
+    """The weight as the library of the format reads it: float32 (out, in)."""
+    rows = tensor.data.reshape(tensor.shape[0], -1)
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.kind))
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(tensor.shape)
+
+
+def test_the_kernels_know_the_blocks_of_the_reader(kernels: Kernels) -> None:
+    known = {kind: (form.inputs, form.block_bytes) for kind, form in forms(kernels).items()}
+    assert known == {kind: TYPES[kind][1:] for kind in PACKED}
+
+
+@each_level
+@each_type
+@pytest.mark.parametrize(("n_out", "n_in"), [(16, 256), (37, 768), (1, 512)])
+def test_numbers_are_those_of_the_file(level: str, kind: int, n_out: int, n_in: int) -> None:
+    tensor = made(kind, n_out, n_in)
+    packed = packed_blocks(tensor, library(level))
+    assert torch.equal(packed.numbers(torch.arange(n_out)), meant(tensor))
+
+
+def test_the_types_with_kernels_take_at_most_three_percent_more_than_in_the_file(kernels: Kernels) -> None:
+    for kind in (2, 8, 12, 13, 14):
+        tensor = made(kind, 64, 512)
+        packed = packed_blocks(tensor, kernels)
+        assert packed.codes.nbytes + packed.scales.nbytes <= 1.03 * tensor.data.nbytes
+
+
+@each_level
+@each_type
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_product_is_that_of_rounded_activations_and_the_files_numbers(
+    level: str, kind: int, dtype: torch.dtype
+) -> None:
+    tensor = made(kind, 70, 768, seed=1)
+    x = torch.randn(9, 768, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(3)).to(dtype)
+    packed = BlockLinear(packed_blocks(tensor, library(level)), bias, dtype)
+    inputs, weight = rounded(x, 32), meant(tensor).double()
+    expected = inputs @ weight.T + bias.double()
+    size = inputs.abs() @ weight.abs().T + bias.double().abs()
+    bound = 2**-14 * size + (2**-8 * expected.abs() if dtype == torch.bfloat16 else 0)
+    assert ((linear(library(level), x, packed, bias).double() - expected).abs() <= bound).all()
+    exact = x.double() @ weight.T + bias.double()
+    assert (expected - exact).norm() < 0.02 * exact.norm()
+
+
+@each_level
+@each_type
+def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(level: str, kind: int) -> None:
+    own, tensor = library(level), made(kind, 150, 512, seed=4)
+    packed = BlockLinear(packed_blocks(tensor, own), None, torch.bfloat16)
+    x = torch.randn(21, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
+    together = linear(own, x, packed)
+    for n_threads in (2, 3):
+        assert same_bits(linear(own, x, packed, None, n_threads), together)
+    for i in range(len(x)):
+        assert same_bits(linear(own, x[i : i + 1], packed), together[i : i + 1])
+
+
+def test_rows_are_laid_out_in_the_order_asked_for(kernels: Kernels) -> None:
+    tensor = made(12, 40, 256, seed=6)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(7))
+    packed = packed_blocks(tensor, kernels, order.int())
+    assert torch.equal(packed.numbers(torch.arange(40)), meant(tensor)[order])
+
+
+def test_an_embedding_gives_the_rows_of_its_tokens(kernels: Kernels) -> None:
+    tensor = made(14, 50, 256, seed=8)
+    embedding = BlockEmbedding(packed_blocks(tensor, kernels), torch.bfloat16, torch.tensor(3.0))
+    token_ids = torch.tensor([[3, 49], [0, 3]])
+    assert torch.equal(embedding(token_ids), meant(tensor)[token_ids].bfloat16() * torch.tensor(3.0).bfloat16())
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([50]))
