@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ..core.errors import ContextOverflow, SwiftoptError
+from ..core.errors import ContextOverflow, ModelNotFound, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
 from ..models.gguf_files import Rounding, gguf_of, stored_type
@@ -127,7 +127,10 @@ class TurnsRequest:
     @property
     def gguf(self) -> Path | None:
         """The GGUF file of codes that the model is, if it is one: for swiftopt and engines that read GGUF."""
-        source = resolve(self.model)
+        try:
+            source = resolve(self.model)
+        except ModelNotFound:  # The folder's weights were made here, and the name is not that of a model.
+            return None
         if source.kind != "gguf":
             return None
         path = Path(source.location)

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,9 +130,10 @@ def test_text_drawn_from_a_schema_ends_and_satisfies_it(schema: dict[str, Any], 
         text = drawn(Grammar.json_schema(schema), seed)
     except InvalidInput:
         return
-    if text is not None and "$ref" not in schema:  # the validator does not end on references in a circle
-        Draft202012Validator(schema).validate(json.loads(text))
+    if text is not None:
         assert "\n" not in text
+        with suppress(RecursionError):  # The validator does not end on references in a circle.
+            Draft202012Validator(schema).validate(json.loads(text))
 
 
 @pytest.mark.parametrize(
