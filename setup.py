@@ -24,12 +24,12 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("levels", ROOT / "models" / "kernels" / "levels.py")
 levels = importlib.util.module_from_spec(_spec)
-sys.modules["levels"] = levels  # Its dataclasses look themselves up there.
+sys.modules["levels"] = levels  # Dataclasses look up their module in sys.modules.
 _spec.loader.exec_module(levels)
 
 
 class Platform(NamedTuple):
-    """A machine that wheels are made for: as Python names it, as zig does, and as a wheel does."""
+    """A target machine: `system` and `machine` as Python names them, zig's `target`, and the wheel's `tag`."""
 
     system: str
     machine: str
@@ -37,7 +37,7 @@ class Platform(NamedTuple):
     tag: str
 
 
-# The C library of 2018 is in every Linux that a Python 3.11 is built for.
+# Wheels need glibc 2.28 (2018) or newer, which every Linux with a packaged Python 3.11 has.
 PLATFORMS = {
     "linux-x86_64": Platform("Linux", "x86_64", "x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
     "linux-aarch64": Platform("Linux", "aarch64", "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
@@ -45,7 +45,7 @@ PLATFORMS = {
 }
 
 
-# Developers' scripts, which are no part of a wheel: `python -m swiftopt.bench.micro` runs in a checkout.
+# Developers' scripts, left out of the wheel; in a checkout, `python -m swiftopt.bench.micro` runs one.
 SCRIPTS = {
     "swiftopt.bench": (
         *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "micro", "parity", "search", "stream_shift"),
@@ -56,7 +56,7 @@ SCRIPTS = {
 
 
 def wanted() -> Platform | None:
-    """Return the platform that kernels are made for; None: there are none for it."""
+    """Return the platform to compile kernels for, or None if kernels are not to be compiled."""
     given = os.environ.get("SWIFTOPT_PLATFORM")
     if given == "none":
         return None
@@ -84,7 +84,7 @@ def compile_library(place: Platform, folder: Path, cache: str, variant: tuple[st
         made, library = Path(work) / "pass.o", Path(work) / path.name
         source, cpu = levels.FOLDER / levels.SOURCES[-1], f"-mcpu={levels.zig_cpu(level, extras)}"
         compiling = [*zig, "c++", *target, cpu, *levels.FLAGS, *levels.MATHS, "-c", source, "-o", made]
-        # As C: C++'s library is not needed, and zig would compile it first, for minutes.
+        # Link as C: with `c++` zig would first compile libc++, for minutes, and the kernels do not need it.
         linking = [*zig, "cc", *target, "-shared", "-s", "-pthread", made, "-lm", "-o", library]
         for command in (compiling, linking):
             if code := subprocess.run(command, env=env, check=False).returncode:
@@ -101,7 +101,7 @@ def compile_library(place: Platform, folder: Path, cache: str, variant: tuple[st
 
 
 class BuildWithKernels(build_py):
-    """Copies the package, and compiles the kernels beside it; into the source tree for an editable install."""
+    """Copies the package and compiles its kernels; an editable install puts them into the source tree."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         scripts = SCRIPTS.get(package, ())
@@ -115,19 +115,19 @@ class BuildWithKernels(build_py):
         folder = base / "models" / "kernels" / "built"
         with TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
             made = set(pool.map(partial(compile_library, place, folder, cache), levels.variants(place.machine)))
-        for other in set(folder.glob("*.so")) - made:  # of older sources, or of another platform
+        for other in set(folder.glob("*.so")) - made:  # Libraries of older sources or another platform.
             other.unlink()
 
 
 class WithLibraries(Distribution):
-    """A distribution whose wheel belongs to a platform, if it has kernels."""
+    """A distribution whose wheel is specific to a platform if it contains kernels."""
 
     def has_ext_modules(self) -> bool:
         return wanted() is not None
 
 
 class PlatformWheel(bdist_wheel):
-    """Names the platform of the kernels, and any Python: no library is Python's."""
+    """Tags the wheel with the kernels' platform and any Python 3: no library uses Python's C API."""
 
     def get_tag(self) -> tuple[str, str, str]:
         place = wanted()

@@ -33,7 +33,7 @@ SHIFT_RUNS = (
 
 
 def draw_search(report: Report, pictures: Pictures) -> None:
-    """Draw the objective that search strategies reach against candidate passes, and against seconds."""
+    """Plot the objective of search strategies over candidate passes and over seconds."""
     title = f"{model_name(report['model'])} · {conditions(report)} · {report['windows']} windows"
     with picture(pictures, 4.6, title, ncols=2, sharey=True) as (left, right):
         for column, (axes, ends) in enumerate(((left, "passes"), (right, "seconds"))):
@@ -49,7 +49,7 @@ def draw_search(report: Report, pictures: Pictures) -> None:
 
 
 def draw_tunings(report: Report, pictures: Pictures) -> None:
-    """Draw the speed of each run's plan on unseen prompts against the seconds of searching until it was used."""
+    """Plot each plan's speed on unseen prompts over the seconds of searching before its first use."""
     title = f"{model_name(report['model'])} · tuned on {report['prompts']} prompts, timed on {report['unseen']} others"
     with picture(pictures, 4.8, title) as axes:
         end = max(result["search_s"] for result in report["results"])
@@ -68,7 +68,7 @@ def draw_tunings(report: Report, pictures: Pictures) -> None:
 
 
 def draw_stream_shift(report: Report, pictures: Pictures) -> None:
-    """Draw acceptance along a stream that changes its task, in the manner of SWIFT Figure 7."""
+    """Plot acceptance along a stream with changing tasks, as in SWIFT's Figure 7."""
     title = f"{model_name(report['model'])} · {conditions(report)} · {report['method']}"
     with picture(pictures, 4.6, title) as axes:
         results = report["results"]
@@ -89,7 +89,7 @@ def draw_stream_shift(report: Report, pictures: Pictures) -> None:
 
 
 def draw_serving(report: Report, pictures: Pictures) -> None:
-    """Draw the speed of a served stream by request, plain decoding beside it."""
+    """Plot the speed of a served stream and of plain decoding by request."""
     title = f"{model_name(report['model'])} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
     with picture(pictures, 4.4, title) as axes:
         ends = list(accumulate(result["requests"] for result in report["results"]))
@@ -103,11 +103,11 @@ def draw_serving(report: Report, pictures: Pictures) -> None:
 
 
 def draw_throughput(report: Report, pictures: Pictures) -> None:
-    """Draw the speed and the time per token by how many requests run at once, with plain batching and drafting."""
+    """Plot speed and time per token over the number of concurrent requests, for plain batching and drafting."""
     title = f"{model_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     results = sorted(report["results"], key=lambda result: result["concurrency"])
     with picture(pictures, 4.6, title, ncols=2) as (left, right):
-        places = range(len(results))  # evenly spaced: 1, 2, 4 and 8 would crowd at the left
+        places = range(len(results))  # Even spacing; at their values 1, 2, 4 and 8 would crowd on the left.
         for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
             per_token = [result[way]["per_token_s"] for result in results]
             left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)

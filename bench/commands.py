@@ -33,7 +33,7 @@ def bench() -> None:
     """Measure decoding on this machine."""
 
 
-# --- methods
+# --- bench decode
 
 
 @bench.command(
@@ -81,7 +81,7 @@ def decode(
         from .decode import run_methods
 
         runtime = load(request)
-        if request.layer_set is not None:  # a set of another model must not cost the plain runs
+        if request.layer_set is not None:  # Refuse another model's layer set before any run starts.
             Planner(request, runtime, None).plan_for(request.layer_set.task)
             if not any(word == "best" or (word in METHODS and METHODS[word].takes_layer_set) for word in chosen):
                 note("warning: --layer-set has no effect with these methods, none of which takes one")
@@ -100,7 +100,7 @@ def decode(
     return Result(report, [view], interrupted=report["interrupted"])
 
 
-# --- several requests at once
+# --- bench throughput and bench serve
 
 
 @bench.command(
@@ -259,7 +259,7 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
     return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
 
 
-# --- ways of tuning
+# --- bench tune
 
 
 @bench.command(

@@ -1,4 +1,4 @@
-"""Methods side by side on the same prompts with what is stored for them, run as `swiftopt compare` runs them."""
+"""Compares methods on the same prompts with stored plans, in the way of `swiftopt compare`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _against_expected(
 
 
 def _decoder_by_task(session: Session, planner: Planner, costs: CostProfile | None) -> Decode:
-    """Decode with the method of a prompt's task; `swift` without a layer set searches on from prompt to prompt."""
+    """Return a decoder that uses each task's method; without a layer set, `swift` searches across prompts."""
     by_task: dict[str, Decode] = {}
 
     def method(task: str) -> Method | Search:

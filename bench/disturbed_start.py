@@ -25,7 +25,7 @@ from ..core.types import Prompt
 from .serving import ask, measure, model_card, model_tuning, served
 
 SCHEMA = "swiftopt.bench-disturbed-start/1"
-N_WARM, N_MEASURED = 10, 20  # requests
+N_WARM, N_MEASURED = 10, 20  # Requests before the measurement, and requests that are measured.
 PROGRAMS = (
     "n = 0\nwhile True: n += 1",
     "import numpy as np\na, b = np.ones(1 << 26), np.empty(1 << 26)\nwhile True: np.copyto(b, a)",
@@ -34,7 +34,7 @@ PROGRAMS = (
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Run a process that computes and one that streams memory."""
+    """Run a CPU-bound and a memory-bound process in the background."""
     programs = [subprocess.Popen([sys.executable, "-c", program]) for program in PROGRAMS]
     try:
         yield
@@ -45,7 +45,7 @@ def busy() -> Iterator[None]:
 
 
 def start(model: str, prompts: Sequence[Prompt], max_new_tokens: int, is_disturbed: bool) -> dict[str, Any]:
-    """Start a server, serve it the prompts, and return the ratio of the later ones with the costs before and after."""
+    """Start a server, send it the prompts, and return the measured ratio with the costs before and after."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         with busy() if is_disturbed else nullcontext():
             options = ["--db", str(Path(folder) / "plans.db")]
@@ -76,7 +76,8 @@ def main() -> None:
     prompts = list(read_stream(args.stream))[: N_WARM + N_MEASURED]
     results: list[dict[str, Any]] = []
     for number in range(2 * args.starts):
-        is_disturbed = number % 4 in (1, 2)  # alone, disturbed, disturbed, alone, and so on
+        # Order of starts: undisturbed, disturbed, disturbed, undisturbed, repeated.
+        is_disturbed = number % 4 in (1, 2)
         results.append(start(args.model, prompts, args.max_new_tokens, is_disturbed))
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     ratios = {kind: [run["ratio"] for run in results if run["disturbed"] == kind] for kind in (False, True)}

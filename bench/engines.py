@@ -29,15 +29,15 @@ from ..models.sources import local_folder, resolve
 from ..terminal.output import note, show
 from ..terminal.render import folding, number, numeric, table
 
-TASK = "engines"  # All lines have this task, so that one layer set is tuned for them.
-TUNED_TOKENS = "64"  # The new tokens of each prompt to tune on.
-REFERENCE = "transformers"  # Its checkpoint can be read by swiftopt, too.
-TRANSFORMERS_CONFIDENCE = 0.4  # The confidence of an assistant whose settings name none.
+TASK = "engines"  # Task name of all lines, so that one layer set is tuned for all of them.
+TUNED_TOKENS = "64"  # --max-new-tokens of the tuning command.
+REFERENCE = "transformers"  # Engine whose exported draft checkpoint swiftopt can load too.
+TRANSFORMERS_CONFIDENCE = 0.4  # transformers' default assistant_confidence_threshold.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChecks:
-    """One engine's rows with its export; `own` is swiftopt's row with the same checkpoint and the same rule."""
+    """One engine's results; `own` is swiftopt's result with the same draft checkpoint and stopping rule."""
 
     engine: str
     plain: Mapping[str, Any]
@@ -47,7 +47,7 @@ class EngineChecks:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the engine runs here, but not with its export."""
+        """True if the engine runs on this machine, but fails with its export."""
         return self.plain["reason"] is None and self.exported["reason"] is not None
 
     @property
@@ -78,7 +78,7 @@ def swiftopt(words: Sequence[str]) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run it; returns 1 where an engine that is installed did not load its export."""
+    """Run all checks; return 1 if an installed engine failed to load its export."""
     args = _parser().parse_args(words)
     with tempfile.TemporaryDirectory(prefix="swiftopt-engines-") as temporary:
         work = Path(temporary)
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
-    """Write every other prompt to tune on, and the rest to measure on, as streams of one task."""
+    """Split the stream into two files of one task: even lines to tune on, odd lines to measure on."""
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
     paths = (work / "tuned.jsonl", work / "held-out.jsonl")
     for first, path in enumerate(paths):
@@ -130,7 +130,7 @@ def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
 
 
 def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
-    """Run every engine, one after another; swiftopt's rows first, one for each rule that a draft ends by."""
+    """Measure the engines in turn; before an engine, measure swiftopt with its draft length and stopping rule."""
     folder = local_folder(resolve(args.model), note)
     questions = questions_of(folder, read_stream(str(stream)), args.max_new_tokens)
     common = TurnsRequest(args.model, folder, args.dtype, args.threads)
@@ -147,7 +147,7 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
     checks = []
     for engine in args.engines.split(","):
         exported = folders[engine]
-        row = exported_rows([exported])[0]  # a checkpoint, for every engine
+        row = exported_rows([exported])[0]  # The export's main row; transformers may have another, `shared`.
         about = json.loads((exported / EXPORT_SUMMARY).read_text(encoding="utf-8"))
         rule = (args.draft_tokens or about["draft_tokens"], 0.0)
         if args.draft_tokens and row.draft is not None:
@@ -162,7 +162,8 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
         package = row.engine.name
         plain, ngram, theirs = run(rows_by_name[f"{package}/plain"], rows_by_name[f"{package}/ngram"], row)
         checks.append(EngineChecks(engine, plain, ngram, theirs, baselines.get(rule, {})))
-        if args.json:  # what is interrupted keeps the engines before
+        # Written after every engine, so that an interrupted run keeps the finished ones.
+        if args.json:
             args.json.write_text(json.dumps([check.report for check in checks], indent=1) + "\n", encoding="utf-8")
     return checks
 

@@ -43,21 +43,21 @@ SKIP_RATIO = 0.45
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 LONGEST_DRAFT = 25
 REPEATS, PASS_REPEATS = 3, 20
-FORMATS = ("int8", "fp8", "int4")  # Formats of drafts.
-LOADS = (1, 4, 16, 32)  # requests at once
+FORMATS = ("int8", "fp8", "int4")  # Number formats of quantised drafts, in the order measured.
+LOADS = (1, 4, 16, 32)  # Numbers of concurrent requests.
 LOAD_REPEATS = 2
-WARM_RUNS = 6  # Warm up at most so often, until no pass is captured: captures take longer than what is measured.
-SPARE = 1.15  # memory wanted, in sizes of the weights
-HALVINGS = 12  # inner sub-layers are scaled by 1 down to 2^-12
-BISECTIONS = 7  # between them
+WARM_RUNS = 6  # Maximum warm-up runs; warm-up ends once all passes replay captured CUDA graphs.
+SPARE = 1.15  # Required free memory, as a multiple of the weights' size.
+HALVINGS = 12  # The bisection scales inner sub-layers by a factor between 1 and 2^-HALVINGS.
+BISECTIONS = 7  # Bisection steps for the exponent of the inner sub-layers' scale.
 
 
-# --- the model: random, of a real one's shape, with sub-layers that a draft can do without as far as is wanted
+# --- model: random weights in a real model's shape, with adjustable redundancy of the sub-layers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model of Llama's kind, and the sizes, in MiB, of what bandwidth is measured with."""
+    """Shape of a Llama model; `mebibytes` is the size of the tensors that measure bandwidth."""
 
     n_layers: int
     hidden: int
@@ -66,10 +66,10 @@ class ModelShape:
     vocab: int
     positions: int
     mebibytes: int
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: same as `heads`.
 
     def config(self) -> LlamaConfig:
-        # As wide a projection, as small its weights: what a sub-layer adds is then as large at every width.
+        # The initializer range shrinks with the width, so that sub-layers add as much at every width.
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -96,8 +96,8 @@ SHAPES = {
 def permuting_runtime(shape: ModelShape, device: str) -> Runtime:
     """A random bfloat16 model whose head reads a permutation of its embeddings.
 
-    Each token so has a likely successor: the likelier, the less its sub-layers add to the residual stream. A head of
-    random numbers would give near ties, which rounding alone decides.
+    This gives each token one likely successor, which is the likelier the less the sub-layers add to the residual
+    stream. With a random head the top logits would nearly tie, and rounding would decide between them.
     """
     torch.manual_seed(0)
     runtime = random_runtime(shape.config(), device)
@@ -111,7 +111,7 @@ def permuting_runtime(shape: ModelShape, device: str) -> Runtime:
 
 @torch.inference_mode()
 def scale_inner(runtime: Runtime, factor: float) -> None:
-    """Scale what all sub-layers but those of the first and last layer add."""
+    """Scale the output of all sub-layers except those of the first and last layer."""
     for block in runtime.blocks[1:-1]:
         for weight in (block.parts.out.weight, block.parts.mlp.down_proj.weight):
             weight.mul_(factor)
@@ -126,7 +126,7 @@ def run(runtime: Runtime, method: Method, n_new: int) -> Completion:
 
 
 def run_together(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> float:
-    """Decode `n_new` tokens after each of so many prompts, all at once; return the tokens per second of all."""
+    """Decode `n_new` tokens for each of `n_requests` concurrent requests; return total tokens per second."""
     requests = [
         decoding(runtime, prompt_of(runtime, i), method, TokenRule.of(Sampling(), None), Ending(n_new))
         for i in range(n_requests)
@@ -137,15 +137,15 @@ def run_together(runtime: Runtime, method: Method, n_new: int, n_requests: int) 
 
 
 def drafting(layer_set: LayerSet, length: int) -> Method:
-    """Chains of a fixed length: a random model is never confident, so that nothing else can end them."""
+    """Return drafting with a fixed length: a random model's confidence is too low for early stopping."""
     return swift(layer_set, SwiftSettings(max_draft_length=length, early_stop=False, dynamic_verification=False))
 
 
 def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: int) -> float:
-    """Scale the inner sub-layers by the largest factor found whose drafts are accepted as often as wanted."""
-    now, low, high = 0.0, 0.0, float(HALVINGS)  # exponents of 1/2; low is too little
+    """Scale inner sub-layers by the largest factor found at which acceptance is at least `wanted`; return it."""
+    now, low, high = 0.0, 0.0, float(HALVINGS)  # Exponents of 1/2: `now` is applied, `low` gives too low an acceptance.
     for step in range(BISECTIONS + 2):
-        # The ends first: unscaled, then as redundant as it gets.
+        # Try both ends first: unscaled, then the strongest scaling.
         tried = (0.0, high)[step] if step < 2 else (low + high) / 2
         scale_inner(runtime, 2.0 ** (now - tried))
         now = tried
@@ -155,7 +155,8 @@ def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: 
             low = tried
         if high == 0.0:
             break
-    while True:  # weights are rounded each time they are scaled, so what was found is looked at again
+    # Each scaling rounds the weights, so measure the result again and scale further if needed.
+    while True:
         scale_inner(runtime, 2.0 ** (now - high))
         now = high
         if high >= 2 * HALVINGS or (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= wanted:
@@ -167,14 +168,14 @@ def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: 
 
 
 def seconds(task: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a task, with the device done before and after each."""
+    """Return a task's median seconds; the device is synchronised before and after each run."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     samples = []
-    for _ in range(2 + PASS_REPEATS):  # two warm up
+    for _ in range(2 + PASS_REPEATS):  # The first two runs are warm-up.
         wait()
         clock = perf_counter()
         task()
@@ -185,7 +186,7 @@ def seconds(task: Callable[[], object], device: torch.device) -> float:
 
 @torch.inference_mode()
 def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
-    """Return GB/s of a copy, read and written, and of a matrix-vector product in bfloat16, its matrix read."""
+    """Return GB/s of a copy (bytes read + written) and of a bfloat16 matrix-vector product (matrix bytes read)."""
     source = torch.zeros(mebibytes << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = seconds(lambda: target.copy_(source), device)
@@ -197,7 +198,7 @@ def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
 
 
 def bytes_per_token(runtime: Runtime) -> int:
-    """Return the bytes that a one-row pass reads: all but the embeddings, of which it reads one row."""
+    """Return the weight bytes that a one-row pass reads: all except the embedding table."""
     model: Any = runtime.hf_model
     embedding = model.get_input_embeddings().weight
     return sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
@@ -210,7 +211,7 @@ def draft_seconds(runtime: Runtime, layer_set: LayerSet) -> float:
 
 
 def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) -> int:
-    """Return the chain length with the most expected tokens per second, if drafts are accepted with that chance."""
+    """Return the draft length with the highest expected speedup at this acceptance rate per token."""
 
     def worth(n: int) -> float:
         tokens = sum(acceptance**i for i in range(n + 1))
@@ -220,7 +221,7 @@ def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) ->
 
 
 def speed_of(done: Completion) -> float:
-    """Tokens per second, prefill and its token left out."""
+    """Return decoded tokens per second, without prefill and the tokens that it gave."""
     return (done.n_tokens - done.first_tokens) / (done.timings.total_s - done.prefill_s)
 
 
@@ -233,7 +234,7 @@ def speedup(pairs: Sequence[tuple[Completion, Completion]]) -> float:
 
 
 def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
-    """Return the report but for its schema and the name of the shape."""
+    """Return the report without its schema and shape name."""
     runtime = permuting_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
     at_speed(runtime, speed)
@@ -275,16 +276,16 @@ def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: 
 
 
 def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple[dict[str, Any], CostProfile]:
-    """Measure drafts of all sub-layers in fewer bits: how long copies and passes take, and what adaptive ones gain.
+    """Measure quantised drafts of the whole model: time to quantise, time per pass, and speedup of adaptive drafting.
 
-    Returns: the figures by format, or why there are none; and the profile with the costs of those that have.
+    Returns: figures by format, or the reason why it failed; and the profile with the costs of working formats.
     """
     by_format: dict[str, Any] = {}
     for name in FORMATS:
         clock = perf_counter()
         try:
             profile = measure_format(runtime, profile, name)
-        except (RuntimeError, SwiftoptError) as error:  # torch has no kernel for this shape or device
+        except (RuntimeError, SwiftoptError) as error:  # For example torch has no kernel for this shape or device.
             by_format[name] = {"reason": str(error).splitlines()[0]}
             continue
         ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
@@ -302,7 +303,7 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
 
 
 def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str, Any]:
-    """Measure the tokens per second of several requests at once, decoded plainly and with adaptive drafts by turns."""
+    """Measure tokens per second of concurrent requests, plain decoding and adaptive drafting interleaved."""
     name = next((candidate for candidate in reversed(FORMATS) if candidate in profile.formats), STORED)
     method, by_load = adaptive(runtime, profile, name), dict[str, Any]()
     for n in LOADS:
@@ -318,7 +319,7 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
 
 
 def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> None:
-    """Run requests until none of their passes is captured any more; prompts are read in one pass a run."""
+    """Run requests until no further CUDA graph is captured; prefill is one pass per run, hence the first loop."""
     for _ in range(RECORD_AT - 1):
         run_together(runtime, method, 1, n_requests)
     for _ in range(WARM_RUNS):
@@ -371,7 +372,7 @@ def _format_words(own: dict[str, Any]) -> str:
 
 
 def obstacle(shape: ModelShape, device: str) -> str | None:
-    """Return why nothing can be measured here, None where it can."""
+    """Return the reason why this machine cannot run the measurement; None if it can."""
     if not device.startswith("cuda"):
         return None
     if not torch.cuda.is_available():

@@ -26,14 +26,14 @@ from time import perf_counter
 from .tables import ROOT
 
 SCHEMA = "swiftopt.gpu-steps/1"
-TOTAL_S = 530.0  # The time for all steps.
-LEAST_S = 20.0  # No step begins when less time is left.
-GRACE_S = 10.0  # The time between Ctrl-C and killing a step.
+TOTAL_S = 530.0  # Time limit for all steps together.
+LEAST_S = 20.0  # A step is skipped if less than this time is left.
+GRACE_S = 10.0  # Time that a step gets after SIGINT before it is killed.
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A Python command with the seconds that it may take."""
+    """A Python command with a time limit in seconds."""
 
     name: str
     words: tuple[str, ...]
@@ -47,7 +47,7 @@ def steps(device: str) -> list[DeviceStep]:
     def bench(shape: str, speed: str) -> tuple[str, ...]:
         return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device, "--tokens", "64")
 
-    # Not of pytest-benchmark, which GPU images have: beside xdist it warns, and warnings are errors here.
+    # Disable pytest-benchmark of GPU images: it warns when used with xdist, and warnings are errors here.
     tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(min(6, cpu_count() or 1)))
     plan = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
@@ -67,7 +67,7 @@ def steps(device: str) -> list[DeviceStep]:
 
 
 def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
-    """Run a step for `left_s` at most, show what it prints, and keep its JSON; return what came of it."""
+    """Run a step for at most `left_s` seconds, echo its output, save its JSON report; return the outcome."""
     if left_s < LEAST_S:
         print(f"== {step.name}: no time is left for it", flush=True)
         return {"step": step.name, "exit": None, "seconds": 0.0}

@@ -34,15 +34,15 @@ from ..terminal.output import note, show
 from .gpu import SHAPES, ModelShape, obstacle, permuting_runtime, prompt_of, scale_inner
 
 ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
-SCALE = 0.0625  # Scales what inner sub-layers add; with random weights drafts in int4 agree only so.
+SCALE = 0.0625  # Scale of the inner sub-layers' output; without it, int4 drafts of random weights are rarely accepted.
 N_PROMPTS = 3
 NEW_TOKENS = 128
-TIMEOUT_S = 75.0  # An engine may take so long to load, vLLM's compilation included, or to answer.
+TIMEOUT_S = 75.0  # Time limit for an engine to load (with vLLM's compilation) or to answer.
 OFFLINE = {"PIP_NO_INDEX": "1", "npm_config_offline": "true"}
 
 
 def save_random(shape: ModelShape, device: str, folder: Path) -> list[list[int]]:
-    """Write a random model, made on the device, with a tokenizer that names every id; return prompts for it."""
+    """Save a random model with a tokenizer that has one word per token id; return prompts of token ids."""
     runtime = permuting_runtime(shape, device)
     scale_inner(runtime, SCALE)
     model: Any = runtime.hf_model
@@ -54,7 +54,7 @@ def save_random(shape: ModelShape, device: str, folder: Path) -> list[list[int]]
 
 
 def left_out(report: Mapping[str, Any]) -> str:
-    """Say in one line which rows have no numbers, and why."""
+    """Return one line that names the rows without a result, and the reasons."""
     rows = [f"{result['row']} ({result['reason']})" for result in report["results"] if result["tok_s"] is None]
     return f"left out: {'; '.join(rows) or 'nothing'}"
 
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default=",".join(ROWS))
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="per completion")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
+    # Shells make background jobs ignore SIGINT, but Ctrl-C must end the measurement.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
     reason, report = obstacle(SHAPES[args.shape], args.device), dict[str, Any]()

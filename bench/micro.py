@@ -51,12 +51,12 @@ from ..store import Store
 
 RANK_SCHEMA = "swiftopt.head-rank/1"
 PASS_REPEATS, STEP_REPEATS = 9, 15
-LARGEST_BATCH = 8  # candidates of one pass
+LARGEST_BATCH = 8  # Maximum candidates scored in one pass.
 SKIP_RATIO = 0.45
-N_SETS = 100  # The number of sets to look up.
+N_SETS = 100  # Layer sets stored in the server's database.
 N_CONNECTIONS = 8
-LOOKUP_RATE = 100  # look-ups a second in the steady part
-NOWHERE = "redis://127.0.0.1:1/0"  # a port on which nothing listens
+LOOKUP_RATE = 100  # Requests per second in the constant-rate measurement.
+NOWHERE = "redis://127.0.0.1:1/0"  # An address where no Redis listens, to measure the server without its cache.
 
 MODEL = click.option("--model", required=True)
 DTYPE = click.option("--dtype", default="auto")
@@ -74,7 +74,7 @@ def _print(report: dict[str, Any] | None) -> None:
         click.echo(json.dumps(report))
 
 
-# --- passes: where the time goes
+# --- passes: time of each part of a forward pass
 
 
 @main.command()
@@ -104,7 +104,7 @@ def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> 
 
 
 def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) -> dict[str, Any]:
-    """Median ms of a pass over `n_rows` rows of each sequence behind `context` slots, and of its parts."""
+    """Return median ms of a pass, and of its parts, over `n_rows` rows per sequence after `context` slots."""
     native = runtime.native
     assert isinstance(native, NativePasses)
     rows = Rows([1] * n_rows, context)
@@ -120,12 +120,13 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
         native.seconds = (ctypes.c_double * len(layout.WORK))()
         total = run()
         parts = dict(zip(layout.WORK, native.seconds, strict=True))
-        runtime.native, native.seconds = None, None  # torch's own operations, on the same weights
+        # Without native kernels the runtime uses torch's operations on the same weights.
+        runtime.native, native.seconds = None, None
         try:
             eager = run()
         finally:
             runtime.native = native
-        if repeat:  # the first round warms up
+        if repeat:  # Round 0 is a warm-up.
             python = total - sum(parts.values())
             for name, seconds in {"total": total, **parts, "python": python, "eager": eager}.items():
                 samples.setdefault(name, []).append(1e3 * seconds)
@@ -133,13 +134,14 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
     model: Any = runtime.hf_model
     n_bytes = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     table, head = model.get_input_embeddings().weight, runtime.head_module(None).weight
-    if table.data_ptr() != head.data_ptr():  # of the table a pass reads a row per token
+    # A pass reads only one row per token of an untied embedding table.
+    if table.data_ptr() != head.data_ptr():
         del n_bytes[table.data_ptr()]
     about = {"context": context, "sequences": n_sequences, "rows": n_rows}
     return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
 
 
-# --- step: what a search costs
+# --- step: time of one search step
 
 
 @main.command()
@@ -163,7 +165,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     window = Rows(context.token_ids[-settings.context_window - 1 : -1], context.root_slot, variants=variants)
 
     def draft_pass() -> object:
-        """Run the draft over the window's positions and read its answer: what a step is compared with."""
+        """Run the draft over the window and read its tokens: the baseline for a search step."""
         return runtime.forward(window, context.buffer).float().max(dim=-1).indices.tolist()
 
     def score(search: Search) -> object:
@@ -184,7 +186,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
-    """Return a request that has just generated `n_generated` tokens; random ones serve, only time is measured."""
+    """Return a request after `n_generated` random tokens; their values do not affect the timing."""
     rng, runtime = random.Random(0), session.runtime
     ids = [*ids, *(rng.randrange(100, 1000) for _ in range(n_generated))]
     buffer = runtime.new_buffer(len(ids) + (LARGEST_BATCH + 1) * n_generated)
@@ -198,12 +200,12 @@ def timed(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
         for name, run in runs.items():
             clock = perf_counter()
             run()
-            if number:  # the first round warms up
+            if number:  # Round 0 is a warm-up.
                 samples[name].append(1e3 * (perf_counter() - clock))
     return {name: round(median(values), 3) for name, values in samples.items()}
 
 
-# --- memory: what drafting adds
+# --- memory: peak memory with and without drafting
 
 
 @main.command()
@@ -235,7 +237,7 @@ def memory(
 
 
 def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtype: str, device: str) -> int:
-    """Decode once in this process and return how far memory rose."""
+    """Decode once in this process and return its peak memory."""
     runtime = load(model, dtype, device)
     uniform = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
     decoder: Method = PLAIN if method == "plain" else swift(uniform, SwiftSettings())
@@ -243,10 +245,10 @@ def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtyp
     decode(runtime, prompt, decoder, TokenRule.of(Sampling(), None), Ending(max_new_tokens))
     if runtime.device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(runtime.device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports ru_maxrss in KiB.
 
 
-# --- head-rank
+# --- head-rank: rank of the output head's matrix
 
 
 @main.command("head-rank")
@@ -268,14 +270,14 @@ def head_rank_of(model: str, as_json: bool) -> dict[str, Any] | None:
 def head_rank(weight: torch.Tensor) -> tuple[int, float]:
     """Return how many singular values of a matrix (rows, columns) are above 0, and the smallest of all.
 
-    They are the roots of the eigenvalues of its columns' products, in float64: below 1e-7 of the largest is 0.
+    Computed in float64 as roots of the eigenvalues of WᵀW; values below 1e-7 of the largest count as 0.
     """
     wide = weight.double()
     values = torch.linalg.eigvalsh(wide.T @ wide).clamp_min(0).sqrt()
     return int((values > 1e-7 * values.max()).sum()), float(values.min())
 
 
-# --- lookups: layer sets over HTTP
+# --- lookups: latency of layer-set requests over HTTP
 
 
 @main.command()
@@ -287,7 +289,8 @@ def lookups(seconds: float) -> dict[str, Any]:
     first as fast as a few connections can, then at 100 a second, each request at its own time whether or not the one
     before was answered (so a stall counts for all requests that it delays). Then again with a Redis that is not there.
     """
-    gc.disable()  # what is measured is the server, not this process's own pauses
+    # Garbage collection in this client process would add to the server's measured latency.
+    gc.disable()
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "lookups.db")
         with Store.open(database) as store:
@@ -302,14 +305,14 @@ def lookups(seconds: float) -> dict[str, Any]:
 
 
 def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Measure both parts against a fresh server."""
+    """Start a server and measure its maximum rate and its latency at a constant rate."""
     environment = {name: value for name, value in os.environ.items() if name != "SWIFTOPT_REDIS_URL"}
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--db", database, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
         try:
-            asyncio.run(flat_out(port, 1.0))  # warm-up
+            asyncio.run(flat_out(port, 1.0))  # One second of warm-up.
             per_second = asyncio.run(flat_out(port, seconds))
             taken = asyncio.run(steady(port, seconds))
         finally:
@@ -319,7 +322,7 @@ def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[
 
 
 class Connection:
-    """One kept-alive HTTP connection, with as little between request and clock as possible."""
+    """A minimal HTTP keep-alive client, so that client overhead hardly affects the timing."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -327,9 +330,9 @@ class Connection:
         self._pair: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def look_up(self, number: int) -> None:
-        """Look a layer set up, and read the whole answer.
+        """Request a layer set and read the whole answer.
 
-        Raises: RuntimeError: it is not 200.
+        Raises: RuntimeError: the status is not 200.
         """
         path = f"/v1/layer-sets/org%2Fmodel-7b/task{number % N_SETS}"
         async with self._lock:
@@ -345,7 +348,7 @@ class Connection:
 
 
 async def flat_out(port: int, seconds: float) -> float:
-    """Return the look-ups a second of `N_CONNECTIONS`, each asking as soon as it has an answer."""
+    """Return requests per second over `N_CONNECTIONS`, each sending as soon as the last answer has arrived."""
     began = perf_counter()
 
     async def ask(connection: Connection, first: int) -> int:
@@ -360,7 +363,7 @@ async def flat_out(port: int, seconds: float) -> float:
 
 
 async def steady(port: int, seconds: float) -> list[float]:
-    """Return the milliseconds from the moment a look-up was due to its whole answer, ascending."""
+    """Return the latencies in ms from scheduled send time to complete answer, ascending."""
     connections = [Connection(port) for _ in range(N_CONNECTIONS)]
 
     async def ask(number: int, due: float) -> float:

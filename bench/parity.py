@@ -37,12 +37,12 @@ from ..models.rows import Rows
 from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.bench-parity/1"
-SKIP_RATIOS = (0.2, 0.45, 0.7)  # The random sets take these in turn.
-MARGIN_ROWS = 8  # rows of the wide pass that the one-row logits are compared with
+SKIP_RATIOS = (0.2, 0.45, 0.7)  # Skip ratios of the random layer sets, assigned in rotation.
+MARGIN_ROWS = 8  # Rows of the multi-row pass whose logits are compared with those of a one-row pass.
 
 
 def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
-    """Return `count` layer sets drawn with fixed seeds, at rising skip ratios."""
+    """Return `count` random layer sets with fixed seeds, cycling through `SKIP_RATIOS`."""
     sets = {}
     for seed in range(count):
         ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
@@ -53,8 +53,8 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
 
 @torch.inference_mode()
 def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float]:
-    """Return the target's top-2 margin at the end of `ids`, and how far the logits of these two tokens differ there
-    between a pass over one row and one over several."""
+    """Return the gap between the target's two highest logits at the end of `ids`, and the largest difference of these
+    two logits between a one-row and a multi-row pass."""
     buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
     if len(ids) > 1:
         runtime.prefill(ids[:-1], buffer)
@@ -66,7 +66,7 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
 
 
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile | None = None) -> dict[str, Method]:
-    """Return adaptive drafting in each format, by costs that are measured here unless they are given."""
+    """Return adaptive drafting in each format; its costs are measured here if none are given."""
     costs = with_formats(runtime, costs or measure_costs(runtime, SMALLEST_BUCKET), formats)
     parts = Resources(runtime, costs=costs)
     return {
@@ -78,7 +78,7 @@ def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile
 def compare(
     runtime: Runtime, prompts: Sequence[Prompt], methods: dict[str, Method], max_new_tokens: int, against: str
 ) -> dict[str, Any]:
-    """Return the identical prompts per method, and every first divergence with its margin; each turn is a prompt.
+    """Return per method the number of identical turns, and the first divergence of every other with its margin.
 
     Args: against: "plain", our own plain decoding, or "transformers".
     """
@@ -114,7 +114,7 @@ def compare(
 def _references(
     session: Session, prompts: Sequence[Prompt], against: str
 ) -> Iterator[tuple[Prompt, list[int], tuple[int, ...]]]:
-    """Yield every turn as a prompt of its own, its token ids and the completion to equal, which later turns see."""
+    """Yield per turn: a prompt, its token ids and the reference completion, which is in later turns' history."""
     for prompt in prompts:
         history = prompt.messages
         for number in range(n_turns(prompt)):

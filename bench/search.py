@@ -46,23 +46,24 @@ from ..terminal.render import fixed, number, numbers, table
 from .charts import draw_search
 
 SCHEMA = "swiftopt.bench-search/1"
-AT_ONCE = 4  # sets that are judged in one pass
-LAP, BEHIND = 4, 0.02  # windows between two looks at a race, and how far behind a set drops out
-GOAL = 0.95  # The share of the best final objective that counts as found.
-BASE = "swift"  # The strategy that the others' passes are compared with.
-PAIRS = 96  # pairs of sub-layers that are tried before a set counts as a peak
-KICK = 4  # sub-layers that are flipped at random to leave a peak
-SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Strategies compared by default.
-# with which no search stops before its passes are used up, for what each finds in them is compared
+AT_ONCE = 4  # Layer sets evaluated together in one pass.
+# In a race of layer sets: windows between comparisons, and the deficit in objective at which a set drops out.
+LAP, BEHIND = 4, 0.02
+GOAL = 0.95  # A strategy reaches the goal at this share of the best final objective.
+BASE = "swift"  # Strategy whose final objective is the second goal.
+PAIRS = 96  # Pairs of sub-layer flips tried before a layer set counts as a local optimum.
+KICK = 4  # Random sub-layer flips that leave a local optimum.
+SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Default of --strategies.
+# Settings under which a search ends only when its passes are used up.
 ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
-SPENT = {"passes": 0, "seconds": 1}  # what a search takes, with the digits that are shown of it
+SPENT = {"passes": 0, "seconds": 1}  # Cost of a search -> decimal places shown in tables.
 
-OnGain = Callable[[str, float, float], None]  # strategy, passes, objective
+OnGain = Callable[[str, float, float], None]  # Called with strategy, passes and objective.
 
 
 @dataclass(frozen=True, slots=True)
 class Text(Record):
-    """A prompt and its greedy completion as token ids, the first `n_prompt` of which are the prompt's."""
+    """Token ids of a prompt (the first `n_prompt`) and of its greedy completion."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -71,7 +72,7 @@ class Text(Record):
 
 @dataclass(frozen=True, slots=True)
 class TextRecord(Record):
-    """Texts of a model that a benchmark runs on, and what its passes cost where they were recorded."""
+    """Recorded completions of a model, and its pass costs on the machine that recorded them."""
 
     SCHEMA: ClassVar = "swiftopt.search-record/2"
 
@@ -83,14 +84,14 @@ class TextRecord(Record):
 
     @classmethod
     def read(cls, path: Path) -> TextRecord:
-        """Raises: InvalidInput: the file is no record."""
+        """Raises: InvalidInput: the file is not a record."""
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{path} is no record of {cls.SCHEMA} ({error}): name another file") from error
 
     def check(self, runtime: Runtime) -> None:
-        """Raises: InvalidInput: it is of another model."""
+        """Raises: InvalidInput: the record was made with another model."""
         if self.costs.fingerprint != runtime.info.fingerprint:
             raise InvalidInput("the --record was made with another model: name another file, and it is recorded anew")
 
@@ -98,7 +99,7 @@ class TextRecord(Record):
 def recorded(
     runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]
 ) -> TextRecord:
-    """Complete the prompts greedily and measure what passes cost; chats are cut to their first turn."""
+    """Complete the prompts greedily and measure pass costs; only the first turn of a chat is used."""
     session = Session(runtime, Sampling(), max_new_tokens)
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     longest = max(session.check(prompt) for prompt in prompts)
@@ -112,7 +113,7 @@ def recorded(
 
 
 class Bench:
-    """The windows of a record: as a search sees them while the texts grow, and all of them to judge a set on.
+    """The windows of a record, both as a search sees them while texts grow, and as a fixed sample to judge sets.
 
     Raises: InvalidInput: no completion is as long as a window.
     """
@@ -126,36 +127,39 @@ class Bench:
                 f"no completion has {self.window} tokens: raise --max-new-tokens or lower --window, and record anew"
             )
         self._rule = Session(runtime, Sampling(), 1).rule()
-        self._seen: dict[LayerSet, list[WindowScore]] = {}  # of the first windows, or all of them
-        self._worths: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}  # over so many of them
+        # Scores of each layer set on the first windows, in their order.
+        self._seen: dict[LayerSet, list[WindowScore]] = {}
+        # (layer set, n) -> objective and replay over the first n windows.
+        self._worths: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}
         scratch = self.window * AT_ONCE
         windows = [context for text in self.texts for context in self._grown(text, self.window, scratch)]
-        self._windows = random.Random(0).sample(windows, len(windows))  # so that the first few are of several texts
+        # Shuffled, so that the first few windows come from several texts.
+        self._windows = random.Random(0).sample(windows, len(windows))
 
     @property
     def n_windows(self) -> int:
-        """Disjoint windows that a set is judged on."""
+        """Number of disjoint windows on which a layer set is judged."""
         return len(self._windows)
 
     def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
-        """Yield the texts growing by `stride` tokens, one after the other, over and over; (prompt id, context)."""
+        """Yield (prompt id, context) of every text as it grows by `stride` tokens; repeats all texts endlessly."""
         for lap in count():
             for text in self.texts:
-                # By its bare name a search would wait for ever for text that it has not seen.
+                # Every lap has new prompt ids, because a search may wait for a prompt that it has not seen.
                 name = f"{text.id}, lap {lap + 1}" if lap else text.id
                 for context in self._grown(text, self.stride, scratch):
                     yield name, context
 
     def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
-        """Return the objective over all windows together, and the tokens drafted there, and accepted of them."""
+        """Return a set's objective over all windows, with the numbers of drafted and accepted tokens."""
         self._see([layer_set], self.n_windows)
         value, played = self._worth(layer_set, self.n_windows)
         return value, played.draft_steps, played.tokens - self.window * self.n_windows
 
     def race(self, layer_sets: Sequence[LayerSet], current: LayerSet) -> dict[LayerSet, float]:
-        """Return the ratio of each one's objective to that of `current`, on the windows that it was judged on.
+        """Return each set's objective divided by that of `current`, over the windows on which the set was judged.
 
-        One that is well behind after some of the windows drops out; a ratio above 1 is over all of them.
+        A set more than `BEHIND` worse after some windows drops out; a ratio above 1 always covers all windows.
         """
         self._see([current], self.n_windows)
         ratios = {}
@@ -169,7 +173,7 @@ class Bench:
         return ratios
 
     def _see(self, layer_sets: Sequence[LayerSet], n: int) -> None:
-        """Score the sets, side by side, on those of the first `n` windows that they were not scored on yet."""
+        """Score the sets on those of the first `n` windows where they have no score yet, several sets per pass."""
         for at in range(n):
             new = [layer_set for layer_set in layer_sets if len(self._seen.get(layer_set, ())) == at]
             if new:
@@ -178,7 +182,7 @@ class Bench:
                     self._seen.setdefault(layer_set, []).append(score)
 
     def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
-        """Return the objective over the first `n` windows, on which the set was scored."""
+        """Return a set's objective and replay over the first `n` windows, which must be scored already."""
         if (layer_set, n) not in self._worths:
             played = replay(self._seen[layer_set][:n], self.settings)
             value = self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
@@ -192,16 +196,17 @@ class Bench:
         for end in range(text.n_prompt + self.window, len(text.token_ids) + 1, stride):
             buffer = shared or self.runtime.new_buffer(len(text.token_ids) + scratch)
             done = 0 if shared is None else done
-            # What candidates wrote behind the last window is written over, as the target's verification does.
+            # Prefill overwrites the candidates' keys and values after the last window, as verification would.
             self.runtime.prefill(text.token_ids[done : end - 1], buffer, done)
             done = end - 1
             yield Context(self.runtime, buffer, self._rule, list(text.token_ids[:end]), text.n_prompt)
 
 
 def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) -> Any:
-    """Run one strategy's search until it has cost `n_passes`; its curve has a point where the set in use changes.
+    """Run one strategy's search for `n_passes` passes; its curve has a point for every change of the set in use.
 
-    A pass is a candidate on a window; a study counts by the rows that it runs. Judging on all windows is not timed.
+    A pass is one candidate on one window; a study counts as the number of rows it runs divided by the window.
+    Judging sets on all windows is not timed.
     """
     settings = replace(bench.settings, strategy=strategy)
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
@@ -245,7 +250,7 @@ def _left_out(layer_set: LayerSet) -> dict[str, Any]:
 def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, on_gain: OnGain) -> dict[str, Any]:
     """Return the object that `python -m swiftopt.bench.search --json` prints.
 
-    Ctrl-C ends it with the strategies that have ended, if any.
+    On Ctrl-C the object has the strategies that have finished, if any.
     """
     results, interrupted = list[dict[str, Any]](), False
     try:
@@ -275,7 +280,7 @@ def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, o
 
 
 def _reached(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, float] | None:
-    """Return passes and seconds from where on the objective stays at `goal` or above; None: it does not."""
+    """Return the passes and seconds after which the objective stays at or above `goal`; None if it never does."""
     below = max((i for i, (_, _, value) in enumerate(curve) if value < goal), default=-1)
     if below + 1 == len(curve):
         return None
@@ -283,11 +288,11 @@ def _reached(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, floa
     return {"passes": passes, "seconds": seconds}
 
 
-# --- how far strategies end from the best there is
+# --- long search: estimate of the best reachable objective
 
 
 def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: OnGain) -> dict[str, Any]:
-    """Return a report of `compare_strategies` with the long search from its best set, and each result's share of it."""
+    """Add to `report` a long search from its best set, and each result's share of the long search's objective."""
     best = max(report["results"], key=lambda result: result["final"])
     start = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
     search = LongSearch(bench, start, most, on_gain)
@@ -297,12 +302,11 @@ def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: O
 
 
 class LongSearch:
-    """Iterated local search; `most` is how many sets it may judge.
+    """Iterated local search that judges at most `most` layer sets.
 
-    Every set is judged on all recorded windows, or until it is well behind, so that luck has no part in it. Single
-    sub-layers are flipped first, then pairs of them, the most promising first; where neither helps any more, a few
-    sub-layers of the best set are flipped at random and the climb begins again. Ctrl-C ends it
-    with the best set so far.
+    Every set is judged on all recorded windows, or until it is well behind, to exclude chance. Single sub-layers are
+    flipped first, then pairs, the most promising first. At a local optimum a few random sub-layers of the best set are
+    flipped, and the climb begins again. Ctrl-C ends the search with the best set so far.
     """
 
     def __init__(self, bench: Bench, start: LayerSet, most: int, on_gain: OnGain) -> None:
@@ -329,7 +333,7 @@ class LongSearch:
         }
 
     def _climb(self) -> None:
-        """Go up from the current set until no flip of one or two sub-layers helps, or enough sets were judged."""
+        """Improve the current set until no flip of one or two sub-layers helps, or `most` sets were judged."""
         while self.n_judged < self.most:
             singles = {(unit,): self._flipped(self.current, [unit]) for unit in range(self.current.n_searched)}
             ratios = self._race(list(singles.values()))
@@ -338,7 +342,7 @@ class LongSearch:
             helping = [move for move in best_first if by_move[move] > 1]
             if helping:
                 self._take(singles[helping[0]])
-                for move in helping[1:]:  # those that go on helping together
+                for move in helping[1:]:  # Keep further flips that still help in combination.
                     moved = self._flipped(self.current, move)
                     if self._race([moved]).get(moved, 0.0) > 1:
                         self._take(moved)
@@ -347,7 +351,7 @@ class LongSearch:
                 return
 
     def _doubled(self, by_move: Mapping[tuple[int], float]) -> bool:
-        """Make the best of the first few pairs of moves among which one helps; tell whether there was one."""
+        """Try pairs of flips in batches; take the best pair of the first batch that improves. Returns if one did."""
         pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
         for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
             ratios = self._race([self._flipped(self.current, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
@@ -357,7 +361,7 @@ class LongSearch:
         return False
 
     def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
-        """Compare as many as may still be judged with the current set."""
+        """Race the sets against the current one, cut to the number that may still be judged."""
         layer_sets = layer_sets[: max(0, self.most - self.n_judged)]
         ratios = self.bench.race(layer_sets, self.current)
         self.n_judged += len(layer_sets)
@@ -378,7 +382,7 @@ class LongSearch:
         return layer_set.with_bits([1 - bit if i in units else bit for i, bit in enumerate(bits)])
 
 
-# --- the command
+# --- command line
 
 
 @options.command()

@@ -1,4 +1,4 @@
-"""A served stream: blocks of requests, learning and plainly by turns, sent to a real server over HTTP."""
+"""Measurement of a real server over HTTP: blocks of requests, alternately with learned drafts and plainly."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 @contextmanager
 def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -> Iterator[httpx2.Client]:
-    """`swiftopt serve` of one model on a free port, as a client of it, once its engine is there.
+    """Run `swiftopt serve` for one model on a free port; yield an HTTP client once the engine is ready.
 
-    Raises: ServiceUnreachable: it does not start.
+    Raises: ServiceUnreachable: the server does not start.
     """
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--log", "warnings"]
     with subprocess.Popen(
@@ -51,7 +51,8 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
     until, logged = time.monotonic() + LOAD_S, ""
     while (state := _state(client)) != "ok":
-        failed = not state.startswith("it is loading")  # the server tries again for ever
+        # A state other than loading is a load error, after which the server would retry forever.
+        failed = not state.startswith("it is loading")
         if failed or process.poll() is not None or time.monotonic() > until:
             raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
         phase = phase_of(state.partition(": ")[2])
@@ -62,7 +63,7 @@ def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callab
 
 
 def _state(client: httpx2.Client) -> str:
-    """Return the state of the only engine."""
+    """Return the state of the server's only engine."""
     (state,) = client.get("/health").json()["engines"].values()
     return str(state)
 
@@ -75,11 +76,11 @@ def measure(
     window: int,
     on_run: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Ask for every prompt both ways; returns the seconds and texts of all, the ratio of each window, and the shifts.
+    """Send every prompt twice, with the best plan and plainly; return seconds, speedup per window, traffic shifts.
 
-    One client asks both ways by turns; several decode a window one way and then the other, and wait for its last
-    request in between: the shorter the window, the more do requests that end apart lose by that. Both ways read every
-    prompt anew: each has a salt of its own. Ctrl-C ends it with the requests that were asked for both ways, if any.
+    A single client alternates per request. Several clients alternate per window and wait for its last request, so
+    short windows lose time at their ends. A new cache salt per request prevents reuse of cached prefixes. On Ctrl-C
+    the report covers the requests that were sent both ways, if any.
     """
     card = model_card(client)
     results: list[dict[str, Any]] = []
@@ -105,7 +106,7 @@ def measure(
                 for shift in new_shifts(tuning, shifts):
                     on_run(shift_line(shift))
                     shifts.append(shift)
-    except KeyboardInterrupt:  # which the server gets, too: it answers nothing from here on
+    except KeyboardInterrupt:  # Ctrl-C also stops the server, so keep what was measured.
         if not results:
             raise
         interrupted = True
@@ -127,7 +128,7 @@ def measure(
 
 
 def model_card(client: httpx2.Client) -> dict[str, Any]:
-    """Return what the server says of its only model; `id` is its name."""
+    """Return the /v1/models entry of the server's only model."""
     (card,) = client.get("/v1/models").json()["data"]
     return dict(card)
 
@@ -138,7 +139,7 @@ def model_tuning(client: httpx2.Client) -> dict[str, Any]:
 
 
 def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the changes of traffic that a tuning's tasks have and that are not among those before."""
+    """Return each task's latest traffic shift, without those already in `before`."""
     latest = [
         {"task": task["task"], "request": task["shifts"]["at_request"], "reason": task["shifts"]["latest"]}
         for task in tuning["tasks"]
@@ -152,7 +153,7 @@ def shift_line(shift: dict[str, Any]) -> str:
 
 
 def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
-    """Return plain seconds / served seconds of every `window` requests, one after the other."""
+    """Return plain seconds / served seconds for consecutive blocks of `window` requests."""
     size = max(1, window // results[0]["requests"]) if results else 1
     return [
         round(sum(run["plain_s"] for run in block) / sum(run["served_s"] for run in block), 4)
@@ -165,7 +166,7 @@ def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def ask(client: httpx2.Client, model: str, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
-    """Return text and number of tokens of one completion, for chats that of the first turn."""
+    """Return text and token count of one completion; of a chat only the first turn is asked."""
     common: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.max_new_tokens or max_new_tokens,

@@ -36,16 +36,16 @@ from ..terminal.render import fixed, number, numbers, table
 from .charts import draw_stream_shift
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
-SETTLED_AFTER = 10  # prompts of a task after which its acceptance must be back
-WITHIN = 0.05  # The largest gap to the acceptance of the task's own set.
-RUNS = ("own", "kept", "adapted")  # Runs with each task's own set, with the first task's set, and as one stream.
-STREAM = "stream"  # the task under which all are decoded as one
+SETTLED_AFTER = 10  # Prompts of a new task within which acceptance must recover.
+WITHIN = 0.05  # Largest allowed gap to the acceptance rate of the task's own layer set.
+RUNS = ("own", "kept", "adapted")  # Layer set: each task's own, the first task's, one that adapts.
+STREAM = "stream"  # Task name of all prompts in the run that adapts.
 
 OnStep = Callable[[str], None]
 
 
 def acceptance(runs: Sequence[Completion]) -> float | None:
-    """Return that of all of them together; None where nothing was drafted."""
+    """Return the acceptance rate of all runs together; None if nothing was drafted."""
     drafted = sum(run.drafted for run in runs)
     return sum(run.accepted for run in runs) / drafted if drafted else None
 
@@ -53,7 +53,7 @@ def acceptance(runs: Sequence[Completion]) -> float | None:
 class StreamShift:
     """The runs of the benchmark, on a stream whose prompts come task by task.
 
-    Chats are cut to their first turn. `n_prompts` of each task are taken, or as many as it has.
+    Only the first turn of a chat is used, and at most `n_prompts` prompts of each task.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StreamShift:
     def run(self) -> dict[str, Any]:
         """Return the object that `python -m swiftopt.bench.stream_shift --json` prints.
 
-        Ctrl-C ends it with what was decoded, once every task has a set of its own.
+        After all tasks are tuned, Ctrl-C ends the decoding, and the object covers what was decoded.
         """
         tuned = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
         first, interrupted = tuned[next(iter(tuned))], False
@@ -116,7 +116,7 @@ class StreamShift:
         }
 
     def _tuned(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
-        """Return the set of a search on the task alone; its prompts come twice, and it may take its time."""
+        """Return the result of a search on this task alone, over its prompts twice, without saving search time."""
         self.on_step(f"{name}: searching on this task alone")
         return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
 
@@ -128,7 +128,7 @@ class StreamShift:
         settings: SwiftSettings,
         prompts: Sequence[Prompt],
     ) -> None:
-        """Add the completions of the prompts to `runs`."""
+        """Decode the prompts with a layer set and append the completions to `runs`."""
         method = drafting_with(SkippedTarget(layer_set), settings, self.costs)
         for prompt in prompts:
             ((_, completion),) = self.session.run(prompt, method)
@@ -136,7 +136,7 @@ class StreamShift:
             self.on_step(f"{words}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
 
     def _adapt(self) -> None:
-        """Decode all tasks as one stream, and note where shifts were noticed, and the candidates scored."""
+        """Decode all tasks as one stream; record the detected shifts and the number of candidates scored."""
         named = [(name, prompt) for name, prompts_of_task in self.tasks.items() for prompt in prompts_of_task]
         runs = self.runs["adapted"]
         for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named]):
@@ -152,9 +152,9 @@ class StreamShift:
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
 
     def _figures(self, runs: Sequence[Completion]) -> dict[str, Any]:
-        """Acceptance of all prompts, of those after the first ten, and of each; and the expected speedup after the ten.
+        """Return acceptance of all prompts, after the first `SETTLED_AFTER` and per prompt, and the expected speedup.
 
-        For a set that was chosen by time may give up acceptance for cheapness.
+        The speedup is reported because a set chosen by time may trade acceptance for a cheaper draft.
         """
         return {
             "acceptance": acceptance(runs),
@@ -168,12 +168,12 @@ class StreamShift:
 
 
 def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | None]:
-    """Return by how much acceptance misses that of the task's own set, below 0 where it is higher."""
+    """Return acceptance with the task's own set minus the acceptance reached, and whether it is within `WITHIN`."""
     gap = None if best is None or reached is None else best - reached
     return {"gap": gap, "within": None if gap is None else gap <= WITHIN}
 
 
-# --- the command
+# --- command line
 
 
 @options.command(common="model stream prompts max_new_tokens strategy max_steps png as_json")
@@ -197,8 +197,8 @@ def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Res
     if len({prompt.task for prompt in lines}) < 2:
         raise InvalidInput("this stream has one task only: give one whose lines name several, one after the other")
     settings: SwiftSettings = pick(TuningSettings, values)
-    strategy_info(settings.strategy)  # an unknown one is refused
-    tuning_options.warn_idle(settings, "max_steps")  # no stream's length ends these searches
+    strategy_info(settings.strategy)  # Raises if the strategy is unknown.
+    tuning_options.warn_idle(settings, "max_steps")  # --max-steps takes effect here, so it is exempt from the warnings.
     request = decoding_request({**values, "settings": settings})
 
     runtime = load(request)

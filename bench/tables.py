@@ -53,7 +53,7 @@ NOTHING = "No measurement is published yet."
 
 
 def table(folder: Path = RESULTS) -> str:
-    """All results as markdown tables, and under each the command that makes each of its files again.
+    """Return all results as markdown tables, each with the commands that reproduce its files.
 
     Raises: InvalidInput: a file is no result.
     """
@@ -91,7 +91,7 @@ def short_table(folder: Path = RESULTS) -> str:
 
 @dataclass(frozen=True)
 class ManualChart:
-    """A picture of README or the manual: its file, what draws it, and of which report."""
+    """A chart in README or the manual: its file, drawing function and report."""
 
     path: Path
     draw: Callable[[Report, Pictures], None]
@@ -99,12 +99,12 @@ class ManualChart:
 
     @property
     def origin(self) -> str:
-        """The digest of its data in the picture's metadata."""
+        """Digest of the report, stored in the picture's metadata to detect outdated charts."""
         return f"sha256 of the report: {hashlib.sha256(json.dumps(self.report, sort_keys=True).encode()).hexdigest()}"
 
     @property
     def is_current(self) -> bool:
-        """Tell whether the file was drawn of this report."""
+        """True if the picture file was drawn from this report."""
         return self.path.is_file() and self.origin in self.path.read_text(encoding="utf-8")
 
     def write(self) -> None:
@@ -135,7 +135,7 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
 
 
 def out_of_date() -> list[Path]:
-    """Return the pages and charts that are not those of the result files.
+    """Return the pages and charts that do not match the result files.
 
     Raises: InvalidInput: a file is no result, or a page lacks its marks.
     """
@@ -159,15 +159,15 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
 
 
 def _link(path: Path, result: dict[str, Any], page: Path) -> str:
-    """To a result file, from a page."""
+    """Return a link from a page to a result file."""
     folder = RESULTS.relative_to(page.parent).as_posix()
     return f"[{result['commit']}]({folder}/{path.name})"
 
 
 def refreshed(text: str, body: str) -> str:
-    """`text` with `body` between the marks.
+    """Return `text` with `body` inserted between its marker comments.
 
-    Raises: InvalidInput: the marks are not there, once each and in order.
+    Raises: InvalidInput: the markers are missing, repeated or out of order.
     """
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
@@ -191,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench decode` and `compare`; a method that could not run has its reason in the file."""
+    """Yield the rows of `bench decode` and `compare`; the file has the reasons of methods that did not run."""
     given = _options(report["command"])
     task = _text(report, given.task or Path(given.stream).stem)
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
@@ -217,7 +217,7 @@ def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _peers(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of `bench peers`, the fastest first, and those that were not run behind them."""
+    """Yield the rows of `bench peers`, fastest first, those without a result last."""
     for row in sorted(report["results"], key=lambda row: -(row["tok_s"] or 0)):
         figures: tuple[str, ...] = ("–", "–", "–", "–", f"not run: {row.get('reason')}")
         if row["tok_s"] is not None:
@@ -250,7 +250,8 @@ def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         rates = (number(row[run]["settled"]) for run in ("own", "kept", "adapted"))
         missing = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
-        speeds = (number(row[run].get("expected")) for run in ("own", "adapted"))  # earlier files lack it
+        # Result files written by earlier versions lack this figure.
+        speeds = (number(row[run].get("expected")) for run in ("own", "adapted"))
         yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, missing, *speeds)
 
 
@@ -300,7 +301,7 @@ def _on_gpu(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A table of its own: title, header, and the rows of a report; the device and the file come last."""
+    """A kind of report with its own table: title, columns and rows; device and file are added as last columns."""
 
     title: str
     columns: str
@@ -391,7 +392,7 @@ def _origin(path: Path, result: dict[str, Any]) -> str:
 
 
 def _options(command: str) -> argparse.Namespace:
-    """Return the options of a bench command that its rows name."""
+    """Return the options of a bench command that are shown with its rows."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--stream", default="")
@@ -401,7 +402,7 @@ def _options(command: str) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the tables, write or check pages and charts; returns the exit code."""
+    """Print the tables, write or check pages and charts; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="write into RESULTS.md and README.md, and draw the charts")

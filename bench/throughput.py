@@ -1,4 +1,4 @@
-"""Several requests at once: tokens per second and waiting times of drafting beside plain batching."""
+"""Concurrent requests: tokens per second and latencies of drafting against plain batching."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MethodOf = Callable[[Prompt], Method]
 
 @dataclass(slots=True)
 class Served:
-    """One request: when it arrived and when each of its tokens was there, in seconds; and the tokens."""
+    """One request: its tokens, and the times in seconds at which the request and each token arrived."""
 
     arrived: float
     times: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ def serve(
         else:
             sleep(waiting[0][1].arrived - now)
     for request in requests:
-        _ = request.result  # raises what it raised
+        _ = request.result  # Reading the result raises the request's error, if any.
     return served
 
 
@@ -83,7 +83,7 @@ def measure(
     numbers of requests that are measured, if any.
     """
     ways: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
-    for way in ways.values():  # warm up
+    for way in ways.values():  # Warm-up run of each method.
         serve(session, prompts[:1], way, 1, None, 0)
     results, interrupted = list[dict[str, Any]](), False
     try:
@@ -114,7 +114,7 @@ def measure(
 
 
 def _compared(plain: Sequence[Sequence[Served]], drafting: Sequence[Sequence[Served]]) -> dict[str, Any]:
-    """Return the figures of both, and how they compare round by round."""
+    """Return the figures of plain decoding and drafting, and their speed ratio per round."""
     slow, fast = round(_tok_s(plain), 2), round(_tok_s(drafting), 2)
     pairs = list(zip(plain, drafting, strict=True))
     equal = [a.token_ids == b.token_ids for one, other in pairs for a, b in zip(one, other, strict=True)]
@@ -129,13 +129,13 @@ def _compared(plain: Sequence[Sequence[Served]], drafting: Sequence[Sequence[Ser
 
 
 def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
-    """All tokens ÷ the time from the first arrival to the last token."""
+    """Return all tokens divided by the seconds from each run's first arrival to its last token."""
     seconds = sum(max(client.times[-1] for client in run) - min(client.arrived for client in run) for run in runs)
     return sum(len(client.token_ids) for run in runs for client in run) / seconds
 
 
 def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None]]:
-    """Percentiles in seconds: time to first token with the wait for a place, and time per token after it, if any is."""
+    """Return percentiles in seconds of the time to first token (queueing included) and per later token."""
     every = [client for run in runs for client in run]
     long = [client for client in every if len(client.times) > 1]
     return {

@@ -26,16 +26,17 @@ from ..optimizer.verdict import Timed, faster, speed, speed_interval, speed_rati
 from ..tasks.recipes import stored_costs
 
 SCHEMA = "swiftopt.bench-tune/1"
-DEFAULT, PRESET = "default", "preset "  # Names of ways; other words are strategies.
-MOST_POINTS = 4  # plans of a run that are timed: the first, the last, and between them as many as fit
-N_LAPS = 2  # runs of each prompt with each plan, the fastest of which counts
-STREAM = "stream"  # the task under which all prompts are tuned
+# Names of tuning variants (the second a prefix); any other name is a search strategy.
+DEFAULT, PRESET = "default", "preset "
+MOST_POINTS = 4  # Maximum number of a run's plans that are timed, evenly spaced from the first to the last.
+N_LAPS = 2  # Timed runs of each prompt with each plan; only the fastest counts.
+STREAM = "stream"  # Task name given to all prompts, so that they are tuned as one task.
 
 OnStep = Callable[[str], None]
 
 
 def settings_of(way: str, seed: int) -> TuningSettings:
-    """Return what a way tunes with: the defaults, a preset's values, or the defaults with another strategy."""
+    """Return a variant's settings: the defaults, a preset's, or the defaults with the strategy of that name."""
     if way == DEFAULT:
         return TuningSettings(seed=seed)
     if way.startswith(PRESET):
@@ -45,14 +46,14 @@ def settings_of(way: str, seed: int) -> TuningSettings:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How a run drafted from some moment on."""
+    """The layer set and settings with which a run drafts from a certain time on."""
 
     layer_set: LayerSet
     settings: SwiftSettings
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes two plans alike, whichever run found them."""
+        """Key that is equal for plans that draft identically, whichever run found them."""
         chosen = self.settings
         drafting = chosen.method, chosen.stop_threshold, chosen.max_draft_length, chosen.branching, chosen.sampled
         return self.layer_set, (chosen.method,) if chosen.method == "adaptive" else drafting
@@ -60,9 +61,10 @@ class DraftPlan:
 
 @dataclass
 class WayRun:
-    """One run of a way: the plans that it used, each with the seconds of searching that came before.
+    """One run of a tuning variant: the plans that it used, each with the seconds of searching before its first use.
 
-    `setup_s` went into costs and formats, and counts as searching, as does `seconds`, all of it; `decode_s` does not.
+    `setup_s` is the time for measuring costs and choosing formats. `seconds` is all searching time, including
+    `setup_s`; `decode_s` is not part of it.
     """
 
     way: str
@@ -75,17 +77,17 @@ class WayRun:
     plans: list[tuple[float, DraftPlan]] = field(default_factory=list)
 
     def use(self, seconds: float, plan: DraftPlan) -> None:
-        """Note a plan that is used from there on."""
+        """Record that `plan` is in use after `seconds` of searching, unless it equals the previous plan."""
         if not self.plans or plan.key != self.plans[-1][1].key:
             self.plans.append((seconds, plan))
 
     @property
     def final(self) -> DraftPlan:
-        """The plan that the run ended with."""
+        """The last plan of the run."""
         return self.plans[-1][1]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run and its last plan as plain values."""
+        """Return the run and its last plan as JSON values."""
         chosen, layer_set = self.final.settings, self.final.layer_set
         return {
             "way": self.way,
@@ -102,13 +104,13 @@ class WayRun:
 
 
 def thinned(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, DraftPlan]]:
-    """Return `MOST_POINTS` of a run's plans at most, evenly spaced, the first and the last among them."""
+    """Return at most `MOST_POINTS` plans, evenly spaced, including the first and the last."""
     n = min(len(plans), MOST_POINTS)
     return [plans[round(i * (len(plans) - 1) / max(1, n - 1))] for i in range(n)]
 
 
 class TuningBench:
-    """Tunes on the first prompts of a stream, in each way and with each seed by turns, and times the plans on others.
+    """Tunes on the first prompts of a stream with every variant and seed, and times the plans on other prompts.
 
     Args: session: how prompts are decoded, greedily. unseen: the prompts that plans are timed on.
     """
@@ -124,9 +126,9 @@ class TuningBench:
     def run(self, seeds: Mapping[str, int]) -> dict[str, Any]:
         """Return the object that `swiftopt bench tune --json` prints.
 
-        Ctrl-C during the runs ends them, and times what those that have ended found.
+        Ctrl-C ends the tuning runs; the plans of finished runs are then timed.
 
-        Args: seeds: how many runs of each way.
+        Args: seeds: number of runs of each tuning variant.
         """
         runs, interrupted = list[WayRun](), False
         try:
@@ -151,7 +153,7 @@ class TuningBench:
         }
 
     def tuned(self, way: str, seed: int) -> WayRun:
-        """Tune the stream once."""
+        """Tune the stream once with a variant and a seed, and return the run."""
         for name in FORMATS:
             self.runtime.drop_copies(name)
         began = perf_counter()
@@ -169,11 +171,11 @@ class TuningBench:
 
         settings, costs = exhaust(prepared(self.session, self.prompts, settings_of(way, seed), measured), show)
         run = WayRun(way, seed, costs, setup_s=perf_counter() - began)
-        decoding = prefill = scoring = 0.0  # seconds
+        decoding = prefill = scoring = 0.0  # Seconds spent so far in each phase.
 
         def follow(event: Event) -> None:
             nonlocal decoding, prefill, scoring
-            if isinstance(event, Progress):  # its speed is of decoding and scoring together
+            if isinstance(event, Progress):  # `tok_s` includes the scoring time, which is subtracted here.
                 decoding = event.tokens / event.tok_s - scoring if event.tok_s else 0.0
             elif isinstance(event, PromptFinished):
                 prefill += event.completion.prefill_s or 0.0
@@ -222,9 +224,9 @@ class TuningBench:
         return {**about, "plain_tok_s": round(speed(plain), 2), "ways": ways, "results": results}
 
     def _timed(self, methods: Sequence[Method]) -> tuple[list[list[Timed]], int]:
-        """Decode every unseen prompt with each of the methods by turns; return the fastest runs of each method.
+        """Decode every unseen prompt with all methods, interleaved; return each method's fastest run of every prompt.
 
-        Also returns in how many of all runs the output was that of the first method.
+        Also returns the number of runs whose output equals that of the first method.
         """
         runs: list[list[Timed]] = [[] for _ in methods]
         n_equal = 0
@@ -247,7 +249,7 @@ class TuningBench:
 
 
 def _together(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of all runs of a way: their mean ratio, its ends, and their shares of the fastest plan."""
+    """Return the mean and range of a variant's speedups, and its runs' speed relative to the fastest plan."""
     ratios, shares = ([result[name] for result in results] for name in ("ratio", "to_best"))
     return {
         "ratio": round(mean(ratios), 4),

@@ -21,12 +21,12 @@ from ..optimizer.verdict import Judged, Look, Timed, TimedTurn, by_looks, hold_o
 
 GAINS = (1.0, 1.1, 1.3)
 TOKENS, TOKENS_SPREAD = 100, 0.3
-DISTURBED, SLOWER = 0.1, (1.2, 3.0)  # share of the runs, and how many times as long they take
+DISTURBED, SLOWER = 0.1, (1.2, 3.0)  # Share of disturbed runs, and the range of factors by which they are slower.
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How timings vary: the spread of a run's seconds, of the prompts' gains, and whether some runs are disturbed."""
+    """Timing noise: log-normal spread of run times (`runs`) and of prompts' gains, and occasional slow runs."""
 
     runs: float = 0.0
     gains: float = 0.0
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A task of `n` prompts, of which the search scored none of `unscored`."""
+    """A task of `n` prompts; the search scored no window of `unscored` of them."""
 
     n: int
     unscored: int = 0
@@ -68,16 +68,16 @@ STREAMS = (Stream(4), Stream(8), Stream(8, 2), Stream(16), Stream(16, 4), Stream
 
 
 class Prompts:
-    """Simulated prompts; a prompt keeps its tokens and its own gain over all runs."""
+    """Simulated prompts, each with a token count and a gain that stay the same in all runs."""
 
     def __init__(self, rng: np.random.Generator, machine: Machine, gain: float, n: int) -> None:
         self._rng, self._machine = rng, machine
         self._tokens = np.maximum(1, np.round(TOKENS * np.exp(TOKENS_SPREAD * rng.standard_normal(n))))
-        # The mean of the seconds, not of the gains, makes the ratio of the totals.
+        # Adding gains**2 / 2 sets the mean of 1 / self._gains to 1 / gain, so the ratio of total seconds is gain.
         self._gains = gain * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
 
     def measure(self, look: Look) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
-        """Return timings for a look, as a tuning measures them; no event comes on the way."""
+        """Return simulated timings for a look, in the form in which a tuning measures them; yields no event."""
         yield from ()
         return ((number, [self._timed(number)]) for _ in look.runs for number in look.prompts)
 
@@ -94,14 +94,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class VerdictShare:
-    """Of simulated verdicts: the share that says `use`, and the mean number of timed runs of either kind."""
+    """Share of simulated verdicts that are `use`, and mean number of timed runs (plain or drafting) per verdict."""
 
     use: float
     n_runs: float
 
 
 def simulated(stream: Stream, machine: Machine, gain: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
-    """Reach `n_verdicts` verdicts on a task of a stream, each on prompts of its own."""
+    """Simulate `n_verdicts` verdicts on a task, each with newly drawn prompts."""
     rng, looks = np.random.default_rng(seed), stream.looks
     n_use = n_runs = 0
     for _ in range(n_verdicts):
@@ -121,7 +121,7 @@ def simulated(stream: Stream, machine: Machine, gain: float, n_verdicts: int, se
 def table(
     n_verdicts: int, streams: Sequence[Stream] = STREAMS, machines: Sequence[Machine] = MACHINES
 ) -> Iterator[str]:
-    """Yield the lines of a table: per cent of `use` at each true gain, and the runs that this took at each."""
+    """Yield the lines of a table: percentage of `use` verdicts and number of timed runs at each true gain."""
     gains, seeds = " / ".join(f"{gain:.1f}x" for gain in GAINS), count()
     yield f"| prompts, held out + unscored | {' | '.join(machine.words for machine in machines)} |"
     yield "|---|" + "---|" * len(machines)
@@ -137,7 +137,7 @@ def table(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verdicts", type=int, default=4000, help="of each cell [default: 4000]")
     parser.add_argument("--prompts", type=int, action="append", help="of a task; repeatable [default: all rows]")

@@ -1,4 +1,4 @@
-"""What the benchmarks add to the floors."""
+"""Registers the benchmark commands with the core package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where jobs are kept, as the options say; how a job is followed to its end, and how progress is shown."""
+"""Chooses the backend that stores jobs, follows a job until it finishes, and displays its progress."""
 
 from __future__ import annotations
 
@@ -51,33 +51,35 @@ if TYPE_CHECKING:
     from ..store import Store
     from ..worker.queue import RedisQueue
 
-POLL_S = 0.5  # between two looks at a job
-PAGE = 1000  # events per look
-PATIENCE_S = 5.0  # how long a job may wait before we say why
-AWAY_S = 120.0  # how long the database may be away while a job is followed
-RETRY_S = 1.0  # between two tries to reach it
-REFRESH_PER_S = 4  # redraws of the live display
-LIVE_PHASES = ("load", "profile", "accumulate", "optimise")  # The display shows these while they last.
-KEPT_VALUES = 4000  # matchness values that the live curve shows at most
+POLL_S = 0.5  # Seconds between two polls of a job.
+PAGE = 1000  # Maximum number of events fetched per poll.
+PATIENCE_S = 5.0  # Seconds that a job may stay queued before the reason is printed.
+AWAY_S = 120.0  # Seconds of database outage after which following a job fails.
+RETRY_S = 1.0  # Seconds between two attempts to reach the database during an outage.
+REFRESH_PER_S = 4  # Redraws of the live display per second.
+# A live display shows these phases, so no lines are printed for them.
+LIVE_PHASES = ("load", "profile", "accumulate", "optimise")
+KEPT_VALUES = 4000  # Maximum number of matchness values in the live curve.
 
 
 class JobClient:
-    """Access to the jobs of an open backend; `database` is its name for people, without a password."""
+    """Access to the jobs of an open backend; `database` is the printable URL of its database, without a password."""
 
     def __init__(self, jobs: JobBoard, database: str) -> None:
         self.jobs, self.database = jobs, database
 
     def updates(self, job: str) -> Iterator[JobEvent | Job | str]:
-        """Yield a job's events, and the job itself after each look; a finished job comes last.
+        """Yield a job's events, and the job itself after each poll; the finished job comes last.
 
-        A text says that the database is away; it is asked on.
+        A yielded string reports that the database is unreachable; polling goes on.
 
-        Raises: StoreUnavailable: it has been away for two minutes.
+        Raises: StoreUnavailable: the database has been unreachable for two minutes.
         """
         after, progress, away_since = 0, None, math.inf
         while True:
             try:
-                seen = self.jobs.get(job)  # before its events, so that those of its end are there when it has ended
+                # Read the job before its events: if the job has finished, its last events are then included.
+                seen = self.jobs.get(job)
                 events = self.jobs.events(job, after, PAGE)
             except StoreUnavailable as error:
                 if away_since == math.inf:
@@ -102,14 +104,15 @@ class JobClient:
 
 
 class QueueClient(JobClient):
-    """Access to jobs in a database, with the Redis that brings them to workers."""
+    """Access to jobs in a database; Redis, if given, delivers them to workers."""
 
     def __init__(self, store: Store, queue: RedisQueue | None) -> None:
         from ..worker.queue import JobService
 
         logger = logging.getLogger("swiftopt")
         if not logger.handlers:
-            logger.addHandler(logging.NullHandler())  # what it would log, `obstacle` says better
+            # Silence the queue's log: `obstacle` reports the same problems in clearer words.
+            logger.addHandler(logging.NullHandler())
         super().__init__(JobService(store, queue), safe_url(store.url))
 
 
@@ -124,9 +127,9 @@ class ServerClient(JobClient):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Where jobs are kept: a server's URL; else a database (None: the default one) and the Redis that delivers from it.
+    """Where jobs are stored: a server, else a database (None: the default one) with the Redis that delivers its jobs.
 
-    Without Redis, jobs can be seen and steered, but none is delivered to a worker.
+    Without Redis, jobs can be listed and controlled, but are not delivered to workers.
     """
 
     server: str | None = None
@@ -135,9 +138,9 @@ class Backend:
 
     @classmethod
     def chosen(cls, server: str | None, redis: str | None, db: str | None) -> Backend:
-        """Choose by the options: a server wins, unless Redis or database are named on the command line.
+        """Choose the server if one is configured, unless the command line names a Redis or database.
 
-        Raises: InvalidInput: the command line names both.
+        Raises: InvalidInput: the command line names a server as well as a Redis or database.
         """
         given = {name for name in ("server", "redis", "db") if on_command_line(name)}
         if "server" in given and len(given) > 1:
@@ -159,7 +162,8 @@ class Backend:
             return
         with options.open_store(self.db) as store:
             if self.redis is None:
-                with suppress(StoreError):  # without a service, nothing else ends runs whose process was killed
+                # Without a service, only this call ends runs whose process was killed.
+                with suppress(StoreError):
                     store.jobs.expire()
                 yield QueueClient(store, None)
                 return
@@ -180,22 +184,22 @@ def _as_backend(redis: str | None, server: str | None, db: str | None, **values:
     return {**values, "backend": Backend.chosen(server, redis, db)}
 
 
-# --redis, --server and --db, of which a command gets the `backend` that they choose
+# Options --redis, --server and --db; the command receives the chosen `Backend` as `backend`.
 backend_options = options.together(options.redis, options.server, options.db, _as_backend)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that has succeeded, with its results in the order in which they came."""
+    """A job that has succeeded, with its results in order of arrival."""
 
     job: Job
     tasks: tuple[TaskFinished, ...]
 
 
 def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
-    """Follow a job to its end and return its results; where it has none, print where its completions are.
+    """Follow a job to its end and return its results; if it fails, print how to fetch its completions.
 
-    Raises: JobFailed, JobCancelled: it ended without a result. Exit: Ctrl-C, after which the job goes on.
+    Raises: JobFailed, JobCancelled: the job ended without a result. Exit: after Ctrl-C; the job goes on.
     """
     try:
         return follow(client, job, TuneProgress(console(stderr=True, quiet=job.is_finished)))
@@ -214,10 +218,10 @@ def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
 
 
 def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
-    """Show what the job reports until it ends, and after a while why it waits.
+    """Show a job's events until it ends; if it stays queued, print the reason.
 
-    Raises: JobFailed, JobCancelled: it ended without a result. ServiceUnreachable, StoreError: what keeps the job does
-        not answer for two minutes.
+    Raises: JobFailed, JobCancelled: the job ended without a result. ServiceUnreachable, StoreError: the server or
+        database of the job has not answered for two minutes.
     """
     events_so_far: list[Event] = []
     waiting_since, said_why = time.monotonic(), False
@@ -228,7 +232,7 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
             elif isinstance(update, Job):
                 job = update
                 if job.state == "queued" and not said_why and time.monotonic() - waiting_since >= PATIENCE_S:
-                    waiting_since = time.monotonic()  # where there is nothing to say, look again later
+                    waiting_since = time.monotonic()  # If no reason is found, ask again after PATIENCE_S.
                     if reason := client.jobs.obstacle(job):
                         progress.say(reason)
                         said_why = True
@@ -265,7 +269,7 @@ def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the display shows; each event gives the next one. `others` are those of other tasks in progress."""
+    """State of the progress display; `others` holds the states of other tasks in progress, by task."""
 
     task: str = ""
     phase: str = "load"
@@ -297,14 +301,14 @@ class RunState:
                 return state
 
     def _of(self, task: str) -> RunState:
-        """Return the state of another task of the stream, as it was: several are decoded at once."""
+        """Switch to the last state of another task; several tasks of a stream are decoded at once."""
         states = {**self.others, self.task: replace(self, others={})}
         state = states.pop(task, RunState(task=task, phase="", index=self.index))
         return replace(state, n_prompts=self.n_prompts, others=states)
 
 
 def live_view(state: RunState, width: int) -> RenderableType:
-    """Show where the run is, its figures, and the curve of matchness so far, in at most four lines."""
+    """Show the current phase, the progress bar, the figures and the matchness curve, in at most four lines."""
     head = Text(_head(state, width - 2))
     head.truncate(width - 2, overflow="ellipsis")
     lines: list[RenderableType] = []
@@ -320,7 +324,7 @@ def live_view(state: RunState, width: int) -> RenderableType:
 
 
 def _head(state: RunState, width: int) -> str:
-    """Return where the run is, the longest of several forms that fits; else the shortest."""
+    """Return task, phase, prompt and detail in the longest form that fits `width`, else in the shortest form."""
     phase, detail = PHASES.get(state.phase, state.phase), state.detail or state.prompt_id
     places = (f"prompt {state.index + 1} of {state.n_prompts}", f"{state.index + 1}/{state.n_prompts}")
     forms = [(state.task, phase, place if state.n_prompts else "", more) for more in (detail, "") for place in places]
@@ -329,7 +333,7 @@ def _head(state: RunState, width: int) -> str:
 
 
 def progress_words(progress: Progress, width: int = 80) -> str:
-    """Return the figures of a round on one line, as many of them as it has room for."""
+    """Return the figures of a round on one line, as many as fit `width`."""
     figures = (
         f"{progress.tok_s:.1f} tok/s",
         f"matchness {number(progress.matchness)} (best {number(progress.best_matchness)})",
@@ -343,11 +347,11 @@ def progress_words(progress: Progress, width: int = 80) -> str:
 
 
 class TuneProgress:
-    """Shows the events of a run while it is open as a context manager."""
+    """Context manager that shows the events of a run while it is open."""
 
     def __init__(self, console: Console) -> None:
         self.state = RunState()
-        self.n_finished = 0  # completions that are on disk
+        self.n_finished = 0  # Number of completions already written to disk.
         self._console = console
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -375,16 +379,16 @@ class TuneProgress:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line above the live display."""
         if self._live is None:
             self._console.print(line, soft_wrap=True)
         else:
-            self._console.print(line)  # folded here, for a line that the terminal folds would tear the display
+            self._console.print(line)  # Rich wraps the line: a wrap by the terminal breaks the display.
 
     def _is_news(self, event: Event) -> bool:
-        """Return whether an event deserves a line that stays: phases come and go with every prompt."""
+        """Return whether an event deserves a permanent line; phases repeat with every prompt."""
         if isinstance(event, events.StateChanged):
-            self._shown.clear()  # another worker reports its phases anew
+            self._shown.clear()  # Another worker may take over and report all phases again.
         if isinstance(event, events.PhaseChanged):
             key = (event.task, event.phase, "" if event.phase == "profile" else event.detail)
             is_new = key not in self._shown

@@ -25,7 +25,7 @@ from ..terminal.render import fixed, heading, interval, number, numeric, percent
 Row = Mapping[str, Any]
 ALL = "all"
 LOSSY = "≈"
-ROOMY = 116  # columns of a terminal that shows all but one column of the table
+ROOMY = 116  # Terminal width from which nearly all columns of the table are shown.
 
 
 def _names(lossy: bool) -> str:
@@ -40,7 +40,7 @@ the timing, within about a minute. plain always runs: the others are measured ag
 
 
 def _use_sampling(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Make the sampling of presets the default of all that are compared; what the command line has wins."""
+    """Use the presets' sampling settings as defaults for all compared methods; explicit options win."""
     for name in names:
         context.default_map = {**(context.default_map or {}), **preset_of(name).sampling}
     return names
@@ -109,7 +109,7 @@ def compare(
 def comparison(
     request: CompareRequest, prompts: Sequence[Prompt], others: Sequence[Prompt], pictures: Pictures, db: str | None
 ) -> Result:
-    """Run a comparison; `others` are prompts that only searches and trainings may see."""
+    """Run a comparison; `others` are prompts used only for searches and training, never for measurement."""
     check_model(request, request.draft_model)
     drafts_with_model = {"hf-assisted", *(name for name, info in METHODS.items() if info.drafts_with_model)}
     if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
@@ -129,11 +129,11 @@ def comparison(
 
 
 def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
-    """Parse a list of methods such as "swift,spd" or "all"; `plain` comes first, and each once.
+    """Parse a list of methods such as "swift,spd" or "all"; return each once, `plain` first.
 
-    With `lossless`, "all" means those that keep the target's own output.
+    With `lossless`, "all" means the methods that preserve the target's output.
 
-    Raises: SettingsError: one is unknown (it names the nearest), or lossy where lossless ones were asked for.
+    Raises: SettingsError: a method is unknown (the message names the nearest), or lossy although `lossless` is set.
     """
     named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
     chosen = [BASE]
@@ -152,7 +152,7 @@ def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
 def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse settings such as "mtad.beam_width=8" into values by method and name.
 
-    Raises: SettingsError: a word has another form, its method is not compared, or the method refuses the value.
+    Raises: SettingsError: a word has another form, its method is not compared, or the method rejects the value.
     """
     by_method: dict[str, dict[str, Any]] = {}
     for words in assignments:
@@ -172,7 +172,7 @@ def _setting(text: str) -> Any:
     """Parse a number, true, false or null (also "none"); anything else stays text."""
     try:
         return None if text.lower() == "none" else json.loads(text)
-    except (ValueError, RecursionError):  # also a number of thousands of digits, thousands of nested lists
+    except (ValueError, RecursionError):  # RecursionError: deeply nested lists. ValueError: no JSON or too many digits.
         return text
 
 
@@ -218,7 +218,7 @@ def comparison_view(report: Row, width: int) -> RenderableType:
 
 
 def _table(rows: Sequence[Row], width: int, hidden: Collection[str]) -> Table:
-    """Return the methods by ratio, lossy ones below a line; `width` decides which columns are shown."""
+    """Return a table of methods sorted by ratio, lossy ones below a line; `width` decides which columns are shown."""
     shown = {name: cell for name, cell, least in COLUMNS if width >= least and name not in hidden}
     made = table([(numeric if at else fixed)(name) for at, name in enumerate(shown)], [])
     lossless, lossy = ([row for row in rows if bool(row["lossy"]) is which] for which in (False, True))
@@ -257,8 +257,8 @@ def _megabytes(row: Row) -> str:
     return "–" if n is None else f"{n / 2**20:.{1 if n < 100 * 2**20 else 0}f}M"
 
 
-OPTIONAL = {"J/tok": "joules_per_token", "quality": "quality", "pass@10": "pass_at_10"}  # columns that may be empty
-# heading, cell, and the least columns of a terminal that shows it
+OPTIONAL = {"J/tok": "joules_per_token", "quality": "quality", "pass@10": "pass_at_10"}  # Columns that may be empty.
+# Heading, function for the cell's text, and minimum terminal width at which the column is shown.
 COLUMNS: list[tuple[str, Callable[[Row], str], int]] = [
     ("method", lambda row: f"{row['method']} {LOSSY}" if row["lossy"] else row["method"], 0),
     ("tok/s", lambda row: number(row["tok_s"], 1), 0),

@@ -29,14 +29,15 @@ from ..terminal.render import fixed, folding, table
 from .services import FRESH_S, schema_problem
 
 GIB = 1 << 30
-LOW_MEMORY = 2 * GIB  # below it even small models of the alias table do not fit in bfloat16 with room to work
-LOW_DISK = 5 * GIB  # below it a download or a converted GGUF file of a small model may not fit
-CLOCK_S = 2.0  # difference between two clocks from which times in lists mislead
+# Below this much free memory, even the small models with an alias do not fit in bfloat16.
+LOW_MEMORY = 2 * GIB
+LOW_DISK = 5 * GIB  # Below this, a download or a converted GGUF file of a small model may not fit.
+CLOCK_S = 2.0  # Clock difference in seconds above which the times in listings mislead.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Status = Literal["ok", "warn", "fail"]
-Finding = tuple[Status, str]  # The status of a check, and its words.
+Finding = tuple[Status, str]  # Status of a check and the text printed for it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def check_devices() -> Iterator[Check]:
 
 
 def check_cores() -> Finding:
-    """Check the cores that may be used, the threads that will compute, and what else runs on them."""
+    """Check the usable cores, the number of compute threads, and the load by other processes."""
     usable, load = usable_cores(), os.getloadavg()[0]
     text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
     if load > usable / 2:
@@ -150,7 +151,7 @@ def check_cores() -> Finding:
 
 
 def check_kernels() -> Finding:
-    """Check the CPU kernels that passes will use, compiled if need be, and how fast they read weights."""
+    """Check which CPU kernels forward passes will use, compile them if needed, and time how fast they read weights."""
     import torch
 
     from ..models.kernels.build import ROWS, at_rows, kernels
@@ -199,7 +200,7 @@ def check_graphs() -> Finding:
         launched, replayed = pass_seconds(runtime, GraphPasses(runtime))
     except torch.OutOfMemoryError:
         return "warn", f"cuda:{emptiest} has not the memory for a small model, so CUDA graphs were not timed"
-    except Exception as error:  # whatever a compiler or a driver may say, as when a model is loaded
+    except Exception as error:  # Compilers and drivers may raise any exception; loading a model catches all, too.
         return "warn", f"auto is eager, CUDA graphs cannot be used: {first_line(error)}"
     chosen = "CUDA graphs" if replayed < launched else "eager"
     times = f"{1000 * replayed:.2f} ms a pass of 4 small layers in graphs, {1000 * launched:.2f} without"
@@ -224,7 +225,7 @@ def check_cache() -> Finding:
 
 
 def check_model(name: str) -> Finding:
-    """Check where a model's name leads; nothing is downloaded or loaded."""
+    """Check what a model's name resolves to; nothing is downloaded or loaded."""
     from ..models.sources import resolve
 
     source = resolve(name)
@@ -260,7 +261,7 @@ def check_database(url: str) -> Finding:
 
 
 def check_costs(url: str) -> Finding:
-    """Check the measured costs of passes, by which drafts are weighed, for those taken beside other work."""
+    """Check whether stored costs of forward passes were measured while other work disturbed the machine."""
     from ..store import Store
     from ..store.migrations import look
 
@@ -278,7 +279,7 @@ def check_costs(url: str) -> Finding:
 
 
 def check_clock(url: str) -> Finding:
-    """Check how far this machine's clock is from the database's, which decides when leases end."""
+    """Check this machine's clock against the database's, which decides when leases expire."""
     from sqlalchemy import select
 
     from ..store.database import clock_s, connected, exists
@@ -289,14 +290,15 @@ def check_clock(url: str) -> Finding:
         before = time.time()
         theirs = connection.execute(select(clock_s())).scalar_one()
         after = time.time()
-    apart = max(before - theirs, theirs - after, 0.0)  # the time that the question took counts for neither
+    # The database read its clock between `before` and `after`; a reading in that range is no difference.
+    apart = max(before - theirs, theirs - after, 0.0)
     if apart > CLOCK_S:
         return "warn", f"{apart:.1f} s from the database's: let both machines keep time with NTP"
     return "ok", f"{apart:.1f} s from the database's"
 
 
 def check_redis(url: str) -> Finding:
-    """Check that Redis answers and keeps what it is given; the jobs themselves are in the database in any case."""
+    """Check that Redis answers and persists deliveries; the jobs themselves are stored in the database."""
     from ..worker.queue import RedisQueue
 
     with closing(RedisQueue(url)) as queue:
@@ -332,7 +334,7 @@ def check_server(url: str) -> Finding:
 
     with Client(url) as client:
         health = client.ready()
-        client.latest(limit=1)  # readiness needs no key, the jobs do
+        client.latest(limit=1)  # Readiness needs no API key; this request checks the key.
     parts = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis", "storage")}
     text = f"{safe_url(url)}, " + ", ".join(f"{name} {value}" for name, value in parts.items())
     needed = {parts[name] for name in ("database", "migrations", "storage")}

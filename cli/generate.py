@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 
-ANSWER_TOKENS = 512  # The most tokens of one answer, unless the caller names another number.
+ANSWER_TOKENS = 512  # Default maximum number of tokens of one answer.
 COMMANDS = """\
 /system TEXT  say how to answer from now on; without TEXT, take that back
 /clear        forget what was said until now
@@ -102,7 +102,7 @@ def generate(
     for name in ("limit", "concurrency"):
         if stream is None and on_command_line(name):
             note(f"warning: --{name} has no effect without --stream: there is one prompt")
-    grows = stream is None and not as_json  # the text is shown as it grows
+    grows = stream is None and not as_json  # Whether the text is printed as it is generated.
     noted: set[str] = set()
     with ExitStack() as stack:
         store = stack.enter_context(options.open_store(db))
@@ -130,7 +130,7 @@ def generate(
                 note_remarks(event.completion, event.info, noted)
                 if not as_json:
                     note(completion_words(event.completion, event.info))
-        except Exception:  # after Ctrl-C click ends the line
+        except Exception:  # Not for KeyboardInterrupt: click itself ends the line after Ctrl-C.
             if in_line:
                 click.echo()
             raise
@@ -158,7 +158,7 @@ def _decoded(piped: bytes, advice: str) -> str:
 
 
 def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:
-    """Return a completion and how it was made; `layer_set` is the one that was used, null for plain decoding."""
+    """Return a completion and its metadata; `layer_set` is the set used, null for plain decoding."""
     used = info.record if completion.method != "plain" else None
     return {
         "schema": "swiftopt.generate/1",
@@ -254,19 +254,19 @@ def chat(
 
 
 def _checked(text: str, where: str) -> str:
-    """Return a text that a model can read.
+    """Return a prompt text after checking that it can be encoded.
 
-    Raises: StreamError: it is empty, or no text.
+    Raises: StreamError: the text is empty or not valid text.
     """
     return raw_prompt(text, DEFAULT_TASK, where).text or ""
 
 
-# who answers
+# --- sources of answers: a server, or a model in this process
 
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """The model's name, and a function that yields the answer to messages as it grows, with its figures at the end."""
+    """A model's name, and a function that streams the answer to messages and yields its figures last."""
 
     name: str
     answer: Callable[[Sequence[Message]], Iterator[str | Answered]]
@@ -287,7 +287,7 @@ def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
     with ChatClient(url) as client:
         served = client.models()
         fields = _fields(values)
-        if served.is_swiftopt:  # others may refuse what is not OpenAI's
+        if served.is_swiftopt:  # Other servers may reject fields that OpenAI's API lacks.
             fields["return_metrics"] = True
         name = values["model"] or _only(served.names)
         yield Partner(name, partial(client.answer, name, **fields))
@@ -302,7 +302,7 @@ def _only(names: Sequence[str]) -> str:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as fields of a request; those beyond OpenAI's only where they are used."""
+    """Return the options as request fields; fields that OpenAI's API lacks are sent only if set."""
     sampling = values["sampling"].to_json()
     fields = {"max_tokens": values["max_new_tokens"]}
     fields |= {name: sampling[name] for name in ("temperature", "top_p", "seed")}
@@ -314,9 +314,9 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partner]:
-    """Load a model and start its engine, which keeps the cache of the chat: each turn continues the last one.
+    """Load a model and start its engine, whose KV cache is kept, so that each turn continues the last one.
 
-    Raises: UsageError: no model is named. InvalidInput: it has no chat template. SwiftoptError: it cannot be loaded.
+    Raises: UsageError: no model is named. InvalidInput: the model has no chat template. SwiftoptError: loading failed.
     """
     if not values["model"]:
         raise click.UsageError("no model is named: name one with --model, or a server with --server")
@@ -333,7 +333,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
             ticket.cancel()
         _, done, info = ticket.generated[-1]
         yield Answered(done.finish_reason, done.n_tokens, done.tok_s, done.acceptance_rate)
-        note_remarks(done, info, noted)  # when the answer's line has ended
+        note_remarks(done, info, noted)  # Printed after `Answered`, which ends the answer's line.
 
     with options.open_store(db) as store:
         from ..client.chat import Answered
@@ -346,11 +346,11 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
             yield Partner(model.name, answer)
 
 
-# what is said
+# --- the conversation
 
 
 class Conversation:
-    """The turns so far; answers are printed on stdout as they grow, thoughts, figures and remarks on stderr."""
+    """The turns of a chat; streams answers to stdout, and thoughts, figures and remarks to stderr."""
 
     def __init__(self, partner: Partner, system: str | None, as_json: bool) -> None:
         self.partner, self.system = partner, system
@@ -385,7 +385,7 @@ class Conversation:
         return True
 
     def ask(self, question: str) -> None:
-        """Show the answer; a question without any answer is not kept.
+        """Show the answer; a question that got no answer is not added to the history.
 
         Raises: SwiftoptError: there is no answer, or it broke off.
         """
@@ -395,7 +395,7 @@ class Conversation:
         before = [{"role": "system", "content": self.system}] if self.system else []
         answer: Any = self.partner.answer([*before, *self._turns, asked])
         try:
-            with closing(answer):  # ends the generation where we stop reading
+            with closing(answer):  # Stops the generation if reading ends early.
                 for event in answer:
                     if isinstance(event, Thought):
                         thought.append(event)
@@ -434,13 +434,13 @@ class Conversation:
             note(click.style(f"[{', '.join(parts)}]", dim=True))
 
 
-# where lines come from
+# --- input
 
 
 def _at_terminal(conversation: Conversation) -> None:
     """Read lines from the terminal until Ctrl-D or /quit; an error or Ctrl-C ends an answer, not the chat."""
     with suppress(ImportError):
-        import readline  # noqa: F401  input() has editing and a history with it
+        import readline  # noqa: F401  The import gives input() line editing and a history.
 
     note(f"{conversation.partner.name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
     while True:
@@ -464,5 +464,5 @@ def _at_terminal(conversation: Conversation) -> None:
 def _typed_line() -> str:
     if sys.stdout.isatty():
         return input("> ")
-    click.echo("> ", nl=False, err=True)  # stdout leads to a file, which is for answers
+    click.echo("> ", nl=False, err=True)  # stdout is no terminal, so the prompt goes to stderr.
     return input()

@@ -122,8 +122,9 @@ def tune(pictures: Pictures, **values: Any) -> Result:
 
 
 def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, pictures: Pictures) -> Result:
-    check_tuning(request, prompts)  # before torch is loaded
-    if request.out is None:  # decided here, so that a run cut short can tell where its completions are
+    check_tuning(request, prompts)  # Checked first because loading torch takes seconds.
+    # Choose the path here, so that an interrupted run can still print where its completions are.
+    if request.out is None:
         request = replace(request, out=str(default_output(request.stream)))
     else:
         _check_completions_file(Path(request.out))
@@ -141,7 +142,7 @@ def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, 
         database, ended = safe_url(store.url), Ended(store.jobs.get(result.job), result.tasks)
     if result.tasks:
         pictures.draw(draw_tuning, result.tasks)
-    # the configuration applies to the command that is printed as they did to this one
+    # Repeat only options of the command line: the configuration applies to the printed command anyway.
     given = [name for name in options.PLACEMENT if on_command_line(name)]
     backend, out = Backend(db=db), str(result.out)
     return tune_result(request, ended, database, backend, given, out)
@@ -161,7 +162,8 @@ def _tune_through_queue(
     if request.out is not None:
         _check_completions_file(out)
     path = os.path.expanduser(request.model)
-    name = os.path.abspath(path) if os.path.exists(path) else request.model  # for a server in another folder
+    # A server may run in another working directory, so send a local path as an absolute one.
+    name = os.path.abspath(path) if os.path.exists(path) else request.model
     sent = replace(request, model=name, out=None)
     with backend.open() as client:
         job, is_new = client.jobs.submit(sent, prompts, queue, uuid.uuid4().hex)
@@ -169,7 +171,8 @@ def _tune_through_queue(
             return _submitted(client, backend, job.id, is_new)
         if not is_new:
             note(f"job {job.id} already does the same: following it")
-        if backend.server and (reason := client.jobs.obstacle(job)):  # a queue of ours is asked while following
+        # For a server, ask now why the job waits; `follow` asks later.
+        if backend.server and (reason := client.jobs.obstacle(job)):
             note(f"note: {reason}")
         ended = result_of(backend, client, job)
         completions = client.jobs.outputs(job.id)
@@ -182,7 +185,7 @@ def _tune_through_queue(
 
 
 def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
-    """Return the result of a detached submission; `is_new` is false where an unfinished job does the same."""
+    """Return the result of a detached submission; `is_new` is false if an equal unfinished job already exists."""
     job = client.jobs.get(job_id)
     if reason := client.jobs.obstacle(job):
         note(f"note: {reason}")
@@ -192,7 +195,7 @@ def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -
 
 
 def changed(request: TuneRequest) -> list[str]:
-    """Return the options for where and how the model runs that are not at their defaults."""
+    """Return those options of PLACEMENT whose values differ from the defaults."""
     return [name for name in options.PLACEMENT if getattr(request, name) != options.default_of(TuneRequest, name)]
 
 
@@ -207,8 +210,8 @@ def tune_result(
 ) -> Result:
     """Return the result of a tuning run: what it found for each task, the plan in use, and the command line for that.
 
-    `repeated` are the options that these command lines repeat. `out` is the file of the completions; where there is
-    none, `fetch` says how to get them.
+    `repeated` are the options that these command lines repeat. `out` is the file of completions; if it is None, `fetch`
+    is the command that gets them.
     """
     tasks, shown = [], list[RenderableType]()
     plans = {plan.task: plan for plan in ended.job.plans}
@@ -218,7 +221,7 @@ def tune_result(
             shown.append("")
         shown.append(tune_summary(task, plan, out or fetch, command, console().width))
         values = task.to_json()
-        del values["record"], values["trials"]  # the trials are in the store, under the job
+        del values["record"], values["trials"]  # The store keeps the trials of each job.
         layer_set, timings = task.record.to_json(), seconds_by_part(task.timings)
         more = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
         tasks.append({**values, **more, "plan": plan.to_json()})
@@ -331,7 +334,7 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     lines = [output_line(event.prompt, event.completion) for event in completions]
     if out == STDOUT:
         for line in lines:
-            click.echo(line.encode())  # the file's bytes, whatever a terminal can show
+            click.echo(line.encode())  # Bytes, so that the terminal's encoding cannot change them.
         return 0
     write_text(Path(out), "".join(f"{line}\n" for line in lines))
     value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(completions)}
@@ -342,7 +345,7 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
 
 
 def jobs_table(jobs: Sequence[Job], width: int) -> Table:
-    """List jobs with how far they are; who works on them only where `width` has room for it."""
+    """List jobs with their progress; the worker's column is shown only if `width` has room for it."""
     columns: Columns[Job] = [
         (fixed("id"), lambda job: job.id),
         (fixed("state"), lambda job: Text(JOB_WANTED.get(job.wanted or "", job.state), style=JOB_STYLES[job.state])),

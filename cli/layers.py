@@ -35,7 +35,7 @@ from ..terminal.render import (
 if TYPE_CHECKING:
     from ..store import Store
 
-TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Figures of a trial in --json.
+TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Fields of a trial in --json output.
 
 
 @click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
@@ -170,7 +170,7 @@ def _find(store: Store, name: ModelTask, version: int | None) -> LayerSetRecord:
 
 
 def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
-    """Return the layer set of a plan, with a remark where it is only the nearest match."""
+    """Return a plan's layer set; print a note if the plan is only the nearest match."""
     if found.fallback:
         note(f"note: {found.fallback}")
     plan = found.plan
@@ -188,7 +188,7 @@ def _trials(store: Store, record: LayerSetRecord) -> Sequence[Trial]:
 
 
 def _is_best(store: Store, record: LayerSetRecord) -> bool:
-    """Return whether look-ups for the device and dtype that it was tuned on find this set, in whatever plan."""
+    """Return whether a look-up for the set's own device and dtype finds a plan with this set."""
     try:
         plan = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:
@@ -200,7 +200,7 @@ def _is_best(store: Store, record: LayerSetRecord) -> bool:
 def _imported(
     store: Store, file: str, as_model: str | None, as_task: str | None, n_layers: int | None
 ) -> list[LayerSetRecord]:
-    """Read the layer sets of a file, under other names where they are given."""
+    """Read the layer sets of a file, renaming model and task if new names are given."""
     from ..core.records import import_file
 
     depths = {name: info.n_layers for info in store.models() for name in info.names}
@@ -218,7 +218,7 @@ def _imported(
 
 
 def _add(store: Store, record: LayerSetRecord) -> tuple[LayerSetRecord, bool]:
-    """Store a layer set, and return with it whether it was promoted, as the first of its model and task."""
+    """Store a layer set; return it, and whether it was promoted because it is the first of its model and task."""
     promote = True
     with suppress(LayerSetNotFound):
         promote = store.lookup(record.model, record.task).fallback is not None

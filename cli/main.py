@@ -24,7 +24,7 @@ from ..terminal.options import ConfiguredGroup
 from ..terminal.output import note
 
 NAME = "swiftopt"
-MODULES = {  # The commands' modules, in the order of help; wings put theirs between.
+MODULES = {  # Module of each command, in the order of --help; wings insert theirs.
     "tune": "jobs",
     "generate": "generate",
     "chat": "generate",
@@ -40,9 +40,9 @@ MODULES = {  # The commands' modules, in the order of help; wings put theirs bet
 }
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
-# Variables that are read where they are used, and so are no fields below.
+# Variables read directly by the code that uses them, so `ProgramSettings` has no fields for them.
 OTHERS = ("API_KEY", "API_KEYS", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "DATABASE_URL_FILE", "REDIS_URL_FILE")
-LIKE = 0.8  # similarity from which on an unknown variable is taken for a misspelt one
+LIKE = 0.8  # Name similarity (0 to 1) from which an unknown variable counts as misspelt.
 LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
 
 
@@ -50,15 +50,15 @@ LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "ser
 
 
 def _named(long: str, short: str) -> Any:
-    """Make a value with two names; other programs use the long one as well."""
+    """Make a setting with two names, of which other programs use the long one, too (DATABASE_URL)."""
     names = (f"{PREFIX}{long.upper()}", f"{PREFIX}{short.upper()}", long, short)
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
 class ProgramSettings(BaseSettings):
-    """What the environment or the file may set: the defaults of the options of the same names.
+    """Defaults of the options of the same names, set by environment variables or swiftopt.toml.
 
-    None means not set; ranges are checked by the values that are built from them.
+    None means not set. The dataclasses built from these values check their ranges.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
@@ -88,7 +88,7 @@ class ProgramSettings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the environment before the file, and nothing else."""
+        """Read environment variables first, then the TOML file; pydantic's other sources are unused."""
         return named["env_settings"], TomlConfigSettingsSource(settings_cls)
 
 
@@ -111,7 +111,7 @@ def load_settings() -> dict[str, Any]:
 
 
 def misspelt(environment: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each variable whose name is nearly one of ours, for its value would go unused."""
+    """Yield a warning for each variable whose name is close to a known one, since it would be ignored."""
     names = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
     names += [name.upper() for name in ProgramSettings.model_fields]
     for name in sorted(environment):
@@ -138,7 +138,7 @@ def _sentence(key: str, kind: str, message: str, value: object) -> str:
 
 
 class LazyGroup(ConfiguredGroup):
-    """Imports a command's module when the command, or the help that lists it, is needed."""
+    """Group that imports a command's module only when the command runs or help lists it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return self.among_wings(MODULES)

@@ -28,6 +28,6 @@ def completion(shell: str) -> Result:
     """
     completer = get_completion_class(shell)
     assert completer is not None, f"click knows no {shell}"
-    # It asks `swiftopt` itself, with a variable that `click.Group.main` reads.
+    # The script gets completions by running `swiftopt` with this variable set, which `click.Group.main` reads.
     script = completer(swiftopt, {}, "swiftopt", "_SWIFTOPT_COMPLETE").source().rstrip("\n")
     return Result({"schema": "swiftopt.completion/1", "shell": shell, "script": script}, [script])

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from ..worker.attempt import WorkerContext
     from ..worker.queue import RedisQueue
 
-FRESH_S = 60.0  # a worker whose last heartbeat is older counts as gone
-LOADING = re.compile("engine=(loading|ready)")  # log records of what the live line shows
-BEATS_S = 20.0  # a worker that lives has sent a heartbeat within this time
-# torch is asked in a process of its own: what it starts for CUDA would not survive the worker's forks.
+FRESH_S = 60.0  # Seconds since the last heartbeat after which a worker counts as gone.
+LOADING = re.compile("engine=(loading|ready)")  # Log records hidden while the live line shows the same.
+BEATS_S = 20.0  # Seconds within which a live worker has sent a heartbeat.
+# Run in a separate process, because CUDA initialised here would not work in the worker's forked children.
 ASK_TORCH = """
 import sys
 from swiftopt.core.errors import SwiftoptError
@@ -182,9 +182,9 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
 
 
 class StartReport:
-    """Says on stderr that models are being loaded, and where each is served once it answers.
+    """Reports on stderr which models are loading, and the URL of each one once it answers.
 
-    At a terminal one line shows the step that each model is at. Log records are written through `handler`, above it.
+    At a terminal, a live line shows each model's loading step; `handler` prints log records above that line.
     """
 
     def __init__(self, url: str, models: Sequence[str], quiet: bool) -> None:
@@ -210,7 +210,7 @@ class StartReport:
             self._line.stop()
 
     def __call__(self, model: str, state: str) -> None:
-        """Take in that the state of a model has changed; after its first "ok" the log tells the rest."""
+        """Update a model's state; after its first "ok", changes are reported only in the log."""
         if model not in self._steps:
             return
         self._steps[model] = state.removeprefix("it is loading the model").removeprefix(": ") or "starting its process"
@@ -234,7 +234,7 @@ class StartReport:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes log records through a console, which keeps them apart from its live display."""
+    """Prints log records through the console, above its live display."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class ConsoleHandler(logging.Handler):
 def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
     """Return the models by the names that clients use.
 
-    Raises: ModelNotFound, SettingsError, UnsupportedModel: one cannot be loaded, as far as can be told before it is.
+    Raises: ModelNotFound, SettingsError, UnsupportedModel: checks before loading show that a model cannot be loaded.
     """
     from ..models.sources import check_names
 
@@ -319,7 +319,7 @@ def worker(
 
 
 def problems_of(working: WorkerContext) -> Iterator[str]:
-    """Yield what keeps a worker on this machine from working, each in a sentence."""
+    """Yield each problem that prevents a worker on this machine from running, as a sentence."""
     from ..store.migrations import look
     from ..worker.queue import RedisQueue
 
@@ -338,17 +338,18 @@ def problems_of(working: WorkerContext) -> Iterator[str]:
 
 
 class OneLineErrors(logging.Filter):
-    """Logs errors that have a sentence, and outages of Redis, without a traceback."""
+    """Logs swiftopt's own errors and Redis outages on one line, without a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; always true."""
+        """Shorten the record in place; always return True, so that it is logged."""
         from redis.exceptions import RedisError
 
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, SwiftoptError | RedisError):
             return True
         reason = str(error).split("\n")[0]
-        if isinstance(error, RedisError) and record.name.startswith("rq"):  # which believes that it ends now
+        # rq logs an outage as if it were about to exit.
+        if isinstance(error, RedisError) and record.name.startswith("rq"):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.msg, record.args = "redis=away reason=%r", (reason,)
         else:
@@ -364,10 +365,10 @@ def start_log(handler: logging.Handler, level: int = logging.INFO) -> None:
 
 
 def check_start(working: WorkerContext) -> None:
-    """Check for what would make every job fail, or the worker end at once.
+    """Check for problems that would make every job fail or end the worker at once.
 
-    Raises: SettingsError: the device is unknown or not here, or the name is taken. ServiceUnreachable, StoreError:
-        Redis or the database cannot be used.
+    Raises: SettingsError: the device is unknown or missing on this machine, or the name is taken.
+        ServiceUnreachable, StoreError: Redis or the database cannot be used.
     """
     from ..models.sources import check_placement
     from ..worker.queue import RedisQueue
@@ -382,7 +383,7 @@ def check_start(working: WorkerContext) -> None:
 
 
 def _check_cuda(device: str) -> None:
-    """Check that this machine has a CUDA device; without it all jobs would fail."""
+    """Check that this machine has the CUDA device, without which all jobs would fail."""
     asked = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
     if asked.returncode:
         reason = asked.stderr.strip().split("\n")[-1] or f"torch ended with {asked.returncode}"
@@ -390,9 +391,9 @@ def _check_cuda(device: str) -> None:
 
 
 def _check_name(name: str, queue: RedisQueue) -> None:
-    """Check that no other worker has the name: the first of them to end would remove it for both.
+    """Check that no other worker has this name: the first one to end would unregister both.
 
-    A worker of another machine, whose process cannot be looked at, is a remark only.
+    A worker with this name on another machine only causes a note, since its process cannot be checked from here.
     """
     for other in queue.workers():
         if other.name != name or other.heartbeat_age_s > BEATS_S:
@@ -455,7 +456,7 @@ def _schema_result(state: SchemaState, *texts: str, code: int = 0) -> Result:
 
 
 def schema_problem(state: SchemaState) -> str:
-    """Return why a database cannot be used, and what to do."""
+    """Return why a database cannot be used, and how to fix it."""
     if state.refusal:
         return str(state.refusal)
     if state.revision is None:

@@ -16,10 +16,12 @@ from ..core.errors import ServiceUnreachable, safe_url
 from .http import ServerConnection, error_of, openai_problem
 
 CONNECT_S = 30.0
-SILENCE_S = 600.0  # A connection that is silent for longer counts as broken; reading a long prompt sends nothing.
-SESSION = "X-Session-ID"  # names the chat to load balancers, which keep it on one replica
-DONE = "[DONE]"  # ends a stream, in place of a chunk
-OTHER_FORM = (AttributeError, KeyError, TypeError)  # what reading an object of another form ends with
+# Read timeout in seconds. It is long because a server sends nothing while it processes a long prompt.
+SILENCE_S = 600.0
+SESSION = "X-Session-ID"  # Header by which load balancers route all requests of a chat to one replica.
+DONE = "[DONE]"  # Data of the event that ends a stream.
+# Errors raised when a response does not have the expected fields.
+OTHER_FORM = (AttributeError, KeyError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class _AnswerSoFar:
         return Thought(thought), text
 
     def answered(self) -> Answered:
-        """Return the answer's figures; its speed by the server's clock, else by ours."""
+        """Return the answer's figures; the speed is the server's own figure, else measured here."""
         n_tokens, speed = self.usage.get("completion_tokens"), self.metrics.get("tokens_per_second")
         if speed is None and n_tokens:
             speed = n_tokens / (time.monotonic() - self.began)

@@ -29,14 +29,19 @@ from ..core.serialization import Record
 from ..core.streams import stream_lines
 from ..core.types import Completion, Prompt
 
-ATTEMPTS = 4  # Attempts of a request that is safe to repeat.
-WAIT_S, MAX_WAIT_S = 0.2, 5.0  # The wait before the second attempt doubles with each further one.
-SILENCE_S = 60.0  # A connection without even a keep-alive comment for so long counts as broken.
-AWAY_S = 120.0  # how long nothing may answer, once something has
-FIRST_S = 3.0  # the same before the first answer
-LIVED_S = 1.0  # a connection that was open so long counts as an answer, although no event came
-RETRY_S, MAX_RETRY_S = 0.2, 5.0  # between two tries, doubled each time
-PASSING = (429, 502, 503, 504)  # statuses of temporary failures
+ATTEMPTS = 4  # Attempts of a request that is safe to repeat, the first included.
+# Seconds before the second attempt, doubled for each further one, and their maximum.
+WAIT_S, MAX_WAIT_S = 0.2, 5.0
+# Seconds without data, even a keep-alive comment, after which an event stream counts as broken.
+SILENCE_S = 60.0
+# Seconds without an answer after which `follow` gives up, if the server has answered before.
+AWAY_S = 120.0
+# Seconds without an answer after which `follow` gives up, if the server has never answered.
+FIRST_S = 3.0
+# Seconds after which an open connection counts as an answer, even without an event.
+LIVED_S = 1.0
+RETRY_S, MAX_RETRY_S = 0.2, 5.0  # Seconds before `follow` reconnects, doubled each time, and their maximum.
+PASSING = (429, 502, 503, 504)  # HTTP statuses of temporary failures.
 ERRORS: dict[int, type[SwiftoptError]] = {
     **dict.fromkeys((400, 405, 413, 415, 422), errors.InvalidInput),
     404: errors.NotFound,
@@ -66,7 +71,7 @@ class ServerConnection:
         key. StoreError: its answer has another form than expected.
     """
 
-    ADVICE: ClassVar[str]  # what to do about an answer of another form
+    ADVICE: ClassVar[str]  # Advice in the error for a response of unexpected form.
 
     def __init__(self, url: str, api_key: str | None, timeout: httpx2.Timeout, headers: Mapping[str, str]) -> None:
         self.url = _checked_url(url)
@@ -243,9 +248,10 @@ class Client(ServerConnection):
     ) -> tuple[Job, bool]:
         """Return the job for the request on these prompts, and whether it is new; safe to repeat with the same key."""
         fields_sent = {key: value for key, value in request.to_json().items() if key not in LINES_FROM}
-        lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # each with its task
+        lines = [json.loads(line) for line in stream_lines(prompts).splitlines()]  # JSON objects, each with its task.
         body = {**fields_sent, "stream": {"prompts": lines}, "queue": queue}
-        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}  # ours, so that it may be sent again
+        # Without the caller's key, send a random one, so that the request is safe to repeat.
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
         return self._read(Job, self._parsed(response)), response.status_code == 202
 
@@ -257,7 +263,7 @@ class Client(ServerConnection):
         return list(self._read(JobList, answer).jobs)
 
     def act(self, job: str, verb: Verb) -> Job:
-        # a repeated `retry` would meet the job that the first one queued, and be refused
+        # Do not repeat `retry`: the first request queues the job, so a second one would be refused.
         return self._read(Job, self._json("POST", _path(job, verb), again=verb != "retry"))
 
     def obstacle(self, job: Job) -> str | None:
@@ -269,7 +275,7 @@ class Client(ServerConnection):
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """Return the finished completions in the order of the stream; only the events say which were held out."""
-        # Split at newlines alone: texts may hold others that Unicode knows.
+        # Split at b"\n" only: texts may contain other Unicode line separators.
         lines = self._send("GET", _path(job, "outputs"), again=True).content.split(b"\n")
         with self._reading(ValueError, KeyError, TypeError):
             completions = [json.loads(line) for line in lines if line]
@@ -301,7 +307,8 @@ class Client(ServerConnection):
                         number = int(event.id or 0) if event.event != "progress" and (event.id or "").isdigit() else 0
                         after = max(after, number)
                         yield JobEvent(number, event.event, data, "")
-            except (httpx2.TransportError, RefusedAnswer, json.JSONDecodeError) as error:  # the last: cut in two
+            # JSONDecodeError: the connection broke within an event.
+            except (httpx2.TransportError, RefusedAnswer, json.JSONDecodeError) as error:
                 broken = error
             if time.monotonic() - opened >= LIVED_S:
                 answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
@@ -314,7 +321,7 @@ class Client(ServerConnection):
         """Return what the server says of itself and of what it needs; also when it is not ready."""
         return dict(self._json("GET", "/readyz", again=False, accept=(503,)))
 
-    # --- served models ---
+    # --- tuning of served models ---
 
     def tuning(self) -> Tuning:
         """Return what each served model has in use for its tasks, what it tries, and what that costs and brings."""

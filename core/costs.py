@@ -10,9 +10,10 @@ from .serialization import BY_NUMBER, Record
 from .settings import STORED
 from .types import Completion, LayerSet
 
-SMALLEST_BUCKET = 256  # slots
+SMALLEST_BUCKET = 256  # Smallest context length, in tokens, for which costs are measured.
 
-# Measured beside other work, measured alone, or followed through the passes of decoding: the better, the later.
+# How far a cost profile can be trusted, worst first: measured while other programs ran, measured on an idle machine,
+# or updated from the timed passes of real decoding.
 Quality = Literal["disturbed", "quiet", "refined"]
 QUALITIES: tuple[Quality, ...] = get_args(Quality)
 
@@ -23,7 +24,7 @@ def context_bucket(n_positions: int) -> int:
 
 
 class CostSource(Protocol):
-    """Where the costs of passes come from: one profile, or profiles that follow what passes take."""
+    """Source of the costs of passes: one measured profile, or profiles updated from timed passes."""
 
     def at(self, n_positions: int | None = None) -> CostProfile:
         """Return the costs of passes in a context of that many tokens; None: of a typical context."""
@@ -34,9 +35,9 @@ class CostSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FormatCosts(Record):
-    """Seconds of one attention, one MLP and the head in a weight format, on one row, and of the rest of such a pass.
+    """Seconds of one attention, one MLP, the head and the rest of a one-row pass, in one weight format.
 
-    `wider[n]`: a draft pass over n rows / over one.
+    `wider[n]`: cost of a draft pass over n rows / cost of one over a single row.
     """
 
     attn_s: float
@@ -79,9 +80,9 @@ class CostProfile(Record):
         return self
 
     def may_replace(self, other: CostProfile) -> bool:
-        """Tell whether this profile may be stored in place of another one of the same passes.
+        """Return whether this profile may overwrite a stored one of the same model, device, dtype and context bucket.
 
-        One of a better quality stays, unless other software computed it.
+        A stored profile of better quality is kept, unless other software measured it.
         """
         is_worse = QUALITIES.index(self.quality) < QUALITIES.index(other.quality)
         return not is_worse or self.software != other.software
@@ -95,7 +96,7 @@ class CostProfile(Record):
         return _between(self.pass_s, n_rows)
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
-        """Seconds of a one-row pass of a draft; KeyError where it has a format that is `missing` here."""
+        """Seconds of a one-row draft pass; KeyError if the draft uses a format that is `missing`."""
         if not layer_set.formats:
             kept_attn = self.n_layers - len(layer_set.skip_attn)
             kept_mlp = self.n_layers - len(layer_set.skip_mlp)
@@ -106,21 +107,21 @@ class CostProfile(Record):
         return self._rest_s(layer_set) + attn + mlp + self.part_s("head", 0, layer_set)
 
     def _rest_s(self, layer_set: LayerSet) -> float:
-        """The rest of a pass, of the format where it is largest: what is left over depends on what runs beside it.
+        """Seconds of a pass outside attention, MLP and head: the largest `fixed_s` of the formats in use.
 
-        The formats that count are those of all attentions and all MLPs, without what single layers differ in.
+        Formats that single layers have of their own are ignored.
         """
         names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}
         return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
 
     def part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
-        """Seconds of one part of a draft in the format that the set runs it in; KeyError where that is `missing`."""
+        """Seconds of one part of a draft, in its format by the layer set; KeyError if that is `missing`."""
         name = layer_set.format_of(kind, layer)
         costs = self if name is None else self.formats[name]
         return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]
 
     def draft_cost(self, layer_set: LayerSet, n_rows: int = 1) -> float:
-        """c: one draft pass / one plain target pass; over several rows it widens as the format that widens most."""
+        """c: cost of a draft pass / cost of a one-row target pass; for n rows, scaled by the largest `wider[n]`."""
         cost = self.draft_pass_s(layer_set) / self.target_pass_s(1)
         if n_rows == 1:
             return cost
@@ -142,11 +143,11 @@ class CostProfile(Record):
         return tokens / self.passes_of(layer_set, draft_steps, widths)
 
     def _verified(self, widths: Mapping[int, float]) -> float:
-        """Plain passes' times of target passes, so many per width."""
+        """Cost of target passes, in units of a one-row target pass; `widths` counts them by their rows."""
         return sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
 
     def passes_of(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
-        """Plain passes' times of that many draft steps and target passes per width."""
+        """Cost of these draft steps and target passes, in units of a one-row target pass; `widths`: passes by rows."""
         return draft_steps * self.draft_cost(layer_set) + self._verified(widths)
 
 
@@ -157,13 +158,13 @@ def published_speedup(layer_set: LayerSet, mean_generated_length: float, accepta
 
 
 def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) -> float | None:
-    """E(Spd.) of real runs without prefill: as their drafters estimated, else by Eq. 6 with the sets they ended with.
+    """E(Spd.) of real runs without prefill: from their drafters' estimated costs, else by Eq. 6 with their last set.
 
     None without a target pass, or where neither is known of a run.
     """
     tokens, spent = 0, 0.0
     for done in completions:
-        if not done.verified_widths:  # it ended with the prefill's own token
+        if not done.verified_widths:  # The completion has only the token that prefill gave.
             continue
         cost = done.estimated_cost
         if cost is None and costs is not None and done.layer_set is not None:
@@ -176,7 +177,7 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
 
 
 def _between(known: Mapping[int, float], n: int) -> float:
-    """The value at `n`, linear between the known ones and beyond the last."""
+    """The value at `n`, by linear interpolation between known values and extrapolation beyond the last."""
     at = sorted(known)
     if n <= at[0] or len(at) == 1:
         return known[at[0]]

@@ -1,4 +1,4 @@
-"""Every error a user can meet, each with the exit code its front door answers with.
+"""All errors shown to users, with the exit code that the command line returns for each.
 
 SwiftoptError                         exit 1
 ├── InvalidInput (ValueError)         exit 2   something the caller passed cannot be used
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 class SwiftoptError(Exception):
-    """Base of all; its text is one sentence that says what, where and what to do.
+    """Base of all errors; the message is one sentence: what is wrong, where, and what to do.
 
-    `param` is the field of a request that it is about, where one is.
+    `param`: the request field with the error, if it is one field.
     """
 
     exit_code = 1
@@ -157,7 +157,7 @@ class LeaseLost(SwiftoptError): ...
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     """Return what the name stands for.
 
-    Raises: SettingsError: there is none of that name; it names the nearest.
+    Raises: SettingsError: the name is unknown; the message suggests the nearest one.
     """
     if name not in known:
         nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
@@ -165,7 +165,7 @@ def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     return known[name]
 
 
-# another way to write a password into a URL
+# Matches a password given as a query parameter: ?password=… or ?sslpassword=….
 SECRET_OPTION = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)
 
 
@@ -177,6 +177,6 @@ def safe_url(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return "(unreadable URL)"  # it may hold a password
+        return "(unreadable URL)"  # Do not show the URL: it may contain a password.
     user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
     return parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}").geturl() if colon else url

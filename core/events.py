@@ -27,7 +27,8 @@ class Reported(Record):
 
 WITH_JOB = Form(lambda record: {**record.to_json(), "job": record.job}, dict[str, Any])
 ID_AND_TASK = Form(lambda prompt: {"id": prompt.id, "task": prompt.task}, dict[str, str])
-NOT_AGAIN = Form(lambda trials: None, None, lambda _: ())  # `TrialsDone` brought them
+# Omits the trials from the JSON of `TaskFinished`: earlier `TrialsDone` events contain them already.
+NOT_AGAIN = Form(lambda trials: None, None, lambda _: ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Adopted(Reported):
 
 @dataclass(frozen=True, slots=True)
 class SkipRatioLowered(Reported):
-    """α stayed too low for too long (SWIFT C.2)."""
+    """The skip ratio was lowered because acceptance rate α stayed below its minimum (SWIFT C.2)."""
 
     task: str
     skip_ratio: Figure
@@ -111,7 +112,7 @@ class SkipRatioLowered(Reported):
 
 @dataclass(frozen=True, slots=True)
 class DraftingChosen(Reported):
-    """How SWIFT's drafts of a task are ended and branched from now on, and what that and what was before promise."""
+    """New stop threshold, length and branching of SWIFT's drafts, with the expected speedup now and before."""
 
     task: str
     stop_threshold: Figure
@@ -123,9 +124,9 @@ class DraftingChosen(Reported):
 
 @dataclass(frozen=True, slots=True)
 class StreamShifted(Reported):
-    """The text has changed its kind, and the search restarts with `n_known` sets of similar text.
+    """The kind of text has changed, and the search restarts with `n_known` layer sets found on similar text.
 
-    `reason` says in words how acceptance changed.
+    `reason` describes how the acceptance rate changed.
     """
 
     task: str
@@ -211,7 +212,7 @@ def event_from_json(name: str, values: Mapping[str, Any]) -> Event:
     return event
 
 
-# --- in words, for terminal and pages
+# --- events as text, for the terminal and the dashboard
 
 PHASES: Mapping[str, str] = {
     "load": "loading",
@@ -229,7 +230,7 @@ def event_task(event: Event) -> str:
 
 
 def state_words(event: StateChanged) -> str:
-    """Return a job's new state in words; what made it fail is said by the error at the end."""
+    """Return a job's new state as text, without the reason of a failure: the job's error gives it."""
     if event.state == "queued" and event.detail:
         return f"queued again: {event.detail}"
     detail = event.detail if event.state in ("running", "paused", "cancelled") else ""
@@ -238,7 +239,7 @@ def state_words(event: StateChanged) -> str:
 
 
 def event_line(event: Event, n_prompts: int = 0) -> str | None:
-    """Return the line for a log; None for an event that would only fill it. `n_prompts` 0: not known."""
+    """Return the event as a log line; None for events too frequent to log. `n_prompts` 0: unknown."""
     task = f"{event_task(event)}: " if event_task(event) else ""
     match event:
         case StateChanged():
@@ -295,10 +296,12 @@ def _figure(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-# --- what a served model learns: the object of `GET /v1/tuning`
+# --- tuning status of served models: the response of `GET /v1/tuning`
 
-Way = Literal["best", "plain"]  # what a task can be pinned to
-PairKind = Literal["rounds", "requests"]  # what a pair of timings is of: rounds of a served request, or whole requests
+# What a task can be pinned to: its best stored plan, or plain decoding.
+Way = Literal["best", "plain"]
+# What was timed with and without drafts: single rounds of a served request, or whole requests.
+PairKind = Literal["rounds", "requests"]
 TuningVerb = Literal["pause", "resume", "pin"]
 
 

@@ -6,26 +6,31 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")  # keywords of schemas by name
-VALUES = ("const", "enum", "default", "example", "examples")  # keywords of values, which may look like schemas
-NOT_ENFORCED = frozenset(  # keywords that no grammar holds a text to
+# Keywords whose value maps names to schemas.
+BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# Keywords whose value is plain JSON data. It is not searched for schemas, even if it looks like one.
+VALUES = ("const", "enum", "default", "example", "examples")
+# Keywords that a grammar for constrained decoding cannot enforce.
+NOT_ENFORCED = frozenset(
     [
         *("uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "not", "if", "then", "else"),
         *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     ]
 )
-NO_LIMIT: Mapping[str, tuple[Any, ...]] = {  # Values of keywords that every JSON value satisfies.
+# Values with which a keyword of NOT_ENFORCED restricts nothing.
+NO_LIMIT: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
     **{"uniqueItems": (False,), "not": (False,), "propertyNames": (True, {}, {"type": "string"})},
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-ANY_ARGUMENTS = (  # keywords by which a schema of arguments allows some that it does not list in `properties`
+# Keywords that can allow arguments which `properties` does not list.
+ANY_ARGUMENTS = (
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"),
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "const", "enum", "if", "dependentSchemas"),
 )
 
-Place = tuple[str | int, ...]  # keys and numbers that lead to a part
+Place = tuple[str | int, ...]  # Path of a part within a schema: object keys and list indices.
 Schema = Mapping[str, Any]
 
 
@@ -53,7 +58,7 @@ def walk(schema: Schema, place: Place = ()) -> Iterator[tuple[Place, Schema]]:
 
 
 def rewritten(schema: Schema, change: Callable[[Schema, dict[str, Any]], Any]) -> Any:
-    """Return a schema in which each schema is what `change` returns for it, and for it with its parts changed."""
+    """Return a schema rewritten bottom-up: `change` gets each original schema and its copy with rewritten parts."""
 
     def within(key: str, value: Any) -> Any:
         if key in VALUES:
@@ -68,17 +73,17 @@ def rewritten(schema: Schema, change: Callable[[Schema, dict[str, Any]], Any]) -
 
 
 def limits(schema: Schema) -> dict[str, Any]:
-    """Return a schema without the keywords that limit nothing."""
+    """Return a schema without keywords whose value is listed in NO_LIMIT."""
     return {key: value for key, value in schema.items() if value not in NO_LIMIT.get(key, ())}
 
 
 def not_enforced(schema: Schema) -> list[Place]:
-    """Return the places of the keywords that no grammar holds a text to."""
+    """Return the places of the keywords that no grammar can enforce and that do restrict something."""
     return [(*place, key) for place, part in walk(schema) for key in limits(part) if key in NOT_ENFORCED]
 
 
 def relaxed(schema: Schema) -> Any:
-    """Return a schema without those keywords."""
+    """Return a schema without the keywords in NOT_ENFORCED."""
     return rewritten(schema, lambda _, part: {key: part[key] for key in part if key not in NOT_ENFORCED})
 
 
@@ -108,11 +113,12 @@ def target(root: Schema, reference: Any) -> Any:
 
 
 def endless(root: Schema) -> frozenset[int]:
-    """Return the `id` of every part of a schema that no finite value satisfies, as it needs itself within."""
+    """Return the `id()` of every part that requires itself recursively, so that no finite value satisfies it."""
     nodes = {id(part): part for _, part in walk(root)}
     ended, n_before = set[int](), -1
     if any("$id" in part for part in nodes.values() if part is not root):
-        return frozenset()  # Pointers may start at other parts than the root.
+        # With an inner `$id`, references may be relative to that part, which `target` cannot resolve.
+        return frozenset()
 
     def ends(value: Any) -> bool:
         return not isinstance(value, Mapping) or id(value) in ended or id(value) not in nodes

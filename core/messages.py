@@ -1,4 +1,4 @@
-"""What crosses the border between a server and the process of a model's engine: one message per line, each a record.
+"""Messages between the server and a model's engine process: one per line, each a record.
 
 A line is the message's name, a blank, and its JSON object. The server opens with `Serve`; the engine answers `Loading`
 until it is `Ready`, then each question, by its `id`, with one message or with those of a completion: `PromptRead`,
@@ -20,16 +20,17 @@ from .requests import CompletionRequest, Piece, ServedModel
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource
 
-VERSION = 1  # Raise it when a message changes.
+VERSION = 1  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
 
-# A token's text, its log probability (None: it has none), and those of the likeliest in its place.
+# A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
+# at that position.
 PieceLogprob = tuple[Piece, float | None, tuple[tuple[Piece, float], ...]]
-# A token's text, its source, and the rejected draft in its place.
+# A token's text, its source, and the draft tokens rejected at that position.
 TracedPiece = tuple[Piece, TokenSource, tuple[Piece, ...]]
 
 
-# --- from the server
+# --- messages from the server to the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class Decode(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Record):
-    """Forget a question; nothing answers this."""
+    """Cancel the question with this id; the engine sends no reply."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenize(Record):
-    """Tell the tokens of a request's prompt."""
+    """Ask for the token ids of a request's prompt."""
 
     request: CompletionRequest
     id: int = 0
@@ -65,7 +66,7 @@ class Tokenize(Record):
 
 @dataclass(frozen=True, slots=True)
 class Detokenize(Record):
-    """Tell the text of tokens."""
+    """Ask for the text of token ids."""
 
     token_ids: tuple[int, ...]
     id: int = 0
@@ -73,7 +74,7 @@ class Detokenize(Record):
 
 @dataclass(frozen=True, slots=True)
 class Steer(Record):
-    """Tell the tuning as it is, after obeying a verb if there is one: `pin` concerns a task, and a way or None."""
+    """Carry out `verb`, if any, and ask for the tuning status. `pin` needs a task, and a way or None to unpin."""
 
     verb: TuningVerb | None = None
     task: str | None = None
@@ -85,7 +86,7 @@ Question = Decode | Tokenize | Detokenize | Steer
 FromServer = Serve | Question | Cancel
 
 
-# --- from the engine
+# --- messages from the engine to the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Ready(Record):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Record):
-    """A question failed, or the loading (`id` None): the class of the error, its words, and the field it is about."""
+    """A question, or loading the model (`id` None), failed: the error's class, its message, and the field at fault."""
 
     id: int | None
     kind: str
@@ -188,7 +189,7 @@ class TokensText(Record):
 
 @dataclass(frozen=True, slots=True)
 class TuningNow(Record):
-    """What is in use and being tried."""
+    """The tuning status of the model."""
 
     id: int
     tuning: ModelTuning

@@ -1,4 +1,4 @@
-"""Costs that follow decoding: every pass is timed, and the profile moves to what passes of its kind take.
+"""Costs that are updated while decoding: every pass is timed, and corrects the profile for passes of its kind.
 
 Seconds of a pass over one row are the base. Everything else is kept as a quotient to it, as in a measurement, because
 the speed of a machine drifts by the minute and slows all passes alike. Each context bucket has a base and quotients of
@@ -18,22 +18,28 @@ from .costs import CostProfile, Quality, context_bucket
 from .settings import STORED
 from .types import LayerSet
 
-BASE_MEMORY = 16  # one-row passes that the base is a mean of; few, so that it follows a drifting machine
-MEMORY = 256  # passes that a quotient is a mean of
-PRIOR = {"disturbed": 4, "quiet": 64, "refined": 64}  # passes that the profile's own figure weighs as much as
-FEWEST_BASES = 2  # one-row passes before another pass is compared with them
-REFINED_AFTER = 64  # passes besides the base's that make a profile "refined", with `BASE_MEMORY` of the base's
-LARGEST_STEP = math.log(2.0)  # One pass moves the mean by no more: it may have been interrupted.
-REBUILD_EVERY = 16  # passes between two profiles that are given out
-MOST_KEPT = 512  # costs of kinds of passes that a bucket remembers
+# Effective number of one-row passes averaged in the base time; few, so that it follows changes in machine speed.
+BASE_MEMORY = 16
+MEMORY = 256  # Effective number of passes averaged in a quotient.
+# Weight of the profile's own figure, in observed passes, by the profile's quality.
+PRIOR = {"disturbed": 4, "quiet": 64, "refined": 64}
+FEWEST_BASES = 2  # One-row passes needed before other passes are compared with the base.
+# Passes other than one-row target passes after which a profile counts as "refined". It also needs at least
+# `BASE_MEMORY` one-row target passes.
+REFINED_AFTER = 64
+# Bound on a pass's deviation from its expected log seconds: a pass may have been interrupted.
+LARGEST_STEP = math.log(2.0)
+REBUILD_EVERY = 16  # Passes after which `updated` computes a new profile.
+MOST_KEPT = 512  # Entries of a bucket's cache of profiled costs; a full cache is cleared.
 
 K = TypeVar("K", int, str)
-Part = tuple[int, LayerSet | None]  # rows of a pass, and the set that it drafts with; None: the target's
+# Number of rows of a pass, and the layer set of the draft; None: a pass of the target model.
+Part = tuple[int, LayerSet | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PassTiming:
-    """Seconds of one pass, or of several whose end is known of the last one only, with a mean context length."""
+    """Seconds of one pass, or of several passes timed together, at a mean context length."""
 
     parts: Sequence[Part]
     n_positions: float
@@ -42,7 +48,7 @@ class PassTiming:
 
 @dataclass(slots=True)
 class _Quotient:
-    """The logarithm of observed ÷ profiled quotients: a mean that forgets."""
+    """A moving average of log(observed cost ÷ profiled cost)."""
 
     log: float = 0.0
     n: float = 0.0
@@ -54,19 +60,21 @@ class _Quotient:
 
 @dataclass(slots=True)
 class _Bucket:
-    """One context bucket: its profile as it was before decoding, and what passes have changed since."""
+    """One context bucket: its measured profile, and corrections learned from passes since."""
 
     profile: CostProfile
-    base: _Quotient = field(default_factory=_Quotient)  # log seconds of a one-row pass of the target
-    widths: dict[int, _Quotient] = field(default_factory=dict)  # by measured number of rows
-    formats: dict[str, _Quotient] = field(default_factory=dict)  # by format of a draft
+    base: _Quotient = field(default_factory=_Quotient)  # Log seconds of a one-row target pass.
+    widths: dict[int, _Quotient] = field(default_factory=dict)  # Corrections for target passes, by number of rows.
+    # Corrections for draft passes, by weight format.
+    formats: dict[str, _Quotient] = field(default_factory=dict)
     current: CostProfile | None = None
-    n_since: int = 0  # passes since `current` was made
-    profiled: dict[Part, float] = field(default_factory=dict)  # costs of passes by the profile
+    n_since: int = 0  # Passes learned since `current` was computed.
+    # Cache: cost of a pass according to `profile`, in one-row target passes.
+    profiled: dict[Part, float] = field(default_factory=dict)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the profile may stand for its context before any pass was observed there."""
+        """Whether the profile can be used for its context before any pass was observed there."""
         return self.profile.quality != "disturbed"
 
     @property
@@ -75,11 +83,12 @@ class _Bucket:
         return self.base.n + sum(quotient.n for quotient in (*self.widths.values(), *self.formats.values()))
 
     def learn(self, parts: Sequence[Part], seconds: float) -> None:
-        """Move the base by a one-row pass of the target, and the quotients by any other."""
+        """Update the base from a one-row target pass, or the quotients from any other passes."""
         if list(parts) == [(1, None)]:
             self.base.n += 1
             step = math.log(seconds) - self.base.log
-            # The first passes of a process wait for memory that later ones have.
+            # The first pass of a process is slow because it allocates memory, so the second one replaces the base and
+            # is not averaged with it.
             self.base.log += step if self.base.n <= FEWEST_BASES else _clipped(step) / min(BASE_MEMORY, self.base.n)
         elif self.base.n >= FEWEST_BASES:
             expected = [self._expected(*part) for part in parts]
@@ -125,7 +134,7 @@ class _Bucket:
                 yield self.widths.setdefault(n, _Quotient()), weight
 
     def updated(self) -> CostProfile:
-        """Return the profile with what was observed; the same object until more passes were."""
+        """Return the profile corrected by observed passes; the same object until it is rebuilt."""
         if self.current is None:
             self.current, self.n_since = self._updated(), 0
         return self.current
@@ -144,7 +153,7 @@ class _Bucket:
             mlp_s=profile.mlp_s * updated,
             head_s=profile.head_s * updated,
             fixed_s=profile.fixed_s * updated,
-            # More rows cannot cost less: a width that few passes had is less sure than its narrower neighbour.
+            # A pass over more rows cannot take less time, so seconds never decrease with n.
             pass_s=dict(zip(seconds, accumulate(seconds.values(), max), strict=True)),
             formats={name: costs.scaled(by * _factor(self.formats, name)) for name, costs in profile.formats.items()},
             quality="refined" if is_refined else profile.quality,
@@ -153,7 +162,7 @@ class _Bucket:
 
 
 class ObservedCosts:
-    """Costs by context length that follow the passes of decoding.
+    """Costs by context length, updated from the timed passes of decoding.
 
     Args: profile: of a typical context. others: further profiles of the same model, device, dtype and software.
     """
@@ -174,17 +183,17 @@ class ObservedCosts:
                 self._typical = bucket.profile.context_bucket
 
     def _begun(self, size: int) -> _Bucket:
-        """Return a context bucket for its passes to teach; an unknown one begins with the costs of the nearest."""
+        """Return the context bucket that learns from passes; a new one starts with the costs of the nearest."""
         bucket = self._buckets.get(size)
         if bucket is None or not (bucket.n_passes or bucket.is_trusted):
             nearest = self._nearest(size).updated()
-            # What was refined in another context is no more than measured in this one.
+            # The costs come from another context length, so they do not count as refined here.
             quality: Quality = "disturbed" if nearest.quality == "disturbed" else "quiet"
             bucket = self._buckets[size] = _Bucket(replace(nearest, context_bucket=size, quality=quality))
         return bucket
 
     def _nearest(self, size: int) -> _Bucket:
-        """Return the bucket with the nearest context among those that passes or a quiet measurement have taught."""
+        """Return the bucket with the nearest context length among those with observed passes or a trusted profile."""
         taught = [bucket for bucket in self._buckets.values() if bucket.n_passes or bucket.is_trusted]
         return min(
             taught or self._buckets.values(), key=lambda bucket: abs(math.log(bucket.profile.context_bucket / size))
@@ -203,7 +212,7 @@ class ObservedCosts:
         return self.at().missing(layer_set)
 
     def refined(self) -> list[CostProfile]:
-        """Return the profiles of all contexts that enough passes were observed in."""
+        """Return the changed profiles of all context buckets with enough observed passes."""
         for bucket in self._buckets.values():
             bucket.current = None
         profiles = [(bucket.profile, bucket.updated()) for bucket in self._buckets.values()]

@@ -1,4 +1,4 @@
-"""Why a completion was decoded plainly: the reasons, as served answers tell them."""
+"""Reasons why a completion was decoded without drafts, as reported in server responses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from .types import Completion
 
 Chosen = Literal[
     "requested", "pinned", "verdict", "unmeasured", "no_plan", "unusable_plan"
-]  # The reason was known when decoding began.
-NotDrafted = Literal["one_token", "comparison", "crowded", "no_gain"]  # drafts were in use
+]  # Reasons that are known before decoding begins.
+# Reasons that arise while a method that drafts is decoding.
+NotDrafted = Literal["one_token", "comparison", "crowded", "no_gain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ NO_GAIN = WhyPlain("no_gain", "no draft promised to be worth its time, by the me
 
 
 def why_nothing_was_drafted(completion: Completion) -> WhyPlain | None:
-    """Return why a method that drafts gave one token a pass; None: it drafted."""
+    """Return why a drafting method gave only one token per pass; None if it did draft."""
     n_passes = completion.target_passes
     if n_passes == 0:
         return ONE_TOKEN

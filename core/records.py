@@ -17,10 +17,12 @@ from .settings import STORED
 from .types import DEFAULT_TASK, NOT_WRITTEN, LayerSet, VerdictWord, check_task
 
 LearnedKind = Literal["heads", "probe"]
-State = tuple[float, ...]  # a mean hidden state as a unit vector, (hidden_size,)
+# A mean hidden state, scaled to length 1; shape (hidden_size,).
+State = tuple[float, ...]
 
 A_NAME: Any = {"min_length": 1}
-WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}  # JSON leaves such a field out when it is None.
+# Field metadata: leave the field out of JSON when it is None.
+WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ class LearnedRecord(Record):
     version: int | None = None
 
 
-AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}  # settings of a plan whose set names all formats itself
+# Settings of a plan whose layer set already names the weight formats of its draft: no further format is applied.
+AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +312,7 @@ class AliasMove:
     taken_back: bool
 
 
-# --- layer sets in files
+# --- import of layer sets from files
 
 
 def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> list[LayerSetRecord]:
@@ -357,7 +360,8 @@ def read_object(path: Path, what: str, kind: type[InvalidInput] = InvalidInput, 
 
 def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], int | None]) -> LayerSetRecord:
     model, _, task = key.rpartition("_")
-    model = model.replace("_", "-")  # "llama-2-13b_chat_cnndm" is model llama-2-13b-chat
+    # Example: key "llama-2-13b_chat_cnndm" is model "llama-2-13b-chat" and task "cnndm".
+    model = model.replace("_", "-")
     if not model or not task:
         raise LayerSetError(f"{path}: key {key!r} is no MODEL_TASK: name the model and the task in it")
     if not isinstance(value, dict) or set(value) != {"attention", "mlp"}:
@@ -370,7 +374,7 @@ def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], in
     return LayerSetRecord(model, task, LayerSet.from_json(its, f"{path}: key {key!r}"))
 
 
-# --- states of prompts: where the text that a set was found on lies among the model's hidden states
+# --- mean hidden states of prompts, by which a search finds layer sets of similar text
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,25 @@ from .settings import SwiftSettings, TuningSettings
 from .streams import StreamForm
 from .types import Prompt, Sampling
 
-# How a runtime computes, see `models.loading.at_speed`.
+# Which kernels a runtime computes with; `models.loading.at_speed` describes them.
 Speed = Literal["auto", "exact", "eager", "graphs"]
-MAX_NEW_TOKENS = 128  # tokens per completion, unless the caller or the stream's line says otherwise
+# Default limit of generated tokens per completion; a caller or a line of the stream can set another.
+MAX_NEW_TOKENS = 128
 
-BASE = "plain"  # the method that a comparison measures the others against
+BASE = "plain"  # Baseline method of a comparison.
 PEERS: Mapping[str, str] = {
     "hf-plain": "transformers, greedy",
     "hf-lookup": "transformers, prompt lookup",
     "hf-assisted": "transformers, draft model",
 }
-Piece = str | list[int]  # what a token adds to a text; its bytes, where they are no text by themselves
-THINK, THOUGHT = "<think>", "</think>"  # around a model's thought
-CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"  # around a call of a tool, as Qwen and Hermes write it
+# The text that a token adds, or its bytes where they are not valid UTF-8 on their own.
+Piece = str | list[int]
+THINK, THOUGHT = "<think>", "</think>"  # Tags around a model's reasoning.
+# Tags around a tool call, as Qwen and Hermes models write them.
+CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 
-EARLIER_NAMES = {"hf-assistant": "hf-assisted"}  # Result files of earlier versions have these names.
+# Method names in result files of earlier versions, with their current names.
+EARLIER_NAMES = {"hf-assistant": "hf-assisted"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +195,7 @@ class ServedModel(Record):
     keep_prompts: str | None = None
 
 
-# --- jobs, as the queue, its workers, the API and the terminal see them
+# --- jobs, as the queue, workers, API and terminal exchange them; their states:
 #
 # queued ──claim──▶ running ──▶ succeeded | failed | cancelled
 #   ▲  ▲              │  │
@@ -199,11 +203,13 @@ class ServedModel(Record):
 #   │     lost worker, error with attempts left
 #   └──────────── retry of a failed or cancelled job
 
-JobKind = Literal["tune", "noop"]  # a no-op measures the queue itself and needs no torch
+# A "noop" job does nothing: it measures the overhead of the queue without torch.
+JobKind = Literal["tune", "noop"]
 Verb = Literal["pause", "resume", "stop", "cancel", "retry"]
-Wanted = Literal["pause", "stop"]  # what a running job is asked to do at its next step
+Wanted = Literal["pause", "stop"]  # Request that a running job obeys at its next step.
 
-Promotion = Literal["always", "if none", "never"]  # when look-ups find a new set: if none, where they found none before
+# When the alias `best` moves to a newly tuned plan; "if none": only if the task has no `best` yet.
+Promotion = Literal["always", "if none", "never"]
 
 STATES: tuple[JobState, ...] = get_args(JobState)
 VERB_HELP: Mapping[Verb, str] = {
@@ -218,7 +224,7 @@ END_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 UNFINISHED: tuple[JobState, ...] = ("queued", "running", "paused")
 
 DEFAULT_QUEUE = "default"
-# Fields of a request that its lines, which are sent beside it, were made by.
+# Request fields that only say how to read the prompts. A submitted job contains the prompts instead.
 LINES_FROM = ("stream", "form", "out", "task", "limit")
 
 
@@ -285,7 +291,8 @@ class Job(Record):
     obstacle: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        sets = tuple(replace(record, job=self.id) for record in self.layer_sets)  # their JSON does not say so
+        # The JSON of a layer set does not contain its job's id.
+        sets = tuple(replace(record, job=self.id) for record in self.layer_sets)
         object.__setattr__(self, "layer_sets", sets)
 
     @property

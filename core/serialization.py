@@ -1,4 +1,4 @@
-"""Records to JSON and back, derived from their annotations by pydantic, which is loaded when a record is first used so.
+"""Conversion of records to JSON and back by their annotations, with pydantic, which is imported on first use.
 
 A record is a frozen dataclass that inherits from `Record`. What its annotations do not say is in a field's metadata
 (`ge`, `le`, `exclude`, `description`: the arguments of `pydantic.Field`), in one of the forms below, or in the class
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
     from pydantic_core import CoreSchema
 
-LARGEST = 2**63 - 1  # the largest whole number that every database stores
-WORDS = {  # ours for pydantic's
-    ", (unable to|got a) .*": "",  # in the words of its parser
+LARGEST = 2**63 - 1  # Largest integer that every supported database can store.
+WORDS = {  # Regular expressions for pydantic's wording, and what error messages say instead.
+    ", (unable to|got a) .*": "",  # Drop details of the parser.
     "a valid integer": "a whole number",
     "a valid number": "a number",
     "a valid string": "a text",
@@ -36,8 +36,8 @@ WORDS = {  # ours for pydantic's
     "use (?=greater|less)": "use a number ",
 }
 ABOUT_KEYS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
-KEY = "[key]"  # pydantic's mark of a key that is wrong
-SCALARS = ("int", "float", "bool", "str")  # Types of pydantic's core schema.
+KEY = "[key]"  # Last item of pydantic's error location when a dictionary key is invalid.
+SCALARS = ("int", "float", "bool", "str")  # Scalar types in pydantic's core schema, which are validated strictly.
 
 
 def kinds_by_name(kinds: Iterable[Any], separator: str) -> dict[str, Any]:
@@ -54,12 +54,16 @@ class Record:
     __slots__ = ()
     __pydantic_config__: ClassVar[Any] = {"extra": "ignore", "serialize_by_alias": True}
 
-    SCHEMA: ClassVar[str] = ""  # written as the key `schema`, and required when read
-    FLAT: ClassVar[str] = ""  # a field whose own keys are part of the record's object
-    COMPUTED: ClassVar[tuple[str, ...]] = ()  # properties that are written, too
-    COMPLETE: ClassVar[bool] = False  # refuse an object that lacks a key, though its field has a default
-    ERROR: ClassVar[type[SwiftoptError]] = InvalidInput  # what `from_json` raises
-    NAME: ClassVar[str] = "the object"  # its place in errors, where the caller names none
+    # Value of the key "schema" in the JSON; reading requires it. Empty: no such key.
+    SCHEMA: ClassVar[str] = ""
+    # Name of a field whose keys are merged into the record's own JSON object.
+    FLAT: ClassVar[str] = ""
+    COMPUTED: ClassVar[tuple[str, ...]] = ()  # Properties that are written to JSON as well.
+    # Reading refuses an object that lacks any key, even one whose field has a default.
+    COMPLETE: ClassVar[bool] = False
+    ERROR: ClassVar[type[SwiftoptError]] = InvalidInput  # Class of the errors that `from_json` raises.
+    # What error messages call the object if the caller of `from_json` gives no name.
+    NAME: ClassVar[str] = "the object"
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object as plain values."""
@@ -114,9 +118,11 @@ class Record:
 
         schema: Any = handler(source)
         arguments = schema["schema"]["fields"]
-        arguments.sort(key=lambda argument: bool(argument.get("kw_only")))  # JSON has inherited figures last.
+        # Keyword-only fields come last in JSON, also inherited ones.
+        arguments.sort(key=lambda argument: bool(argument.get("kw_only")))
         schema["fields"] = [argument["name"] for argument in arguments]
-        for part in schemas_in(schema):  # refuse texts and numbers that are none, and numbers that are not finite
+        # Validate strictly: no conversion of texts to numbers, no infinite numbers, no NaN.
+        for part in schemas_in(schema):
             if part.get("type") in SCALARS:
                 part["strict"] = True
             if part.get("type") == "float":
@@ -188,7 +194,8 @@ def count(default: int | None, least: int = 1, most: int = LARGEST) -> Any:
 
 def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
     low, above = bounds.get("ge"), bounds.get("gt")
-    high = bounds.get("le", LARGEST if bounds.keys() & {"ge", "gt"} else None)  # JSON has no infinity
+    # A number with a lower bound gets a finite upper one: JSON has no infinity.
+    high = bounds.get("le", LARGEST if bounds.keys() & {"ge", "gt"} else None)
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 
 
@@ -208,7 +215,7 @@ def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Form:
-    """A field's form in JSON where pydantic's own is not it; `written` annotates what `write` returns."""
+    """A field's form in JSON where it differs from pydantic's; `written` is the type that `write` returns."""
 
     write: Callable[[Any], Any]
     written: Any
@@ -221,13 +228,14 @@ class Form:
         return core_schema.no_info_before_validator_function(
             self.read or (lambda values: values),
             handler(source),
-            json_schema_input_schema=form if self.read else None,  # what is written is what can be read
+            # Input and output have the same JSON schema.
+            json_schema_input_schema=form if self.read else None,
             serialization=core_schema.plain_serializer_function_ser_schema(self.write, return_schema=form),
         )
 
 
 class _NullWhereNotFinite:
-    """Reads null: the store writes so what is not finite."""
+    """Also accepts null when read, as the store writes infinite numbers and NaN as null."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
@@ -240,13 +248,13 @@ def _with_text_keys(values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _with_number_keys(values: Any) -> Any:
-    """Return the keys as numbers, ascending: a store may order text its own way."""
+    """Return the mapping with its keys as integers, ascending: a database may have reordered the text keys."""
     return {key: values[str(key)] for key in sorted(map(int, values))} if isinstance(values, Mapping) else values
 
 
 Figure = Annotated[float, _NullWhereNotFinite()]
 SORTED = Form(sorted, list[int])
-BY_NUMBER = Form(_with_text_keys, dict[str, Any], _with_number_keys)  # keys are numbers
+BY_NUMBER = Form(_with_text_keys, dict[str, Any], _with_number_keys)  # Mappings with integer keys.
 
 
 @cache
@@ -265,7 +273,7 @@ def sentence(error: ValidationError, where: str, kind: type[Any]) -> str:
 
 
 def explained(place: list[str], kind: str, message: str, value: Any, known: Sequence[str] = ()) -> str:
-    """Return what pydantic found wrong at a place; `known` are the names that there are."""
+    """Return one pydantic error as a phrase; `known`: the valid keys, to suggest the nearest."""
     at, outer = ".".join(place), ".".join(place[:-1])
     if kind == "missing":
         return f"{outer or 'it'} lacks {place[-1]!r}"
@@ -280,7 +288,7 @@ def explained(place: list[str], kind: str, message: str, value: Any, known: Sequ
 
 
 def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, Sequence[Mapping[str, Any]]]:
-    """Return the first thing wrong with a body as a sentence, its place, and pydantic's errors that are about it.
+    """Return the first error in a body as a sentence, its place, and the pydantic errors at that place.
 
     Args: found: pydantic's errors, each with its `loc` within the body.
 
@@ -289,7 +297,8 @@ def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, 
     first, depth = found[0], len(_place_in(body, found[0]))
     if first["type"] == "missing" and not first["loc"]:
         return "there is no body: send one JSON object", "", [first]
-    if depth < len(first["loc"]) and first["loc"][-1] != KEY:  # the next part is pydantic's name of a type
+    # The value fits no type of a union: the rest of `loc` is pydantic's name of the type it tried.
+    if depth < len(first["loc"]) and first["loc"][-1] != KEY:
         prefix = first["loc"][:depth]
         rivals = [other for other in found if other["loc"][:depth] == prefix]
         depth = max(len(_place_in(body, other)) for other in rivals)
@@ -310,7 +319,7 @@ def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, 
 
 
 def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Return the keys and numbers of an error's location that lead through the body."""
+    """Return the part of an error's location that are keys and indices of the body."""
     place, value = list[str | int](), body
     for part in error["loc"]:
         is_key = isinstance(value, Mapping) and part in value
@@ -321,7 +330,7 @@ def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
 
 
 def dotted(place: Sequence[str | int]) -> str:
-    """Return a place as JavaScript writes it: `messages[0].role`."""
+    """Return a place in JavaScript notation: `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in place).removeprefix(".")
 
 
@@ -334,7 +343,8 @@ def _advice(message: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value[:80] if isinstance(value, list | str) else value)  # of megabytes it takes long
+    # Cut before `repr`, which is slow for values of megabytes.
+    text = repr(value[:80] if isinstance(value, list | str) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

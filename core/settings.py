@@ -14,34 +14,41 @@ from .errors import LayerSetError, SettingsError, look_up
 from .serialization import LARGEST, Settings, count, ranged, share
 from .wings import load, wings
 
-# weight formats that parts of a draft can have beside the model's own
+# Weight formats for parts of a draft, besides the model's own format.
 Format = Literal["int8", "fp8", "int4", "int4-64", "int4-32"]
 FORMATS: tuple[str, ...] = get_args(Format)
 FP8_ON_CPU = "our kernels for a CPU do not read fp8: draft in int8 or int4"
-GROUP = 128  # weights that share a scale in "int4"; "int4-64" and "int4-32" name their own
-# Other engines, as `export --to`, `tune --engine` and look-ups name them.
+# Weights per scale in format "int4"; "int4-64" and "int4-32" have the group size in their name.
+GROUP = 128
+# Names of other inference engines in `export --to`, `tune --engine` and look-ups.
 EngineName = Literal["transformers", "llamacpp", "vllm", "openvino", "sglang", "tensorrt-llm"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 EXPORT_SCHEMA, EXPORT_SUMMARY = (
     "swiftopt.export/1",
     "export.json",
-)  # The schema and the name of the summary that `export` writes.
-AUTO = "auto"  # Chosen by measured time and agreement with the model.
-STORED: Final = "stored"  # the model's own weights, where a wider entry of `LayerSet.formats` says otherwise
+)  # Schema and file name of the summary that `export` writes.
+# Value of `draft_format` that lets swiftopt choose the weight format, by measured time and agreement with the model.
+AUTO = "auto"
+# The model's own weights. In `LayerSet.formats` it exempts one part from an entry that covers more parts.
+STORED: Final = "stored"
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"  # Log lines of long-running processes.
-THREADS = "SWIFTOPT_THREADS"  # environment: overrules what is found
-MEASURING = "SWIFTOPT_MEASURING"  # environment: "together" trusts measurements that are made at the same time
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # The container's quota: "max 100000", or microseconds per period.
+# Format of log lines of long-running processes.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+THREADS = "SWIFTOPT_THREADS"  # Environment variable that overrides the detected number of threads.
+# Environment variable; "together": measurements may run at the same time and are trusted unchecked.
+MEASURING = "SWIFTOPT_MEASURING"
+# CPU quota of the container's cgroup: microseconds (or "max") per period, for example "200000 100000".
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 Branching = tuple[tuple[float, int], ...]
 
-# Confidence up to and including the bound -> candidates offered there (SWIFT 4.2).
+# Pairs of an upper bound of draft confidence and the number of candidate tokens up to it (SWIFT 4.2).
 PAPER_BRANCHING: Branching = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
-MOST_CANDIDATES = 1_000_000  # The most candidates of a draft position.
-LARGE_MODEL_PARAMETERS = 30_000_000_000  # Larger models, the paper's 34B and 70B, start at r = 0.5.
+MOST_CANDIDATES = 1_000_000  # Upper limit of candidate tokens per draft position.
+# Models with more parameters start with skip ratio 0.5, as the paper's 34B and 70B do.
+LARGE_MODEL_PARAMETERS = 30_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +60,55 @@ class SwiftSettings(Settings):
     Raises: SettingsError: a value is out of its range.
     """
 
-    # what the layer set drafts for: SWIFT's own trees, or adaptive drafts with quantised copies (docs/methods.md)
+    # Method that drafts with the layer set: SWIFT's token trees, or adaptive drafts with quantised weights
+    # (docs/methods.md).
     method: Literal["swift", "adaptive"] = "swift"
-    draft_format: str = STORED  # of the sub-layers that a draft keeps, and of its head: one of FORMATS, or "auto"
-    # drafting and verification (4.2)
-    stop_threshold: float = share(0.8)  # ε; B.2 gives none, this is the published code's
-    max_draft_length: int = count(25)  # N_D, draft steps per round
+    # Weight format of the draft's sub-layers and head: "stored", one of FORMATS, or "auto".
+    draft_format: str = STORED
+    # --- drafting and verification (SWIFT 4.2)
+    # ε: drafting stops below this confidence. B.2 gives no value; 0.8 is from SWIFT's published code.
+    stop_threshold: float = share(0.8)
+    max_draft_length: int = count(25)  # N_D: largest number of draft steps per round.
     branching: Branching = PAPER_BRANCHING
-    drawn_branching: Branching | None = None  # of drafts that are drawn (`sampled`); None: `branching`
+    # Branching of sampled drafts (see `sampled`); None: as `branching`.
+    drawn_branching: Branching | None = None
     early_stop: bool = True
     dynamic_verification: bool = True
-    sampled: bool = False  # at temperatures above 0: drafts are drawn and weighed; else the most probable tokens
-    search_drafting: bool = False  # threshold, length and branching are chosen by measured time when the search ends
-    # layer-set optimisation (4.1)
+    # At temperatures above 0, draft tokens are sampled and verified by speculative sampling. False: drafts are the most
+    # probable tokens.
+    sampled: bool = False
+    # When the search ends, choose stop threshold, draft length and branching by measured time.
+    search_drafting: bool = False
+    # --- layer-set optimisation (SWIFT 4.1)
     optimise: bool = True
     strategy: str = "swift"
     objective: Literal["expected_speedup", "matchness"] = "expected_speedup"
-    exportable: bool = False  # only sets that alternate attention and MLP, which other engines load as a checkpoint
-    skip_ratio: float | None = share(None)  # r; None: 0.45, 0.5 from 34B on
-    context_window: int = count(32)  # γ, tokens
-    window_at: Literal["latest", "first"] = "latest"  # of a text's generated tokens; first: SWIFT's published code
-    optimise_interval: int = count(1)  # rounds from one pass of candidates to the next
-    candidates: int | None = count(None)  # per pass; None: as many as measured costs make cheap
-    adoption: Literal["finals", "highest"] = "finals"  # by several windows, or the highest score so far (4.1)
-    max_steps: int = count(1000, least=0)  # S, candidates
-    bayes_interval: int = count(25)  # β, candidates
-    patience: int = count(300)  # candidates without a better one that end the search
-    target_matchness: float = share(0.95)  # above it the search ends
-    # lowering of r (C.2)
+    # Search only layer sets whose kept sub-layers alternate attention and MLP: other engines can load these drafts as
+    # checkpoints.
+    exportable: bool = False
+    skip_ratio: float | None = share(None)  # r: share of sub-layers to skip. None: 0.45, or 0.5 for models from 34B on.
+    context_window: int = count(32)  # γ: generated tokens on which candidates are scored.
+    # Which generated tokens form the window; "first" is what SWIFT's published code does.
+    window_at: Literal["latest", "first"] = "latest"
+    optimise_interval: int = count(1)  # Rounds between two passes that score candidates.
+    # Candidates scored per pass; None: as many as measured costs make cheap.
+    candidates: int | None = count(None)
+    # How a candidate replaces the set in use: by winning on several windows ("finals"), or by the highest score so far
+    # (SWIFT 4.1).
+    adoption: Literal["finals", "highest"] = "finals"
+    max_steps: int = count(1000, least=0)  # S: candidates after which the search ends.
+    bayes_interval: int = count(25)  # β: every β-th candidate comes from Bayesian optimisation.
+    patience: int = count(300)  # Candidates without improvement after which the search ends.
+    target_matchness: float = share(0.95)  # Matchness above which the search ends.
+    # --- lowering of the skip ratio r (SWIFT C.2)
     min_acceptance: float = share(0.7)
-    min_acceptance_rounds: int = count(50)  # rounds that α must stay below it
+    # Consecutive rounds with α below min_acceptance after which the skip ratio is lowered.
+    min_acceptance_rounds: int = count(50)
     skip_ratio_step: float = ranged(0.05, gt=0, le=1)
-    # reproducibility
+    # --- reproducibility
     seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
-    deterministic: bool = False  # wait for a late suggestion instead of drawing at random
+    # Wait for a late suggestion of the optimiser instead of using a random candidate.
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -130,7 +152,7 @@ def candidates_at(branching: Branching, confidence: float) -> int:
     return next((k for bound, k in branching if confidence <= bound), branching[-1][1])
 
 
-# --- papers' methods with each of their numbers and nothing of ours mixed in: `--preset`
+# --- presets (`--preset`): methods exactly as their papers describe them
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +181,8 @@ class Preset:
         return {**asdict(SwiftSettings()), **self.settings, **self.making}
 
 
-# What SWIFT leaves to its published code: which window is scored, one candidate a round, the highest score is used, and
-# how the Gaussian process proposes.
+# Search settings that the SWIFT paper does not state, taken from its published code: the scored window, one candidate
+# per round, adoption of the highest score, and how the Gaussian process proposes.
 _SEARCH = {
     "strategy": "published",
     "objective": "matchness",
@@ -168,7 +190,8 @@ _SEARCH = {
     "window_at": "first",
     "candidates": 1,
     "deterministic": True,
-    "skip_ratio_step": 0.1,  # from 0.5 to 0.4, C.2; after how many rounds, neither says
+    # C.2 lowers r from 0.5 to 0.4. Neither paper nor code says after how many rounds.
+    "skip_ratio_step": 0.1,
 }
 PRESETS: Mapping[str, Preset] = {
     "swift": Preset("swift", "SWIFT 4, B.2, C.2", {"sampled": True}, _SEARCH),
@@ -197,7 +220,7 @@ def preset_of(name: str) -> Preset:
     return look_up("preset", name, presets())
 
 
-# --- formats of weights, and threads
+# --- weight formats, and threads
 
 
 def group_size(name: str, width: int) -> int | None:
@@ -238,7 +261,7 @@ def usable_cores() -> int:
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
         return max(1, min(affinity, -(-int(quota) // int(period))))
-    except (OSError, ValueError):  # no such file, or no quota
+    except (OSError, ValueError):  # The file does not exist (no cgroup v2), or sets no quota.
         return affinity
 
 

@@ -31,17 +31,20 @@ from .templates import JUDGES, template_of
 from .types import DEFAULT_TASK, LONGEST_NAME, Completion, Prompt, check_task
 
 STDIN = "-"
-LEARNED_ON = 32  # prompts after the limit, for short searches and trainings
-FIELDS = ("prompt", "messages", "question", "turns")  # a line has exactly one of them
-IDS = ("id", "task_id", "qid")  # fields of data sets that name a row
+# Prompts after `limit` that are read as well, for short searches and trainings.
+LEARNED_ON = 32
+# Each line of a stream has exactly one of these fields.
+FIELDS = ("prompt", "messages", "question", "turns")
+IDS = ("id", "task_id", "qid")  # Fields in which data sets give the id of a row.
 PACKED = ".gz"
-ADDED = ("stop", "reference", "sample")  # fields of prompts that streams of earlier versions lack
+# Fields of `Prompt` that earlier versions lacked. Empty ones are not hashed, so old streams keep their SHA-256.
+ADDED = ("stop", "reference", "sample")
 EXAMPLE = '{"prompt": "..."}'
 EMPTY_STOP = "a stop string is empty, and would end every completion at once: leave it out"
 
 
 def encodable(value: Any) -> Any:
-    """Return a text, or what is none; ValueError: it is a text that UTF-8 or a database cannot hold."""
+    """Return the value unchanged. Raises ValueError for a string that UTF-8 or a database cannot hold."""
     if isinstance(value, str) and "\0" in value:
         raise ValueError("the text holds a NUL character: delete it")
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
@@ -69,7 +72,7 @@ def _several(value: Any) -> Any:
 
 
 def _reference(value: Any) -> dict[str, str]:
-    """Read what the line of a job says of a row; a field of that name in someone's own stream may be anything else."""
+    """Read a line's reference answer. In streams that swiftopt did not write, the field may be something else."""
     if not isinstance(value, dict) or value.get("judge") not in JUDGES:
         return {}
     return {str(name): encodable(str(text)) for name, text in value.items()}
@@ -77,7 +80,8 @@ def _reference(value: Any) -> dict[str, str]:
 
 Text = Annotated[str, Form(str, str, _not_blank)]
 
-TEXT_PARTS: Mapping[str, str] = {  # The key of a content part's text, by the part's type.
+# For each type of content part, the key that holds its text.
+TEXT_PARTS: Mapping[str, str] = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
 }
@@ -182,13 +186,13 @@ def read_stream(
 def read_with_others(
     path: str, default_task: str | None, limit: int | None, form: StreamForm | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the first `limit` prompts of a stream, and up to `LEARNED_ON` behind them to learn on."""
+    """Return the first `limit` prompts of a stream, and up to `LEARNED_ON` further prompts for training."""
     prompts = read_stream(path, default_task, limit, form)
     if limit is None or path == STDIN:
         return prompts, []
     try:
         return prompts, read_stream(path, default_task, limit + LEARNED_ON, form)[len(prompts) :]
-    except StreamError:  # in a line behind the limit
+    except StreamError:  # A line after `limit` is invalid, which must not make the command fail.
         return prompts, []
 
 
@@ -217,7 +221,7 @@ def parse_stream(
 
 
 def _rows(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots: int) -> Iterator[Prompt]:
-    """The rows of a data set as prompts, those behind the `shots` that serve as examples."""
+    """The rows of a data set as prompts, without the first `shots` rows, which serve as examples."""
     its, rows = template_of(template), ((number, at, _object(line, at)) for number, at, line in lines)
     examples = "".join(its.example(row, at) for _, at, row in islice(rows, shots))
     for number, at, row in rows:
@@ -227,7 +231,7 @@ def _rows(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots
 
 
 def stream_lines(prompts: Iterable[Prompt]) -> str:
-    """The prompts as JSON Lines that `parse_stream` gives back exactly, whatever its task."""
+    """The prompts as JSON Lines, from which `parse_stream` restores them exactly."""
     return "".join(json.dumps(_line(prompt)) + "\n" for prompt in prompts)
 
 
@@ -244,7 +248,7 @@ def _line(prompt: Prompt) -> dict[str, Any]:
 
 
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
-    """A text that came without a stream; `where` names its origin in errors.
+    """Return a single text as a prompt; `where` names its origin in errors.
 
     Raises: StreamError: it is empty or no text, or the task is no name.
     """
@@ -258,7 +262,7 @@ def raw_prompt(text: str, task: str, where: str) -> Prompt:
 
 
 def stream_sha256(prompts: Iterable[Prompt]) -> str:
-    """Hex SHA-256 over the prompts in their order, whatever file they came from."""
+    """Hex SHA-256 of the prompts in order, independent of the file they were read from."""
     digest = hashlib.sha256()
     for prompt in prompts:
         values = {**dataclasses.asdict(prompt), "messages": [dict(message) for message in prompt.messages]}
@@ -275,7 +279,8 @@ def _opened(path: str) -> Iterator[BinaryIO]:
     if not path:
         raise StreamError("the stream has no name: give a file of prompts, or - for standard input")
     target = Path(path)
-    if os.path.isdir(path):  # pathlib raises for a path that is too long
+    # Not `Path.is_dir`, which raises if the path is too long.
+    if os.path.isdir(path):
         inside = sorted(entry.name for entry in target.glob("*.jsonl"))
         name_one = f"name one of its files, such as {inside[0]}" if inside else "name a JSON Lines file"
         raise StreamNotFound(f"the stream {path} is a folder: {name_one}")
@@ -283,7 +288,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         source = target.open("rb")
     except FileNotFoundError as error:
         raise StreamNotFound(f"there is no stream {path}: {_nearest_file(target)}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL character.
         reason = error.strerror if isinstance(error, OSError) else error
         raise StreamError(f"the stream {path} cannot be read ({reason}): check its path and permissions") from error
     with source:
@@ -291,7 +296,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
 
 
 def _unpacked(source: BinaryIO, path: str) -> BinaryIO:
-    """Return what a gzip file holds.
+    """Return the decompressed stream of a gzip file.
 
     Raises: StreamError: it is none.
     """
@@ -307,7 +312,8 @@ def _nearest_file(target: Path) -> str:
     except OSError:
         return f"the folder {target.parent} does not exist either, check the path"
     near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
-    near = [name for name in near if difflib.get_close_matches(target.stem, [Path(name).stem])]  # not for .jsonl alone
+    # Without their extensions the names must be similar, too.
+    near = [name for name in near if difflib.get_close_matches(target.stem, [Path(name).stem])]
     return f"did you mean {target.parent / near[0]}?" if near else "check the path"
 
 
@@ -352,7 +358,8 @@ def _prompt(values: Mapping[str, Any], number: int, task: str, at: str) -> Promp
 def _object(line: str, at: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, thousands of nested lists
+    # Not only for invalid JSON: also for numbers of thousands of digits (ValueError) and deep nesting (RecursionError).
+    except (ValueError, RecursionError) as error:
         what = f"{error.msg.removesuffix(' at')}, column {error.colno}" if isinstance(error, JSONDecodeError) else error
         raise StreamError(f"{at} is not valid JSON ({what}): expected {EXAMPLE}") from error
     if not isinstance(values, dict):
@@ -392,7 +399,8 @@ class LineWriter(AbstractContextManager["LineWriter"]):
         self._drop_old = not append and path.is_file()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)  # unbuffered, so that closing has nothing left to fail with
+            # Unbuffered: nothing is left to write on closing, so closing cannot fail.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise OutputError(f"cannot write {what} to {path}: {reason}; choose another {option}") from error

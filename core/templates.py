@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 
 from .errors import StreamError, look_up
 
-Judge = Literal["code", "number", "match", "summary"]  # how `tasks.measures` compares an answer with its reference
+# How `tasks.measures` compares an answer with its reference.
+Judge = Literal["code", "number", "match", "summary"]
 
 JUDGES: tuple[str, ...] = get_args(Judge)
 
 _CODE_ENDS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@", "\n```", '\n"""')
-_STEPS = re.compile(r"<<[^>]*>>")  # GSM8K's notes for a calculator
+_STEPS = re.compile(r"<<[^>]*>>")  # Calculator annotations in GSM8K answers: <<48/2=24>>.
 
 
 @dataclass(frozen=True, slots=True)

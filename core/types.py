@@ -37,12 +37,15 @@ SubLayer = tuple[Kind, int]
 FinishReason = Literal["stop", "length", "stop_string"]
 VerdictWord = Literal["use", "plain", "unmeasured"]
 
-KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}  # Kinds of sub-layers, in their order within a layer.
-DEFAULT_TASK = "default"  # The task of prompts and layer sets that name none.
-LONGEST_NAME = 512  # characters of a task or of a prompt's id: no database's index takes names of kilobytes
+# Kinds of sub-layers in their order within a layer, with their names in messages.
+KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}
+DEFAULT_TASK = "default"  # Task of prompts and layer sets without a task.
+# Largest length of a task or prompt id, in characters: a database index cannot hold names of kilobytes.
+LONGEST_NAME = 512
 
-NOT_WRITTEN: Any = {"exclude": True}  # metadata of a field that JSON leaves out
-WHERE_ANY: Any = {"exclude_if": lambda n: not n}  # JSON leaves such a count out when it is 0.
+NOT_WRITTEN: Any = {"exclude": True}  # Field metadata: leave the field out of JSON.
+# Field metadata: leave the count out of JSON when it is 0.
+WHERE_ANY: Any = {"exclude_if": lambda n: not n}
 
 
 def now() -> str:
@@ -51,7 +54,7 @@ def now() -> str:
 
 
 def epoch_s(time: str | None) -> float | None:
-    """Return such a time as seconds since 1970; None where there is none, or the text is no time."""
+    """Return a time from `now` as seconds since 1970; None if the text is empty or not a time."""
     try:
         return None if time is None else datetime.fromisoformat(time).timestamp()
     except ValueError:
@@ -66,8 +69,10 @@ def _read_biases(values: Any) -> Any:
 
 AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
 BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
-MOST_BIAS = 100.0  # The largest change of a token's logit, up or down.
-ONE_TOKEN = 1e-6  # no vocabulary has a million tokens: the most probable one alone reaches this mass
+MOST_BIAS = 100.0  # Largest absolute value of a logit bias.
+# A `top_p` below this keeps only the most probable token: its probability is larger, as no vocabulary has a million
+# tokens.
+ONE_TOKEN = 1e-6
 
 
 def searchable(n_layers: int) -> tuple[SubLayer, ...]:
@@ -130,7 +135,7 @@ class LayerSet(Record):
 
     @property
     def n_searched(self) -> int:
-        """Sub-layers that the set was chosen from: those between the ends, or all where an end is left out."""
+        """Number of sub-layers that could be skipped: all if the set skips in an end layer, else only inner ones."""
         ends = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
         return 2 * self.n_layers if ends else 2 * max(0, self.n_layers - 2)
 
@@ -139,7 +144,7 @@ class LayerSet(Record):
         return layer in (self.skip_attn if kind == "attn" else self.skip_mlp)
 
     def format_of(self, kind: Literal["attn", "mlp", "head"], layer: int | None = None) -> str | None:
-        """The format that the draft runs that part in, without a layer that of all which have none of their own.
+        """The weight format of a part of the draft; `layer` None: that of all layers that have none of their own.
 
         None: the model's own weights.
         """
@@ -150,7 +155,7 @@ class LayerSet(Record):
         return None if name == STORED else name
 
     def filled(self, name: str) -> LayerSet:
-        """The set with all that it names no format for in that format; "stored" leaves it as it is."""
+        """The set with format `name` for all parts without a format; "stored" returns the set unchanged."""
         if name == STORED:
             return self
         general = {part: name for part in (*KINDS, "head")}
@@ -223,8 +228,8 @@ class Sampling(Settings):
 
     temperature: float = ranged(0.0, ge=0)
     top_p: float = share(1.0)
-    top_k: int = count(0, least=0)  # 0: off
-    min_p: float = share(0.0)  # 0: off
+    top_k: int = count(0, least=0)  # 0: no limit on the number of candidate tokens.
+    min_p: float = share(0.0)  # 0: no minimum probability.
     repetition_penalty: float | None = ranged(None, gt=0)
     presence_penalty: float = ranged(0.0, ge=-2, le=2)
     frequency_penalty: float = ranged(0.0, ge=-2, le=2)
@@ -284,7 +289,7 @@ class Timings(Record):
 
     @property
     def total_s(self) -> float:
-        """All four together; one that was stored without being finite counts as none."""
+        """Sum of the four parts; a part that was not finite when stored counts as 0."""
         return sum(seconds or 0.0 for seconds in astuple(self))
 
     @property
@@ -345,7 +350,8 @@ class Completion(Record):
     lossy: bool = False
     exact: bool = False
     refused: int = 0
-    estimated_cost: float | None = field(default=None, metadata={"alias": "reckoned_cost"})  # its key in JSON stays
+    # JSON keeps the field's former name, "reckoned_cost".
+    estimated_cost: float | None = field(default=None, metadata={"alias": "reckoned_cost"})
     accepted_prediction: int = field(default=0, metadata=WHERE_ANY)
     rejected_prediction: int = field(default=0, metadata=WHERE_ANY)
     n_cached: int = field(default=0, metadata=WHERE_ANY)
@@ -376,12 +382,12 @@ class Completion(Record):
 
     @property
     def n_decoded(self) -> int:
-        """Tokens that came with rounds, without the prefill's own."""
+        """Tokens generated in rounds, without the one from the prefill."""
         return self.n_tokens - self.first_tokens
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens per second of the whole request: prompt, search and rounds, without its wait for a place."""
+        """Tokens per second of the whole request: prompt, search and rounds, without the time in the queue."""
         total_s = self.timings.total_s
         return self.n_tokens / total_s if total_s else None
 
@@ -392,7 +398,8 @@ class Completion(Record):
         return self.n_decoded / decode_s if decode_s else None
 
 
-ORIGINS: Mapping[str, str] = {  # What the origins of candidates mean, for a person.
+# How messages name the origins of candidate layer sets.
+ORIGINS: Mapping[str, str] = {
     "uniform": "first set",
     "trimmed": "first set with less left out",
     "in use": "set in use again",
@@ -406,7 +413,7 @@ ORIGINS: Mapping[str, str] = {  # What the origins of candidates mean, for a per
 
 
 def origin_words(origin: str) -> str:
-    """Return where a candidate came from in words; one that is no key of `ORIGINS` is an engine's name."""
+    """Return an origin's name for messages; an origin not in `ORIGINS` is the name of a search engine."""
     return ORIGINS.get(origin, f"suggested by {origin}")
 
 
@@ -430,7 +437,7 @@ class Trial(Record):
     seconds: Figure = 0.0
 
 
-NOT_FASTER = "not reliably faster here"  # the usual reason of "plain"
+NOT_FASTER = "not reliably faster here"  # Usual reason for the verdict "plain".
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,17 +59,17 @@ class Wing:
 
 @cache
 def wings() -> tuple[Wing, ...]:
-    """Return the wings that are here, by their folders' names."""
+    """Return the installed wings, sorted by folder name."""
     folders = sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/wing.py"))
     return tuple(import_module(f"{PACKAGE}.{folder}.wing").WING for folder in folders)
 
 
 def parts() -> dict[str, WingPart]:
-    """Return the parts of all wings that are here."""
+    """Return the parts of all installed wings."""
     return {name: part for wing in wings() for name, part in wing.parts.items()}
 
 
 def load(reference: str) -> Any:
-    """Return what a reference names."""
+    """Import and return the object of a reference "package.module:name"."""
     module, _, name = reference.partition(":")
     return getattr(import_module(f"{PACKAGE}.{module}"), name)

@@ -1,4 +1,4 @@
-"""The form of a chat that a template leaves nothing out of.
+"""Rewriting a chat into a form of which the model's template drops nothing.
 
 Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What one does
 not read, it leaves out in silence. So a probe of the chat, with a marker in place of each text, is rendered in one form
@@ -20,17 +20,18 @@ from jinja2 import TemplateError
 from ..core.requests import CALL_BEGINS, CALL_ENDS
 
 Message = Mapping[str, Any]
-Change = Callable[[Message], list[Message]]  # Changes one message into one or more.
+Change = Callable[[Message], list[Message]]  # Rewrites one message as one or more messages.
 
-MOST_FORMS = 512  # The most forms remembered for one tokenizer.
-MOST_CHANGES = 3  # The most changes of one form.
-ID_LENGTH = 9  # characters of a call's id in Mistral's templates, which refuse any other
-REFUSALS = (TemplateError, TypeError, ValueError)  # Errors of templates; an unexpected type is a TypeError.
-MAY_BE_EMPTY = ("system", "developer")  # roles whose empty messages may be left out: they ask nothing of the model
+MOST_FORMS = 512  # Maximum forms cached per tokenizer.
+MOST_CHANGES = 3  # Maximum changes combined in one form.
+ID_LENGTH = 9  # Length of a tool call's id that Mistral's templates demand.
+# Errors that a template raises to refuse a chat; TypeError for an unexpected value.
+REFUSALS = (TemplateError, TypeError, ValueError)
+MAY_BE_EMPTY = ("system", "developer")  # Roles whose empty messages may be dropped: they carry no request.
 
 
 class LeftOut(NamedTuple):
-    """What a template leaves out: a part of a message; all of it, where the part is its role."""
+    """The part of a message that a template drops; part "role" means the whole message."""
 
     message: int
     part: str
@@ -38,14 +39,14 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and the `values` that the template gets beside them."""
+    """Messages, and the other `values` passed to the template."""
 
     tokenizer: Any
     messages: Sequence[Message]
     values: Mapping[str, Any]
 
     def rendered(self) -> str:
-        """Return the text that the template makes of it.
+        """Return the chat rendered by the template.
 
         Raises: one of `REFUSALS`.
         """
@@ -59,24 +60,25 @@ class Chat:
         return chat
 
 
-_FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()  # Forms by tokenizer.
+# Cached forms by tokenizer.
+_FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()
 
 
 def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
-    """Return the changes after which a chat's template leaves nothing out, or what it leaves out in any form.
+    """Return changes after which the template drops nothing of the chat, or what it drops in every form.
 
     Where it refuses every form, that is none: the chat itself shows why.
     """
     forms, shape = _FORMS.setdefault(chat.tokenizer, {}), _shape(chat)
     form = forms.pop(shape, None)
-    forms[shape] = form = _form(chat) if form is None else form  # the last: those used least recently are dropped
+    forms[shape] = form = _form(chat) if form is None else form  # Reinsert as the most recently used.
     for other in list(forms)[:-MOST_FORMS]:
         forms.pop(other, None)
     return form
 
 
 def _shape(chat: Chat) -> bytes:
-    """Return a digest of what a template may decide by: all but the texts."""
+    """Return a digest of all that a template may branch on: everything but the texts."""
 
     def row(message: Message) -> Any:
         calls = [(_kind(call["function"]["arguments"]), len(str(call.get("id")))) for call in _calls(message)]
@@ -112,12 +114,12 @@ def _form(chat: Chat) -> tuple[Change, ...] | LeftOut:
 
 
 class _Probe:
-    """A chat of the same shape with a marker in place of each text; `places` are what the markers are of."""
+    """A chat of the same shape with a marker in place of each text; `places` maps markers to message parts."""
 
     def __init__(self, chat: Chat) -> None:
         self.places: dict[str, LeftOut] = {}
         messages = [self._marked(i, message) for i, message in enumerate(chat.messages)]
-        values = {**chat.values, "continue_final_message": False}  # no template sees it
+        values = {**chat.values, "continue_final_message": False}  # Handled by transformers; no template sees it.
         self.chat = replace(chat, messages=messages, values=values)
 
     def _marked(self, i: int, message: Message) -> Message:
@@ -145,7 +147,7 @@ class _Probe:
         return marker
 
     def left_out(self, form: Sequence[Change]) -> LeftOut | None:
-        """Return what is left out of the chat in a form.
+        """Return what the template drops of the chat in a form; None if nothing.
 
         Raises: one of `REFUSALS`: the template does not take the form.
         """
@@ -162,7 +164,9 @@ class _Probe:
             others = [message for message in chat.messages if message["role"] != role or not _is_empty(message)]
             try:
                 vanishes = bool(others) and replace(chat, messages=others).rendered() == text
-            except REFUSALS:  # they matter to the order of the roles, then
+            except REFUSALS:
+                # The template refuses the chat without the empty message, so it needs that message for the order of
+                # roles.
                 continue
             if vanishes:
                 empty = (
@@ -173,7 +177,7 @@ class _Probe:
 
 
 def _as_python(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield how a template writes what it takes for texts and what is none."""
+    """Yield renderings of non-text values that show that a template took them for texts."""
     for message in messages:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             yield from (str(part), json.dumps(part))
@@ -198,7 +202,7 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
 
 
 def with_arguments(message: Message, read: Callable[[Any], Any]) -> Message:
-    """Return a message with other arguments of its calls."""
+    """Return a message whose calls' arguments are replaced by `read` of them."""
     if not (calls := _calls(message)):
         return message
     functions = ({**call["function"], "arguments": read(call["function"].get("arguments"))} for call in calls)
@@ -209,7 +213,7 @@ def with_arguments(message: Message, read: Callable[[Any], Any]) -> Message:
 
 
 def _with_json(message: Message) -> list[Message]:
-    """Give arguments as JSON, as OpenAI does."""
+    """Encode arguments as JSON strings, as in OpenAI's API."""
     return [with_arguments(message, _as_json)]
 
 
@@ -218,12 +222,12 @@ def _as_json(arguments: Any) -> str:
 
 
 def _with_objects(message: Message) -> list[Message]:
-    """Put arguments that are no object into one, for templates that go through its keys."""
+    """Wrap arguments that are not an object into one, for templates that iterate over keys."""
     return [with_arguments(message, lambda own: own if isinstance(own, Mapping) else {"arguments": own})]
 
 
 def _with_short_ids(message: Message) -> list[Message]:
-    """Shorten the ids of calls, equal ones alike."""
+    """Shorten the ids of calls; equal ids stay equal."""
     changed = dict(message)
     if "tool_call_id" in message:
         changed["tool_call_id"] = _short(message["tool_call_id"])
@@ -239,7 +243,7 @@ def _short(call_id: Any) -> str:
 
 
 def _apart(message: Message) -> list[Message]:
-    """Say what comes with calls in a message before them, for templates that read nothing else beside calls."""
+    """Move text beside calls into a message of its own, for templates that drop text in messages with calls."""
     if not (says(message) and _calls(message)):
         return [message]
     return [_without_calls(message), {**message, "content": ""}]
@@ -250,7 +254,7 @@ def _without_calls(message: Message) -> dict[str, Any]:
 
 
 def _singly(message: Message) -> list[Message]:
-    """Make each call in a message of its own, for templates that read one."""
+    """Split calls into one message each, for templates that read only one call per message."""
     if len(calls := _calls(message)) < 2:
         return [message]
     others = ({**message, "content": "", "tool_calls": [call]} for call in calls[1:])
@@ -258,7 +262,7 @@ def _singly(message: Message) -> list[Message]:
 
 
 def _with_written_calls(message: Message) -> list[Message]:
-    """Write calls into the content, as Qwen and Hermes do, for templates that know of none."""
+    """Write calls into the content as Qwen and Hermes do, for templates without tool calls."""
     if not (calls := _calls(message)) or message["role"] != "assistant":
         return [message]
     said = [message["content"]] if says(message) else []
@@ -271,12 +275,12 @@ def _written(call: Mapping[str, Any]) -> str:
 
 
 def _with_parts(message: Message) -> list[Message]:
-    """Give contents as lists of parts, as templates of models that see images read them."""
+    """Convert contents to lists of parts, for templates of vision models."""
     content = message.get("content")
     return [{**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message]
 
 
-CHANGES: tuple[Change, ...] = (  # the likeliest first
+CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
     *(_with_json, _with_objects, _with_short_ids, _apart, _singly),
     *(_with_parts, _with_written_calls),
 )

@@ -1,4 +1,4 @@
-"""From a chat to token ids, by the model's own template: what a message says is in the prompt, and text stays text."""
+"""Chat to token ids by the model's template: no message is dropped, and no text becomes a control token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChatPrompt:
         self._rendered = self._render(chat.changed(form))
 
     def _render(self, chat: Chat) -> str:
-        """Return the text, with words in place of what spells a control token."""
+        """Return the rendered text, with placeholder words for texts that spell a control token."""
         hidden = self._literals.hidden
         messages = [hidden(message, is_answer=message["role"] == "assistant") for message in chat.messages]
         values = {name: hidden(value) for name, value in chat.values.items()}
@@ -63,7 +63,7 @@ class ChatPrompt:
 
 
 def _read(arguments: Any) -> Any:
-    """Return what a call's JSON says; what is no JSON, such as an object that was cut off, as it is."""
+    """Parse a call's JSON; return invalid JSON, such as a truncated object, unchanged."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -85,7 +85,7 @@ def _left_out(chat: Chat, left_out: LeftOut) -> InvalidInput:
 
 
 def _refused_role(chat: Chat, error: Exception) -> str | None:
-    """Return the place of the role that a template refuses, if its error is about one: the first chats are not."""
+    """Return the JSON path of the first role that the template refuses; None if its error is not about a role."""
 
     def is_refused(n: int) -> bool:
         try:

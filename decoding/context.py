@@ -1,4 +1,4 @@
-"""A request in flight: how its tokens are chosen, when it ends, and what it has committed so far.
+"""A running request: its rule for choosing tokens, its ending conditions, and its committed tokens.
 
 Biases, penalties, temperature and cuts are applied here once, to draft and target alike.
 """
@@ -33,15 +33,15 @@ from ..models.runtime import Runtime
 from .grammar import GrammarMask
 from .load import Load
 
-# Processors that read nothing but scores.
+# Processors that depend on the scores alone, not on the earlier tokens.
 _BLIND = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
-KEPT_NOISES = 64  # The most positions whose noise is kept: 0.6 MB each for 152,000 tokens.
-Drafted = Sequence[int] | Sequence[Tensor]  # Tokens; tensors (1,) while their device may still compute them.
-_SMALLEST_DIVISOR = 1e-15  # Scores divided by less overflow float32; the argmax is sure long before.
+KEPT_NOISES = 64  # Maximum positions whose noise is cached; 0.6 MB each at 152,000 tokens.
+Drafted = Sequence[int] | Sequence[Tensor]  # Token ids, or tensors (1,) that their device may still be computing.
+_SMALLEST_DIVISOR = 1e-15  # Minimum temperature and repetition penalty: dividing by less overflows float32.
 
 
 class GeneratedPenalty(LogitsProcessor):
-    """Takes `presence` off the scores of generated tokens, and `frequency` for each time that they were generated."""
+    """Subtracts `presence` from the score of each generated token, and `frequency` per occurrence."""
 
     def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
         self.n_prompt, self.presence, self.frequency = n_prompt, presence, frequency
@@ -49,20 +49,21 @@ class GeneratedPenalty(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens)."""
         vocab = scores.shape[-1]
-        generated = input_ids[0, self.n_prompt :].clamp(max=vocab)  # Embeddings may be padded further.
+        generated = input_ids[0, self.n_prompt :].clamp(max=vocab)  # A padded embedding can give ids beyond the scores.
         counts = scores.new_zeros(vocab + 1).index_add(0, generated, scores.new_ones(generated.shape))[:vocab]
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
 class TopP(TopPLogitsWarper):
-    """Does what transformers' does, and on a CPU sorts the tokens alone that a row may keep: seldom a hundredth."""
+    """transformers' top-p, faster on a CPU: it sorts only tokens that may be kept, rarely more than 1 %."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab), minus infinity where a token is cut off."""
-        if scores.device.type != "cpu":  # To ask another device for their number would wait for it.
+        if scores.device.type != "cpu":  # Reading the count from a GPU would synchronise with it.
             return cast(Tensor, super().__call__(cast(Any, input_ids), cast(Any, scores)))
         probs = scores[0].softmax(dim=-1)
-        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))  # All of these together can be cut off.
+        # Tokens too improbable to survive top_p, even together.
+        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))
         others = (~small).nonzero()[:, 0]
         values, order = probs[others].sort()
         kept = values.cumsum(dim=0) + probs.where(small, 0.0).sum() > 1 - self.top_p
@@ -83,27 +84,27 @@ class TokenRule:
     def __init__(
         self, sampling: Sampling, processors: LogitsProcessorList, drafting: LogitsProcessorList | None = None
     ) -> None:
-        """Args: drafting: those of the processors that drafts go through, too; None: all.
+        """Args: drafting: the processors that also apply to drafts; None: all.
 
         Any other sees the target's scores alone, once for each token that is committed, in the order of the text.
         """
         self.greedy = sampling.greedy
         self._seed = sampling.seed % 2**64
-        self._noises: dict[int, Tensor] = {}  # By position; the latest are kept.
+        self._noises: dict[int, Tensor] = {}  # Noise by position; only the latest are kept.
         self.processors = processors
         self.drafting = processors if drafting is None else drafting
-        self.in_order = len(self.drafting) < len(processors)  # Scores have to be computed token by token.
+        self.in_order = len(self.drafting) < len(processors)  # Whether scores must be computed token by token.
         self.grammar = next((processor for processor in processors if isinstance(processor, GrammarMask)), None)
-        # Some processor reads the tokens before.
+        # Whether any processor depends on the earlier tokens.
         self.reads_text = any(not _is_blind(processor) for processor in processors)
-        # Three streams, so that what a draft draws or a test decides never shifts the target's own draws. They differ
-        # in their low 32 bits: a CPU generator reads no others of its seed.
+        # Three independent streams keep the target's draws unaffected by drafting and acceptance. Their seeds differ in
+        # the low 32 bits because a CPU generator uses only those.
         self._streams = [
             torch.Generator().manual_seed((sampling.seed ^ stream) % 2**63) for stream in (0, 0x9E3779B9, 0x85EBCA6B)
         ]
         self._generator, self._draft_generator, self._accept_generator = self._streams
         self._n_drawn = [0, 0, 0]
-        self._peeked: float | None = None  # The next number of the first stream, if it was already taken from it.
+        self._peeked: float | None = None  # Next number of the first stream, if already drawn by `peek`.
 
     @classmethod
     def of(
@@ -148,17 +149,18 @@ class TokenRule:
         Args: of_target: the logits are the target's, and the token that they give will be committed.
         """
         processors = self.processors if of_target else self.drafting
-        scores = logits.to(torch.float32, copy=of_target and self.in_order)  # A caller's processor may write into them.
+        # Copy if a caller's processor may write into the scores.
+        scores = logits.to(torch.float32, copy=of_target and self.in_order)
         if processors:
             context: Any = uploaded(token_ids, logits.device)[None]
             processed: Any = scores[None]
-            for processor in processors:  # To call the list itself would read each signature for every token.
+            for processor in processors:  # LogitsProcessorList.__call__ would inspect every signature for every token.
                 processed = processor(context, processed)
             scores = processed[0]
         return scores
 
     def noisy(self, scores: Tensor, position: int) -> Tensor:
-        """Return what the token at that position is the argmax of: `scores` (vocab,), when sampling with its noise."""
+        """Return `scores` (vocab,) plus the position's sampling noise, if any; their argmax is the sampled token."""
         return scores if self.greedy else scores + self._noise(position, scores)
 
     def _noise(self, position: int, scores: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class TokenRule:
         if noise is None or noise.shape != scores.shape or noise.device != scores.device:
             bits = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
             drawn = np.random.Generator(bits).standard_exponential(scores.shape[-1])
-            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # A draw of 0 would win against any score.
+            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # Avoid infinite noise, which would beat any score.
             noise = uploaded(-np.log(drawn), scores.device, scores.dtype)
             if len(self._noises) >= KEPT_NOISES:
                 del self._noises[min(self._noises)]
@@ -174,11 +176,11 @@ class TokenRule:
         return noise
 
     def forget_before(self, position: int) -> None:
-        """Drop the noise of earlier positions."""
+        """Drop the cached noise of earlier positions."""
         self._noises = {at: noise for at, noise in self._noises.items() if at >= position}
 
     def probs(self, scores: Tensor) -> Tensor:
-        """Return what a token of `scores` (vocab,) is drawn from: float64 (vocab,); greedy: all on the argmax."""
+        """Return the token distribution of `scores` (vocab,): float64 (vocab,); one-hot if greedy."""
         if self.greedy:
             return torch.zeros(scores.shape, dtype=torch.float64).index_fill_(0, scores.argmax().cpu(), 1.0)
         return torch.softmax(scores.double(), dim=-1)
@@ -193,7 +195,7 @@ class TokenRule:
         return inverted(probs, self._peeked)
 
     def spend(self) -> None:
-        """Go on to the number behind the one that `peek` draws by."""
+        """Consume the random number that `peek` used."""
         self._peeked = None
 
     def draw_drafts(self, probs: Tensor) -> Tensor:
@@ -204,19 +206,20 @@ class TokenRule:
         return inverted(probs, uploaded(numbers, probs.device, torch.float64).view(*probs.shape[:-1], 1))
 
     def accept(self, probability: float) -> bool:
-        """Return True with that probability, by a stream of its own."""
+        """Return True with that probability, using the acceptance stream of random numbers."""
         return self._uniform(2) < probability
 
     @property
     def n_drawn(self) -> tuple[int, ...]:
-        """How many numbers of each stream are spent."""
+        """Count of numbers consumed from each random stream."""
         first, *others = self._n_drawn
         return first - (self._peeked is not None), *others
 
     def skip(self, n_drawn: Sequence[int]) -> None:
-        """Go on behind the numbers that were spent when a rule of the same seed was interrupted."""
+        """Skip the numbers that an interrupted rule of the same seed had consumed."""
         for stream, n in enumerate(n_drawn):
-            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)  # The same numbers as one by one.
+            # Advance the generator as n single draws would.
+            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)
             self._n_drawn[stream] += n
 
     def _uniform(self, stream: int) -> float:
@@ -233,7 +236,7 @@ class TokenRule:
         return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, logprobs, strict=True)]
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
-        """Return the `n` most probable tokens, `token_id` first; fewer where the rest has no probability."""
+        """Return the `n` most probable tokens, `token_id` first; fewer if other tokens have probability 0."""
         if n == 1:
             return (token_id,)
         others, their_scores = most_probable(scores, n).tolist()
@@ -256,13 +259,13 @@ def most_probable(scores: Tensor, n: int) -> Tensor:
 
 
 def offered(token_id: int, others: Sequence[float], scores: Sequence[float], n: int) -> tuple[int, ...]:
-    """Return `token_id` and those of the `others`, most probable first, that can be: `n` tokens or fewer."""
+    """Return up to `n` tokens: `token_id`, then those of `others` with nonzero probability, most probable first."""
     possible = [int(t) for t, score in zip(others, scores, strict=True) if score > float("-inf") and t != token_id]
     return (token_id, *possible[: n - 1])
 
 
 def _is_blind(processor: LogitsProcessor) -> bool:
-    """Whether a processor gives the same scores whatever the text is."""
+    """Whether a processor ignores the text and depends on the scores alone."""
     if isinstance(processor, SequenceBiasLogitsProcessor):
         return all(len(token_ids) == 1 for token_ids in processor.sequence_bias)
     return isinstance(processor, _BLIND)
@@ -273,12 +276,13 @@ def inverted(probs: Tensor, uniform: float | Tensor) -> Tensor:
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:].contiguous()
     index = torch.searchsorted(cumulative, uniform * total, right=True)
-    return index.minimum(torch.searchsorted(cumulative, total))  # Rounding may leave nothing above the draw.
+    # Rounding may push the index past the last possible token.
+    return index.minimum(torch.searchsorted(cumulative, total))
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and seconds of a completion while it grows.
+    """Counters and times of a completion in progress.
 
     `rounds` are passes of the target after the prefill; `by_draft_length` counts them by the tokens accepted.
     `estimated` is their cost by the drafter's own estimate, in plain passes. `accepted_prediction` and
@@ -312,13 +316,13 @@ class Tally:
         return self.elapsed_s + perf_counter() - self.started
 
     def copied(self, elapsed_s: float) -> Tally:
-        """Return a copy whose clock starts now from `elapsed_s`."""
+        """Return a copy whose clock starts now at `elapsed_s` seconds."""
         return replace(deepcopy(self), elapsed_s=elapsed_s, started=perf_counter())
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What a request is resumed from, in another process too, after it was interrupted between two passes.
+    """State to resume a request from, possibly in another process, after an interruption between two passes.
 
     `token_ids` are those generated so far, at least one; `searched` says that the search of the round in progress is
     done; `finish` that nothing is left to decode; `n_drawn` is the rule's. From the first `n_learnt` tokens of its text
@@ -350,18 +354,18 @@ class Context:
     token_ids: list[int]
     n_prompt: int
     tally: Tally = field(default_factory=Tally)
-    load: Load = field(default_factory=Load)  # The load of its engine.
+    load: Load = field(default_factory=Load)  # Load of the engine that runs the request.
     logprobs: int | None = None
     prediction: Sequence[int] = ()
     searched: bool = False
     finish: FinishReason | None = None
     n_learnt: int = 0
     looks_back: int = 0
-    _text: Tensor | None = None  # The part of `token_ids` that was moved to the device.
+    _text: Tensor | None = None  # Part of `token_ids` already copied to the device.
 
     @property
     def root_slot(self) -> int:
-        """Where the last committed token's keys and values go."""
+        """Slot of the last committed token's keys and values."""
         return len(self.token_ids) - 1
 
     @property
@@ -370,8 +374,8 @@ class Context:
 
     @property
     def reads_late(self) -> bool:
-        """Whether tokens can stay on the device, and are worth reading together."""
-        # A grammar reads tokens on this machine.
+        """Whether tokens may stay on the device and be read together later, which saves synchronisation."""
+        # A grammar needs the tokens on the CPU.
         return self.runtime.reads_late and self.rule.grammar is None and not self.rule.in_order
 
     def text(self, device: torch.device) -> Tensor:
@@ -401,22 +405,22 @@ class Context:
         return self.rule.scores(torch.cat((self.text(logits.device), *token_tensors)), logits, of_target)
 
     def noisy_scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
-        """Return scores whose argmax is the target's token behind `drafted` ones, if `logits` (vocab,) are its own."""
+        """Return scores whose argmax is the token after `drafted`, with the sampling noise of its position added."""
         return self.rule.noisy(self.scores(drafted, logits, of_target), len(self.token_ids) + len(drafted))
 
     def choose(self, drafted: Drafted, logits: Tensor) -> int:
-        """Return the target's own token behind `drafted` ones, given its `logits` (vocab,): their argmax, or a draw."""
+        """Return the token that the target chooses after `drafted`: argmax of its `logits` (vocab,), or a draw."""
         return int(self.noisy_scores(drafted, logits, of_target=True).argmax())
 
     def resume_point(self) -> ResumePoint:
-        """Return the request's state; to be called between the passes of a round."""
+        """Return the request's resumable state; call it between passes only."""
         tally = self.tally.copied(self.tally.total_s)
         return ResumePoint(tuple(self.generated), tally, self.searched, self.finish, self.rule.n_drawn, self.n_learnt)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When a completion is over: a stop token, a stop string, or the length.
+    """Conditions that end a completion: a stop token, a stop string, or the length.
 
     Neither stop tokens nor stop strings count before they end behind the first `min_new_tokens` tokens.
     """
@@ -428,7 +432,7 @@ class Ending:
     min_new_tokens: int = 0
 
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Return as much of `block` as belongs to the completion, and why it ends there; None if it goes on."""
+        """Return `block` up to the completion's end, and the finish reason; None if it continues."""
         room = self.max_new_tokens - len(generated)
         for n, token_id in enumerate(block[:room], 1):
             if len(generated) + n <= self.min_new_tokens:
@@ -458,7 +462,8 @@ class Ending:
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         """Return whether the end of the text holds a stop string that counts, which its last token has completed."""
         assert self.to_text is not None
-        # A token that shows is at least a byte of UTF-8; 8 more for special tokens and characters cut at the start.
+        # Each visible token has at least one byte of UTF-8. Add 8 for special tokens and for characters cut at the
+        # start.
         reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
         tail = token_ids[-reach:]
         n_free = max(0, self.min_new_tokens - (len(token_ids) - len(tail)))

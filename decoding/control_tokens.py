@@ -16,7 +16,8 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 
-NEWLINE = "\n"  # encoded before a run, so that a tokenizer that puts a space before every text puts none before the run
+# Prefix for encoding a run of text: some tokenizers put a space before any text, and this prefix takes it.
+NEWLINE = "\n"
 
 
 class Literals:
@@ -27,7 +28,7 @@ class Literals:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.words: dict[str, str] = {}  # by token
+        self.words: dict[str, str] = {}  # Token -> word that stands for it in the rendered text.
         template = str(getattr(tokenizer, "chat_template", None))
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = tuple(token.content for token in added if token.special)
@@ -35,7 +36,7 @@ class Literals:
         self._special, self._control = any_of(special), any_of((*special, *written))
 
     def hidden(self, value: Any, is_answer: bool = False) -> Any:
-        """Return a JSON value with words in place of the control tokens in its texts, and in its keys."""
+        """Return a JSON value whose texts and keys have placeholder words instead of control tokens."""
         if isinstance(value, str):
             pattern = self._special if is_answer else self._control
             return pattern.sub(lambda match: self.words.setdefault(match[0], f"q{secrets.token_hex(8)}q"), value)
@@ -46,14 +47,14 @@ class Literals:
         return value
 
     def shown(self, text: str) -> str:
-        """Return a rendered text with the control tokens in place of their words."""
+        """Return a rendered text with the placeholder words turned back into control tokens."""
         for token, word in self.words.items():
             text = text.replace(word, token)
         return text
 
 
 def encode(tokenizer: Any, rendered: str, literals: Literals) -> list[int]:
-    """Return the token ids of a rendered text, in which words stand for what is to stay text.
+    """Return the token ids of a rendered text; placeholder words stand for control tokens that must stay text.
 
     Raises: InvalidInput: the vocabulary has nothing but the control token for a text that spells it.
     """
@@ -66,7 +67,9 @@ def encode(tokenizer: Any, rendered: str, literals: Literals) -> list[int]:
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]
             continue
         plain = _encode_plain(tokenizer, literals.shown(text), is_first=not ids)
-        if not control.keys().isdisjoint(plain):  # it is a word of the vocabulary, too: only its parts are text
+        if not control.keys().isdisjoint(plain):
+            # The vocabulary has the control token as an ordinary word, too: encode the text in parts that do not form
+            # it.
             plain = [i for part in _parts(text, literals) for i in _encode_plain(tokenizer, part, is_first=not ids)]
         if (spelled := next((control[i] for i in plain if i in control), None)) is not None:
             words = f"a text spells {spelled!r}, which is a control token to this model's tokenizer and no text"
@@ -79,7 +82,7 @@ def _runs(tokenizer: Any, rendered: str, literals: Literals) -> Iterator[tuple[s
     """Yield the text in runs, and whether a run has a literal; such a run lies between two added tokens."""
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     words = set(literals.words.values())
-    pieces = [*any_of((*words, *added)).split(rendered), ""]  # text, token or word, text, …, text, ""
+    pieces = [*any_of((*words, *added)).split(rendered), ""]  # Alternates: text, token or word, text, …, text, "".
     waiting = run = ""
     has_literal, before = False, None
     for text, delimiter in zip(pieces[::2], pieces[1::2], strict=True):
@@ -100,7 +103,7 @@ def _runs(tokenizer: Any, rendered: str, literals: Literals) -> Iterator[tuple[s
 
 
 def _parts(text: str, literals: Literals) -> Iterator[str]:
-    """Yield a text in parts, cut behind the first character of each literal."""
+    """Yield a text in parts, split after the first character of each literal control token."""
     tokens = {word: token for token, word in literals.words.items()}
     pieces, begun = any_of(tuple(tokens)).split(text), ""
     for i in range(0, len(pieces), 2):
@@ -110,7 +113,7 @@ def _parts(text: str, literals: Literals) -> Iterator[str]:
 
 
 def _encode_plain(tokenizer: Any, text: str, is_first: bool) -> list[int]:
-    """Return the token ids of a text in which no added token is looked for."""
+    """Tokenize a text without recognising added tokens in it."""
     if not is_first:
         before = _without_added(tokenizer, NEWLINE)
         ids = _without_added(tokenizer, NEWLINE + text)
@@ -132,6 +135,6 @@ def _without_added(tokenizer: Any, text: str) -> list[int]:
 
 @lru_cache(64)
 def any_of(strings: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of one group: any of the strings, the longest first."""
+    """Return a pattern with one group that matches any of the strings, preferring longer ones."""
     longest_first = sorted(strings, key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")

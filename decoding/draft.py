@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """What was *sampled* under a node: the `nodes` of its draws, in order, and what they were drawn from.
+    """The tokens *sampled* below a node: the `nodes` of the draws, in order, and their distribution.
 
     A node is repeated where its token was drawn again. `probs`: float64 (vocab,), the draft's distribution after
     temperature, top-k and top-p. `replaced` says whether the draws were independent; if not, each was drawn from what
@@ -64,12 +64,12 @@ def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
 
 
 def possible(drawn: Tensor) -> Tensor:
-    """Return those of the tokens that `draw_apart` found which could be drawn: int64 (up to n,)."""
+    """Drop tokens that `draw_apart` could not really draw, for lack of probability: int64 (up to n,)."""
     return drawn[0, drawn[1] > -math.inf].long()
 
 
 def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Return `probs` (…, any) without one of each, `tokens` (…, 1), made to sum to 1; all 0 where nothing is left."""
+    """Set `tokens` (…, 1) to 0 in `probs` (…, any), then normalise; all 0 if nothing is left."""
     left = probs.scatter(-1, tokens, 0.0)
     total = left.sum(dim=-1, keepdim=True)
     return left / total.where(total > 0.0, 1.0)
@@ -120,7 +120,7 @@ class Draft:
         staged: PassGenerator[Tensor] | None = None,
         drawn_from: Sequence[Tensor] = (),
     ) -> Draft:
-        """Return the draft of a spine that is on its device still, with the side leaves `beside` its first steps.
+        """Return the draft of a spine still on its device, with side leaves `beside` its first steps.
 
         `drawn_from` are the distributions that each step's tokens were drawn from, one without another.
         """
@@ -140,7 +140,7 @@ class Draft:
         return torch.cat((unread, uploaded(leaves, device))) if leaves else unread
 
     def read(self, numbers: Sequence[float]) -> Draft:
-        """Return the draft with what was read of `unread`, row by row; without any it is as it was."""
+        """Return the draft with the tokens read from `unread`, row by row; unchanged if nothing was unread."""
         if self.unread is None:
             return self
         n = len(numbers) // 2
@@ -149,19 +149,19 @@ class Draft:
 
     @property
     def n_steps(self) -> int:
-        """Draft steps, as α counts them: none where the target itself drafted."""
+        """Draft steps that count for α; 0 if the target itself drafted."""
         return 0 if self.n_checked == 0 else self.tree.n_steps
 
     @property
     def n_rows(self) -> int:
-        """Rows of the target's pass; 0 where the drafter made its own."""
+        """Rows of the target's pass; 0 if the drafter ran its own passes of the target."""
         checked = self.tree.n_nodes if self.n_checked is None else self.n_checked
         return checked + (0 if self.extra_rows is None else len(self.extra_rows.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`path`: accepted nodes without the root; `token_ids`: their tokens, then the target's own where it gave one."""
+    """`path`: accepted nodes without the root; `token_ids`: their tokens, then the target's next token, if any."""
 
     path: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -177,16 +177,16 @@ class Outcome:
 
 
 class StagedRows(Protocol):
-    """The rows of a draft that have run some of the target's layers."""
+    """Draft rows that have already passed some of the target's layers."""
 
     @property
     def n_rows(self) -> int: ...
 
     def add(self, token_id: int | Tensor) -> None:
-        """Start a row of a token; of one that is on the device, int64 ()."""
+        """Add a row for a token: an int, or int64 () on the device."""
 
     def finish(self) -> PassGenerator[Tensor]:
-        """Run what is left of every row; return the target's logits (rows, vocab)."""
+        """Run the remaining layers of all rows; return the target's logits (rows, vocab)."""
 
 
 class AcceptanceProbe(Protocol):
@@ -224,16 +224,16 @@ class DraftModel(ABC):
         return drafting
 
     def start(self) -> None:  # noqa: B027 - a hook
-        """Set up what a request has for itself."""
+        """Set up the draft model's per-request state."""
 
     @property
     def buffer(self) -> KVBuffer:
-        """What it reads and writes: the target's, which is another one when it has grown, or its own."""
+        """The key/value buffer: the target's, which is replaced when it grows, or the draft model's own."""
         return self.context.buffer
 
     @property
     def room(self) -> int:
-        """How deep a draft under the last committed token can be; the loop itself keeps to the target's context."""
+        """Maximum depth of a draft within the draft model's context; the loop checks the target's context."""
         return sys.maxsize
 
     def restart(self) -> None:
@@ -242,12 +242,12 @@ class DraftModel(ABC):
 
     @property
     def reads_late(self) -> bool:
-        """Whether its tokens can stay on their device during a round, and that saves time."""
+        """Whether drafted tokens may stay on the device during a round, to save synchronisation."""
         return self.context.reads_late
 
     @abstractmethod
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
-        """Add nodes under earlier ones (the root's parent is -1); return the logits (nodes, vocab) after them."""
+        """Run new nodes below earlier ones (the root's parent is -1); return their logits (nodes, vocab)."""
 
     def draft_ahead(
         self,
@@ -276,8 +276,8 @@ class DraftModel(ABC):
 
         context, beside = self.context, list[tuple[int, ...]]()
         steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
-        tokens = [steps[0][0].long()]  # The root's token, and those drafted.
-        read: Callable[[], Any] | None = None  # Reads the latest step.
+        tokens = [steps[0][0].long()]  # The root token and the drafted tokens.
+        read: Callable[[], Any] | None = None  # Reads the latest step from the device.
         drawn_from: list[Tensor] = []
         while len(steps) <= longest and goes_on():
             logits = yield from self.extend(tokens[-1], (len(tokens) - 2,))
@@ -304,7 +304,7 @@ class DraftModel(ABC):
         return Draft.of_unread(torch.cat(steps, dim=1), beside, staged, drawn_from)
 
     def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:
-        """Return what verification runs of a chain of `n_nodes` rows, the token `last` at its end; None: all of it."""
+        """Return the work left to verify a chain of `n_nodes` rows that ends with `last`; None: all of the work."""
         if self.staged is None:
             return None
         if self.staged.n_rows < n_nodes:
@@ -312,12 +312,12 @@ class DraftModel(ABC):
         return self.staged.finish()
 
     def move(self, nodes: Tensor, to: int) -> None:
-        """Copy the keys and values of nodes, int64 (n,), to those from `to` on."""
+        """Copy the keys and values of nodes, int64 (n,), to the nodes from `to` on."""
         root_slot = self.context.root_slot
         self.buffer.move(nodes + root_slot, root_slot + to)
 
     def drop(self, n_nodes: int) -> None:
-        """Take the newest nodes back; the next ones go where they were."""
+        """Remove the newest nodes; the next ones reuse their slots."""
         del self.parents[len(self.parents) - n_nodes :]
 
     def _rows(
@@ -345,16 +345,16 @@ class Drafter(ABC):
 
     @property
     def layer_set(self) -> LayerSet | None:
-        """The sub-layers that it leaves out of the target, if that is how it drafts."""
+        """The layer set of the draft; None if the draft is not made by skipping the target's sub-layers."""
         return None if self.model is None else self.model.layer_set
 
     @property
     def slot_bytes(self) -> int:
-        """Memory that drafting takes per slot of a request, beside the target's."""
+        """Bytes per slot that drafting needs in addition to the target's buffer."""
         return 0 if self.model is None else self.model.slot_bytes
 
     def max_rows(self, room: int) -> int:
-        """Return the most slots behind the committed ones that a round with `room` can write, root included."""
+        """Return the maximum number of slots that a round writes after the committed ones, root included."""
         return 1 + min(room, self.max_depth) * self.max_width
 
     def begin(self, context: Context) -> Self:
@@ -367,21 +367,21 @@ class Drafter(ABC):
         return drafting
 
     def start(self) -> None:  # noqa: B027 - a hook
-        """Set up what a request has for itself; most drafters have nothing."""
+        """Set up the drafter's per-request state; most drafters have none."""
 
     @abstractmethod
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Return a draft under the last committed token, at most `room` tokens deep; yield the passes it takes."""
+        """Return a draft of at most `room` tokens in depth after the last committed token; yield its passes."""
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - a hook
         """Learn from the latest draft's outcome, before its tokens are committed; most drafters learn nothing."""
 
     def state(self) -> dict[str, Any] | None:
-        """Return what was learnt so far, as JSON values, between two rounds; None: such a drafter learns nothing."""
+        """Return the learnt state as JSON values; call it between rounds. None: the drafter learns nothing."""
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a hook
-        """Go on from the `state` of a drafter of the same settings.
+        """Restore the `state` of a drafter with the same settings.
 
         Raises: KeyError, TypeError, ValueError: that is no such state.
         """

@@ -1,4 +1,4 @@
-"""What a draft is read from: the target without some sub-layers, or another model."""
+"""Draft models: the target without some of its sub-layers, or a separate smaller model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class SkippedTarget(DraftModel):
 
     def __init__(self, layer_set: LayerSet | None) -> None:
         self.layer_set = layer_set
-        self._shared = self  # by the copies of all requests, which take their layer set from here
+        self._shared = self  # Prototype whose layer set all per-request copies follow.
 
     def check(self, runtime: Runtime) -> None:
-        """Raises: LayerSetError: the set was made for another depth."""
+        """Raises: LayerSetError: the layer set was made for a model with another number of layers."""
         assert self.layer_set is not None
         runtime.check_layer_set(self.layer_set)
         runtime.copies.prepare(self.layer_set)
@@ -42,7 +42,8 @@ class SkippedTarget(DraftModel):
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
-        kind: PassKind = "check" if self.layer_set is None else "draft"  # the target itself does not let others wait
+        # Draft passes are run before waiting target passes. A draft by the whole target gets no such priority.
+        kind: PassKind = "check" if self.layer_set is None else "draft"
         return (yield Pass(self.context.runtime, rows, self.context.buffer, kind=kind))
 
 
@@ -53,14 +54,14 @@ class OtherModel(DraftModel):
         self.runtime, self.slot_bytes = runtime, runtime.slot_bytes
 
     def check(self, runtime: Runtime) -> None:
-        """Raises: InvalidInput: their tokenizers differ."""
+        """Raises: InvalidInput: the draft model and the target have different tokenizers."""
         self.runtime.check_same_tokenizer(runtime)
 
     def start(self) -> None:
         self._own = self.runtime.new_buffer(self.context.buffer.capacity)
-        self._held: list[int] = []  # the tokens whose keys and values lie at slots 0, 1, …
-        self._n_same = 0  # of them, those known to be committed
-        self._unread: Callable[[], Any] | None = None  # gives the root and the tokens of a draft that is read late
+        self._held: list[int] = []  # Tokens whose keys and values are in slots 0, 1, …
+        self._n_same = 0  # Number of leading `_held` tokens known to be committed.
+        self._unread: Callable[[], Any] | None = None  # Reads the root and the tokens of a draft still on its device.
 
     @property
     def buffer(self) -> KVBuffer:
@@ -75,7 +76,7 @@ class OtherModel(DraftModel):
 
     @property
     def reads_late(self) -> bool:
-        return super().reads_late and self.runtime.reads_late  # on one GPU, or from one to another
+        return super().reads_late and self.runtime.reads_late  # True only if both models are on GPUs.
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         if not self.parents:
@@ -102,9 +103,9 @@ class OtherModel(DraftModel):
         del self._held[self.context.root_slot + len(self.parents) :]
 
     def _catch_up(self) -> PassGenerator[Tensor]:
-        """Read the committed tokens that are new, the root last; return the logits (1, vocab) after it."""
+        """Run the draft model over new committed tokens; return the logits (1, vocab) after the last one, the root."""
         if self._unread is not None:
-            drafted, self._unread = self._unread()[:-1], None  # the last one was not run
+            drafted, self._unread = self._unread()[:-1], None  # The last drafted token was never an input of a pass.
             self._held[len(self._held) - len(drafted) :] = map(int, drafted)
         committed, root = self.context.token_ids, self.context.root_slot
         same = self._n_same
@@ -113,16 +114,17 @@ class OtherModel(DraftModel):
         self._held, self._n_same = list(committed), same
         unread = self._known(committed[same:])
         for pass_ in self.runtime.prefill_passes(unread, self.buffer, same, is_shared=self.context.load.is_shared):
-            # A long text is read beside the others' rounds, up to its last pass.
+            # The earlier passes of a long text run together with other requests' target passes; only the last one runs
+            # as a draft pass.
             logits = yield replace(pass_, kind="draft") if pass_.wanted else pass_
         return logits
 
     def _known(self, token_ids: Sequence[int]) -> list[int]:
-        """Return its last token in place of those that it has no row for, which a head padded further can give."""
+        """Clamp token ids to the draft model's vocabulary: a target with a more padded head can produce larger ones."""
         return [min(token_id, self.runtime.vocab_size - 1) for token_id in token_ids]
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary: heads are padded to different widths in one family."""
+        """Return logits cut or padded to the target's width: output heads are padded differently within a family."""
         logits, width = logits.to(self.context.runtime.device), self.context.runtime.vocab_size
         if logits.shape[-1] >= width:
             return logits[:, :width]

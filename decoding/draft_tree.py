@@ -1,4 +1,4 @@
-"""The tokens of a draft as a tree, and its nodes as rows of a pass."""
+"""The tree of a draft's tokens, and its conversion to the rows of a pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..core.types import LayerSet
     from ..models.rows import Rows
 
-UNKNOWN = -1  # Stands for a token that was not read yet.
+UNKNOWN = -1  # Placeholder for a token that has not been read from the device yet.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class DraftTree:
 
     @property
     def n_nodes(self) -> int:
-        """Rows that the target checks, root included."""
+        """Number of nodes, root included: the rows that the target checks."""
         return len(self.token_ids)
 
     @property
     def is_chain(self) -> bool:
-        """Whether there are no side leaves, so that slots are positions."""
+        """Whether the tree has no side leaves, so that slots equal positions."""
         return self.n_nodes == self.n_steps + 1
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Return the nodes between the root and one, that one included."""
+        """Return the nodes on the path from the root (excluded) to a node (included)."""
         nodes: list[int] = []
         while node:
             nodes.append(node)
@@ -59,7 +59,7 @@ class DraftTree:
         return tuple(reversed(nodes))
 
     def below(self, node: int) -> tuple[int, ...]:
-        """Return the nodes below one: its first child, the first child of that, and so on."""
+        """Return the chain of first children below a node."""
         nodes: list[int] = []
         for other in range(node + 1, self.n_nodes):
             if self.parents[other] == node:
@@ -71,16 +71,16 @@ class DraftTree:
         return tuple(other for other in range(node + 1, self.n_nodes) if self.parents[other] == node)
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the node that continues `node` with `token_id`, None where the draft did not offer it."""
+        """Return the child of `node` with `token_id`; None if the draft has no such child."""
         return next((other for other in self.children(node) if self.token_ids[other] == token_id), None)
 
     def read(self, token_ids: Sequence[int]) -> DraftTree:
-        """Return the tree with the tokens of its first nodes, which were unknown.
+        """Return the tree with the now known tokens of its first nodes filled in.
 
         What hangs below a node that turns out to repeat another one hangs below that one as well.
         """
         token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
-        first: dict[tuple[int, int], int] = {}  # The first node that continues a node with a token.
+        first: dict[tuple[int, int], int] = {}  # (parent, token) -> first child of the parent with that token.
         nodes, parents = list[int](), list[int]()
         for node, (token_id, parent) in enumerate(zip(token_ids, self.parents, strict=True)):
             parents.append(nodes[parent] if node else -1)
@@ -90,7 +90,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtraRows:
-    """Rows beside the tree in the target's pass, for a drafter that learns from them (Lookahead).
+    """Extra rows in the target's pass besides the tree, for drafters that learn from them (Lookahead).
 
     They see the committed text, the root, and one another as `visible` says: bool, (n, n). `depths` are their positions
     relative to the root. Logits are wanted of the last `n_read` of them only.
@@ -103,7 +103,7 @@ class ExtraRows:
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """Return which nodes each node of a tree may attend to.
+    """Return a mask of the nodes that each node of a tree may attend to.
 
     Args:    parents: parent index per node, parents first, -1 for the root.
     Returns: bool, (n_nodes, n_nodes); row i is True at i and at its ancestors.
@@ -127,7 +127,7 @@ def tree_rows(
     extra_rows: ExtraRows | None = None,
     variants: tuple[LayerSet, ...] = (),
 ) -> Rows:
-    """Return the rows of a pass over the newest nodes of a tree, and over extra rows behind them.
+    """Return the rows of a pass over the newest nodes of a tree, followed by extra rows.
 
     Args: token_ids: of the newest nodes; no tensor where there are extra rows. parents: of all nodes; node i goes to
           slot `root_slot` + i.
@@ -143,7 +143,7 @@ def tree_rows(
     depths = (visible.sum(dim=1) - 1).tolist()
     if extra_rows is not None:
         beside = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
-        beside[:, 0] = True  # Every node sees the root.
+        beside[:, 0] = True  # Every extra row attends to the root.
         visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
         token_ids, depths = (*token_ids, *extra_rows.token_ids), [*depths, *extra_rows.depths]
     return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)

@@ -1,4 +1,4 @@
-"""Trials of drafting beside other requests: whether it pays there, by measured time."""
+"""Timed trials of rounds with and without drafts, to stop drafting if it does not pay with concurrent requests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-PLAIN_ROUNDS = 3  # The rounds of a trial of plain decoding.
-DRAFTED_ROUNDS = 64  # The rounds of a trial of drafts, summed over all sequences.
-FIRST_WAIT, LAST_WAIT = 128, 512  # The rounds between two trials of the way that is not in use.
-LEAST_GAIN = 1.1  # A smaller gain is lost again, because sequences then end, and prompts are read, at different times.
+PLAIN_ROUNDS = 3  # Rounds in one trial of plain decoding.
+DRAFTED_ROUNDS = 64  # Drafted rounds per trial, summed over all sequences.
+FIRST_WAIT, LAST_WAIT = 128, 512  # Rounds between trials of the slower way: at first, and at most.
+# Minimum measured gain for drafting. A smaller gain is lost because sequences end, and prompts are read, at different
+# times.
+LEAST_GAIN = 1.1
 
 
 @dataclass(slots=True)
 class _Rounds:
-    """Tokens and seconds of rounds of one kind, of which old ones fade; `n` since the latest trial began."""
+    """Decaying sums of the tokens and seconds of one kind of rounds; `n` counts rounds since the latest trial began."""
 
     n: int = 0
     tokens: float = 0.0
@@ -30,7 +32,7 @@ class _Rounds:
 
 @dataclass(slots=True)
 class DraftTrials:
-    """Whether drafts pay with `n_sequences` side by side, by measured time.
+    """Decides by measured time whether drafting pays with `n_sequences` concurrent sequences.
 
     The more rows a pass has, the less drafts pay, and a sequence cannot know from where on: that depends on what the
     others add, and all wait for those that draft. So rounds in which any sequence drafted are compared with plain ones.
@@ -48,7 +50,7 @@ class DraftTrials:
 
     @classmethod
     def beginning(cls, n_sequences: int, others: Iterable[DraftTrials]) -> Self:
-        """Return the trials of a new number of sequences; none is due where drafts lost with nearly as many."""
+        """Return trials for a new number of sequences; skip the first trial if drafts lost with a similar number."""
         trials = cls(n_sequences)
         tried = [other for other in others if other.drafted.seconds]
         nearest = min(tried, key=lambda other: abs(other.n_sequences - n_sequences), default=trials)
@@ -66,7 +68,7 @@ class DraftTrials:
         return self.drafted.n * self.n_sequences < DRAFTED_ROUNDS
 
     def add(self, drafted: bool, tokens: int, seconds: float) -> None:
-        """Learn from a round of all sequences."""
+        """Add the tokens and the time of one round of all sequences."""
         (self.drafted if drafted else self.plain).add(tokens, seconds)
         if self.plain.n < PLAIN_ROUNDS or self._tries_drafts:
             return

@@ -37,7 +37,7 @@ E = TypeVar("E")
 
 
 def alone(work: Work[T] | PassGenerator[T]) -> T:
-    """Run one generator to its end, dropping its events; return what it returns."""
+    """Run one generator to its end without its events; return its result."""
 
     def working() -> Work[T]:
         return (yield from work)
@@ -53,7 +53,7 @@ def alone(work: Work[T] | PassGenerator[T]) -> T:
 def side_by_side(
     works: Iterable[Work[object]], at_once: int = 1, memory: int | None = None, by_time: bool = True
 ) -> Generator[WorkEvent, None, None]:
-    """Run generators in an engine, each added when there is a place for it; yield their events as they come.
+    """Run generators in an engine, adding each when the engine has a free place; yield their events.
 
     When one fails no other is started, those in flight run to their ends, and its error is raised.
 
@@ -74,14 +74,14 @@ def side_by_side(
 
 
 class Request(Generic[T_co]):
-    """A generator in flight: the demand that it waits for, its result or error, and the slots that it holds."""
+    """A running generator with its pending demand, its result or error, and the slots that it holds."""
 
     def __init__(self, work: Work[T_co]) -> None:
         self._work = work
         self.pending: Demand | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
-        self.waits = False  # True while another request reads the beginning of its text.
+        self.waits = False  # True while another request reads the same beginning of the text.
         self.error: Exception | None = None
         self._result: list[T_co] = []
 
@@ -91,27 +91,27 @@ class Request(Generic[T_co]):
 
     @property
     def result(self) -> T_co:
-        """What the generator returned; raises what it raised."""
+        """The generator's return value; raises the error that ended it."""
         if self.error is not None:
             raise self.error
         return self._result[0]
 
     @property
     def pass_(self) -> Pass | None:
-        """The pass that it waits for, if it waits for one."""
+        """The pass that the request waits for; None if it waits for something else."""
         pending = self.pending.pass_ if isinstance(self.pending, ReadPass) else self.pending
         return pending if isinstance(pending, Pass) else None
 
     @property
     def texts(self) -> Iterator[tuple[_Prefix, int]]:
-        """What it reads or has read, and how many tokens of each so far."""
+        """The texts in the request's buffers, each with its number of tokens read so far."""
         if (pass_ := self.pass_) is not None:
             for slots, buffer in self.held.items():
                 n_read = pass_.rows.first_slot if pass_.buffer is buffer else len(slots.tokens)
                 yield _Prefix(slots, buffer, slots.tokens), n_read
 
     def send(self, answer: Answer) -> Iterator[WorkEvent]:
-        """Send what it waits for (None: it begins), and run up to its next demand."""
+        """Send the answer to the pending demand (None to start), and run up to the next demand."""
         self.is_new = False
         return self._advance(partial(self._work.send, answer))
 
@@ -132,7 +132,7 @@ class Request(Generic[T_co]):
                 self._result.append(end.value)
                 return self.held.clear()
             except Exception as error:
-                clear_frames(error.__traceback__)  # The frames hold what a failed pass held in memory.
+                clear_frames(error.__traceback__)  # Traceback frames keep the failed pass's tensors alive.
                 self.error = error
                 return self.held.clear()
             if isinstance(step, Demand):
@@ -147,14 +147,14 @@ Waiting = tuple[Request[object], Pass]
 
 @dataclass(slots=True)
 class _Prefix:
-    """What a request read, for others to go on from."""
+    """A text whose keys and values other requests can reuse."""
 
     slots: Slots
     buffer: KVBuffer
     token_ids: NDArray[np.int64]
 
     def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
-        """Return how many of its slots a text of those tokens can go on from."""
+        """Return the length of the common prefix with `token_ids`, whose keys and values can be reused."""
         if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
             return 0
         n = min(len(self.token_ids), len(token_ids))
@@ -162,9 +162,10 @@ class _Prefix:
         return n if same.all() else int(same.argmin())
 
 
-LEAST_SHARED = 32  # A request waits for another one to read at least as many tokens of its own text.
-SHARE_WAITED_FOR = 1 / 4  # They must be at least this share of what it would read itself.
-SPARE_SHARE = 1 / 8  # Spare slots may take this share of the memory: requests wait for it, or lose kept texts.
+LEAST_SHARED = 32  # Minimum shared tokens for which a request waits while another one reads them.
+SHARE_WAITED_FOR = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
+# Maximum share of the memory for spare slots. They can delay other requests or evict kept texts.
+SPARE_SHARE = 1 / 8
 
 
 class Engine:
@@ -184,10 +185,10 @@ class Engine:
         self.memory, self.at_once, self.by_time = memory, at_once, by_time
         self.load = Load()
         self._clock = PassClock(self.load)
-        self._trials: dict[int, DraftTrials] = {}  # By the number of sequences.
-        # Whether anything was drafted since the latest check of the target, and the load and time of that check.
+        self._trials: dict[int, DraftTrials] = {}  # Trials by number of concurrent sequences.
+        # State since the latest target pass: whether anything was drafted, and the load and time at that pass.
         self._drafting, self._checked = False, (Load(checked=0), 0.0)
-        self._kept: list[_Prefix] = []  # In the order of their latest use.
+        self._kept: list[_Prefix] = []  # Kept texts, least recently used first.
 
     @property
     def n_bytes(self) -> int:
@@ -203,30 +204,31 @@ class Engine:
 
     @property
     def has_place(self) -> bool:
-        """Whether one more would begin with the next step."""
+        """Whether one more request would start with the next step."""
         return self.at_once is None or len(self.requests) < self.at_once
 
     def add(self, work: Work[T]) -> Request[T]:
-        """Add a generator; it begins with the next step that has a place for it."""
+        """Add a generator; it starts with the first step at which a place is free."""
         request = Request(work)
         self.requests.append(request)
         return request
 
     def cancel(self, request: Request[object]) -> None:
-        """Stop a request; its buffer is free at once."""
+        """Stop a request and free its buffer at once."""
         request.close()
         with suppress(ValueError):
             self.requests.remove(request)
 
     @torch.inference_mode()
     def step(self) -> Iterator[WorkEvent]:
-        """Begin what is new, then run the draft passes that wait, or else all that wait, and send their logits.
+        """Start new requests, then run all waiting draft passes, or else all waiting passes, and send their logits.
 
-        Yields the events that arise; to be run to its end before the next step.
+        Yields the requests' events; the caller must exhaust it before the next step.
         """
         yield from self._begin()
         yield from self._serve_slots()
-        checked = yield from self._run_passes()  # It has let go of its buffers when free ones are given out.
+        # No local variable of a finished pass may keep a freed buffer alive while slots are granted.
+        checked = yield from self._run_passes()
         if checked and self.by_time:
             self._compare()
         yield from self._serve_slots()
@@ -235,7 +237,7 @@ class Engine:
             self.load.checked, self.load.drafts = 1, True
 
     def _run_passes(self) -> Generator[WorkEvent, None, bool]:
-        """Run the draft passes that wait, or else all that wait; return whether these were checks of the target."""
+        """Run all waiting draft passes, or else all waiting passes; return whether these were passes of the target."""
         waiting = [(request, pass_) for request in self.requests if (pass_ := request.pass_) is not None]
         drafting = [(request, pass_) for request, pass_ in waiting if pass_.kind == "draft"]
         if drafting:
@@ -251,7 +253,8 @@ class Engine:
         for (runtime, _), group in together.items():
             n_first = runtime.n_first
             yield from self._run(group)
-            self.load.n_beside += runtime.n_first > n_first  # The time of a first pass tells nothing of later rounds.
+            # A first pass is slower (compilation, capture), so exclude it from timing.
+            self.load.n_beside += runtime.n_first > n_first
         return bool(waiting) and not drafting
 
     def _run(self, group: list[Waiting]) -> Iterator[WorkEvent]:
@@ -265,30 +268,31 @@ class Engine:
             if len(group) == 1 and not kept:
                 yield from group[0][0].throw(error)
                 return
-        if answers is None:  # Not in the `except` block, where the error keeps what the pass held in memory.
-            # All run again without the kept texts, or one by one, so that only the request whose pass it was fails.
+        if answers is None:  # Retry outside the `except` block: the exception keeps the failed pass's tensors alive.
+            # Retry without the kept texts, or pass by pass, so that only the request that cannot run fails.
             again = [group] if kept else [[member] for member in group]
             kept.clear()
             for smaller in again:
                 yield from self._run(smaller)
             return
         for number, ((request, pass_), answer) in enumerate(zip(group, answers, strict=True)):
-            if request.pass_ is pass_:  # It was not cancelled meanwhile.
+            if request.pass_ is pass_:  # Skip a request that was cancelled in the meantime.
                 for event in request.send(answer):
                     left = perf_counter()
                     yield event
                     away += perf_counter() - left
-            if number == 0:  # The first reader waited for the logits of all.
+            if number == 0:  # Time the passes at the first answer: reading it waits for all of them.
                 self._clock.add(passes, started, perf_counter() - away, runtime.n_first == n_first)
 
     def _compare(self) -> None:
-        """Learn what the round that ends here took, if all of it was decoding, and whether the next one may draft."""
+        """Time the round that ends here, if it only decoded, and decide whether the next one may draft."""
         load, (before, since), now = self.load, self._checked, perf_counter()
         if load.checked not in self._trials:
             self._trials[load.checked] = DraftTrials.beginning(load.checked, self._trials.values())
         trials = self._trials[load.checked]
         if (load.checked, load.n_beside) == (before.checked, before.n_beside):
-            # Methods that cannot stop draft in either kind of round. This one was begun as the round before it ended.
+            # Some methods cannot stop drafting, so count a round as drafted only if drafting was allowed when the round
+            # began.
             trials.add(self._drafting and before.drafts, load.n_tokens - before.n_tokens, now - since)
         self._drafting, self._checked = False, (replace(load), now)
         load.drafts = load.checked == 1 or trials.drafts
@@ -306,7 +310,7 @@ class Engine:
             self.cancel(self.requests[-1])
 
     def _serve_slots(self) -> Iterator[WorkEvent]:
-        """Take back what is free, and give out buffers in the order of arrival as far as memory goes.
+        """Take back freed buffers and grant new ones in the order of arrival, as far as memory allows.
 
         `promised` are the bytes of those that wait until others have read the beginning of their texts.
         """
@@ -319,7 +323,7 @@ class Engine:
                 elif self.memory is not None and pending.n_bytes > self.memory:
                     yield from request.throw(_too_long(pending, self.memory))
                 elif full or not self._fits(promised + pending.bytes_of(pending.first)):
-                    full = True  # No later request is served before this one.
+                    full = True  # Later requests must not overtake this one.
                     break
                 elif self._is_being_read(request, pending):
                     promised += pending.bytes_of(pending.first)
@@ -337,9 +341,9 @@ class Engine:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory
 
     def _is_being_read(self, request: Request[object], slots: Slots) -> bool:
-        """Return whether the request had better wait until an earlier one has read the beginning of its text.
+        """Return whether the request should wait until an earlier one has read the same beginning of the text.
 
-        As their passes would run together, that takes one pass more at most.
+        Waiting costs at most one more pass, because the two requests' passes would run together.
         """
         if self.memory is None:
             return False
@@ -352,7 +356,7 @@ class Engine:
         return request.waits
 
     def _buffer(self, slots: Slots, promised: int) -> tuple[KVBuffer, int, Tensor | None]:
-        """Return a buffer with as much of the text as another request has read, how much, and that one's state."""
+        """Return a buffer, the number of slots copied from another request's buffer, and that request's state."""
         least = slots.capacity if self.memory is None else slots.first
         for capacity in dict.fromkeys((least + self._spare(slots, promised), least)):
             try:
@@ -360,11 +364,11 @@ class Engine:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-        self._kept.clear()  # Kept texts go before the request fails.
+        self._kept.clear()  # Evict kept texts before letting the request fail.
         return self._filled(slots, least)
 
     def _spare(self, slots: Slots, promised: int) -> int:
-        """Return how many spare slots a buffer gets: those asked for, as far as a share of memory goes."""
+        """Return how many of the requested spare slots a buffer gets, within `SPARE_SHARE` of the memory."""
         if self.memory is None:
             return slots.spare
         taken = sum(holding.bytes_of(buffer.capacity - holding.first) for holding, buffer in self._held)
@@ -372,11 +376,11 @@ class Engine:
         return max(0, min(slots.spare, min(int(SPARE_SHARE * self.memory) - taken, left) // slots.bytes_of(1)))
 
     def _longest(self, slots: Slots) -> tuple[int, _Prefix | None]:
-        """Return how much of a text has been read, and where; where several have, the latest.
+        """Return the longest prefix of a text that some buffer holds, and the most recently used such buffer.
 
-        So a beginning that many have in common puts none before those used after it.
+        The latest is taken because a prefix that many texts share must not make an old text look recently used.
         """
-        tokens = slots.tokens[:-1]  # The last token is always read.
+        tokens = slots.tokens[:-1]  # The last token is always read again, for its logits.
         prefixes = [(kept.common(slots, tokens), kept) for kept in self._kept]
         if self.memory is not None:
             running = (text for request in self.requests for text in request.texts)
@@ -387,7 +391,7 @@ class Engine:
     def _filled(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
         n_filled, best = self._longest(slots)
         n_bytes = slots.bytes_of(capacity)
-        self._kept.sort(key=lambda kept: kept is best)  # The one in use goes to the end.
+        self._kept.sort(key=lambda kept: kept is best)  # Mark the prefix in use as the most recently used.
         self._make_room(n_bytes, keep=sum(kept is best for kept in self._kept))
         buffer = slots.runtime.new_buffer(capacity)
         if best is None:
@@ -397,7 +401,7 @@ class Engine:
         return buffer, n_filled, best.slots.state
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
-        """Keep what a request read for others to go on from, in place of shorter ones that it contains."""
+        """Keep a freed buffer for reuse, and drop kept texts that are prefixes of it."""
         if self.memory is None:
             return
         new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
@@ -406,7 +410,7 @@ class Engine:
         self._make_room(0)
 
     def _make_room(self, n_bytes: int, keep: int = 0) -> None:
-        """Drop what was not used for longest, until so many bytes are free; not the latest `keep`."""
+        """Evict the least recently used texts, except the last `keep`, until `n_bytes` fit in the memory."""
         assert self.memory is not None or not self._kept
         while len(self._kept) > keep:
             if self.n_bytes + self.kept_bytes + n_bytes <= (self.memory or 0):
@@ -415,7 +419,7 @@ class Engine:
 
 
 def _answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
-    """Return the answer to each request's demand for its pass, given the passes' logits."""
+    """Return each request's answer, given the logits of its pass."""
     answers: list[Tensor | ReadLogits] = [*logits]
     asking = [(at, demand) for at, (request, _) in enumerate(group) if isinstance(demand := request.pending, ReadPass)]
     if asking:

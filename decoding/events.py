@@ -1,4 +1,4 @@
-"""What a request reports while it is decoded, in tokens, in text, and of the search beside it."""
+"""Events that a request yields while it is decoded: tokens, text, and the layer-set search."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Prefilled:
 
     @property
     def traced(self) -> tuple[TracedToken, ...]:
-        """The tokens, which nothing has drafted."""
+        """The committed tokens; none of them was drafted."""
         return tuple(map(TracedToken, self.token_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One draft and its verification, and the tokens that they committed, with their `logprobs` where wanted.
+    """One draft and its verification, with the committed tokens and, if requested, their `logprobs`.
 
     `traced` says where each of the tokens came from.
     """
@@ -56,7 +56,7 @@ class Round:
 
 
 class Turn(NamedTuple):
-    """A completion of a prompt; of several turns each prompt has an id of its own, `id#1`, `id#2`, …"""
+    """A prompt and its completion; the turns of a chat get the ids `id#1`, `id#2`, …"""
 
     prompt: Prompt
     completion: Completion
@@ -64,7 +64,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerateInfo:
-    """How a completion was decoded: method, layer set and its origin, a note for the user, and why plainly, if so."""
+    """How a completion was decoded: method, layer set and its origin, a note for the user, reason for not drafting."""
 
     method: str
     record: LayerSetRecord | None = None
@@ -75,12 +75,12 @@ class GenerateInfo:
     why_plain: WhyPlain | None = None
 
     def of(self, completion: Completion) -> GenerateInfo:
-        """Return it with the reason why nothing was drafted for a completion, where none was known before."""
+        """Return a copy with the reason why nothing was drafted for a completion, unless one is set already."""
         return replace(self, why_plain=self.why_plain or why_nothing_was_drafted(completion))
 
 
 class Generated(NamedTuple):
-    """A completion, and how it was decoded."""
+    """A completion and how it was decoded."""
 
     prompt: Prompt
     completion: Completion
@@ -102,5 +102,6 @@ class TextAdded:
     traced: tuple[TracedToken, ...] = ()
 
 
-Shown = TextAdded | Generated  # What a client of a request gets.
-WorkEvent = Prefilled | Round | Turn | Shown | Event  # All that a request may report; `Event` is of its search.
+Shown = TextAdded | Generated  # Events that a client of a request receives.
+# All events of a request; `Event` comes from the layer-set search.
+WorkEvent = Prefilled | Round | Turn | Shown | Event

@@ -1,4 +1,4 @@
-"""What transformers' `generate` can be asked for, and what of it `custom_generate` obeys or refuses.
+"""Options of transformers' `generate`, sorted by whether `custom_generate` supports or refuses them.
 
 `generate` itself makes logits processors and stopping criteria of most fields of a `GenerationConfig`, and these hold.
 """
@@ -21,7 +21,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Fields of a GenerationConfig that have the effect that they have in plain decoding.
+# GenerationConfig fields that work as in plain decoding.
 OBEYED = _names("""
     max_length max_new_tokens min_length min_new_tokens max_time stop_strings eos_token_id do_sample temperature top_k
     top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty
@@ -30,19 +30,19 @@ OBEYED = _names("""
     remove_invalid_values renormalize_logits token_healing bos_token_id pad_token_id decoder_start_token_id
     return_dict_in_generate output_scores output_logits
 """)
-# Fields that no greedy or sampled token depends on: of caches and compilers, and details of the modes below.
+# Fields that do not change greedy or sampled tokens: caches, compilation, and details of the modes below.
 WITHOUT_EFFECT = _names("""
     use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile
     continuous_batching_config early_stopping length_penalty diversity_penalty low_memory num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
     assistant_ensemble_weight max_matching_ngram_size speculation_type transformers_version
 """)
-# Fields by which `generate` decodes in another mode than greedily or by sampling; such a mode is refused.
+# Fields that select another mode than greedy decoding or sampling; `generate` calls with them are refused.
 MODES = _names("""
     num_beams num_beam_groups constraints force_words_ids penalty_alpha dola_layers use_mtp prompt_lookup_num_tokens
     assistant_early_exit
 """)
-# What else is refused, as a field or as a field's value, and why.
+# Other refused fields, or field=value pairs, with the reason.
 REFUSED = {
     "num_return_sequences": "one sequence is decoded at a time",
     "output_attentions": "the weights of attention are not kept",
@@ -50,10 +50,10 @@ REFUSED = {
     "is_assistant": "it drafts for no other model",
     "cache_implementation=quantized": "keys and values are kept as they are computed",
 }
-# Arguments of the model's forward pass that `generate` adds itself, or that change nothing.
+# Arguments of the model's forward pass that `generate` adds itself or that have no effect.
 USUAL_INPUTS = _names("attention_mask position_ids past_key_values cache_position use_cache logits_to_keep")
 
-# Logits processors that read scores and text and keep nothing. Any other may keep a state from call to call.
+# Logits processors without state between calls; they read only scores and text.
 STATELESS = frozenset(
     getattr(logits_process, name)
     for name in _names("""
@@ -69,7 +69,7 @@ STATELESS = frozenset(
 
 
 def refuse_options(config: Any, assistant_model: Any, synced_gpus: bool) -> None:
-    """Raises: SettingsError: `generate` was asked for what is not obeyed here."""
+    """Raises: SettingsError: `generate` was called with an unsupported option."""
     defaults = GenerationConfig._get_default_generation_params()
     values = {name: value for name, value in vars(config).items() if value is not None and value is not False}
     given = {name: value for name, value in values.items() if value != defaults.get(name)}
@@ -121,7 +121,7 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
 
 
 def refuse_dropout(model: Any) -> None:
-    """Raises: SettingsError: a module of the model drops values at random."""
+    """Raises: SettingsError: the model is in training mode with active dropout."""
     for name, module in model.named_modules() if model.training else ():
         rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0.0 and module.training:

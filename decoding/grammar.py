@@ -1,4 +1,4 @@
-"""What a completion may say: grammars of llguidance, and the processor that forbids all other tokens.
+"""Grammars that completions must follow, by llguidance, and the processor that forbids all other tokens.
 
 Source: llguidance (https://github.com/guidance-ai/llguidance).
 """
@@ -21,13 +21,13 @@ from ..core.errors import InvalidInput, ParametersError, SchemaError
 from ..core.json_schemas import has_arguments, relaxed
 from .json_grammar import LIMITS, json_grammar, line, problem_of
 
-MOST_VOCABULARIES = 4  # tokenizers that are kept as llguidance reads them
-MOST_GRAMMARS = 64  # The most compiled grammars that are kept.
+MOST_VOCABULARIES = 4  # Maximum tokenizers cached in llguidance's form.
+MOST_GRAMMARS = 64  # Maximum compiled grammars in the cache.
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that completions keep to: `source` as llguidance reads it; `words` name it in messages."""
+    """A grammar that completions must follow: `source` is in llguidance's syntax, `words` name it in messages."""
 
     source: str
     words: str
@@ -94,7 +94,7 @@ class Grammar:
 
 
 class GrammarMask(LogitsProcessor):
-    """Forbids every token that cannot follow what was generated; where none can, all but the stop tokens.
+    """Forbids every token that the grammar does not allow next; if none is allowed, all but the stop tokens.
 
     Its one matcher is moved back and forward to the text that it is asked about, so that drafts, every node of a tree
     and the target get the masks that plain decoding would.
@@ -103,8 +103,8 @@ class GrammarMask(LogitsProcessor):
     def __init__(self, matcher: LLMatcher, n_prompt: int, stop_token_ids: Sequence[int]) -> None:
         self.matcher, self.n_prompt = matcher, n_prompt
         self.stop_token_ids = sorted(stop_token_ids)
-        self._read: list[int] = []  # tokens that the matcher has consumed
-        self._n_committed = 0  # of them, those that stay: what is asked for next begins with them
+        self._read: list[int] = []  # Tokens that the matcher has consumed.
+        self._n_committed = 0  # Number of leading `_read` tokens that are committed and never rolled back.
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens), minus infinity where a token is forbidden."""
@@ -112,12 +112,13 @@ class GrammarMask(LogitsProcessor):
         newest = input_ids[0, self.n_prompt + n_known :].tolist()
         allowed = self.allowed(newest, scores.shape[-1], n_known).to(scores.device)
         masked = scores.masked_fill(~allowed, float("-inf"))
-        if bool(masked.isneginf().all()):  # other processors, or a narrower draft model, have ruled out all the rest
+        # If other processors or a smaller draft vocabulary exclude all allowed tokens, restore them.
+        if bool(masked.isneginf().all()):
             masked = torch.where(allowed, 0.0, masked)
         return masked
 
     def allowed(self, generated: Sequence[int], n_vocab: int, n_known: int = 0) -> Tensor:
-        """Return which tokens may come next: bool (vocab,); all of them behind a text that is not of the language.
+        """Return a mask of the tokens allowed next: bool (vocab,); all True if the text violates the grammar.
 
         Args:   generated: without the first `n_known`, which are committed ones.
         Raises: InvalidInput: the grammar takes too much work here.
@@ -126,7 +127,7 @@ class GrammarMask(LogitsProcessor):
         ended[self.stop_token_ids] = True
         if not set(self.stop_token_ids).isdisjoint(generated):
             return ended
-        if not self._move(generated, n_known):  # no lossless verifier gets here
+        if not self._move(generated, n_known):  # The text violates the grammar, which only lossy verifiers permit.
             return torch.ones_like(ended)
         mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
         if self.matcher.is_error():
@@ -136,7 +137,7 @@ class GrammarMask(LogitsProcessor):
         return mask | ended if self.matcher.is_accepting() else mask & ~ended
 
     def forced(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar leaves no choice about behind the committed `token_ids`, prompt included.
+        """Return the tokens that the grammar forces after the committed `token_ids` (prompt included).
 
         They are as the tokenizer would split that text; the model may split it another way.
         """
@@ -147,7 +148,7 @@ class GrammarMask(LogitsProcessor):
         return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
 
     def _move(self, generated: Sequence[int], n_known: int) -> bool:
-        """Move the matcher behind `n_known` committed tokens and those; return whether it accepts them all."""
+        """Advance the matcher past `n_known` committed tokens and `generated`; return whether it accepts them all."""
         read = self._read[n_known:]
         pairs = enumerate(zip(read, generated, strict=False))
         n_same = next((n for n, (token_id, other) in pairs if token_id != other), min(len(read), len(generated)))
@@ -160,7 +161,7 @@ class GrammarMask(LogitsProcessor):
 
 
 def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments, which are an object."""
+    """Return the schema of a function's arguments, restricted to objects."""
     schema = function["parameters"]
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -170,13 +171,13 @@ def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes, as JSON and llguidance's grammars write it."""
+    """Return a text as a quoted string of JSON and of llguidance's grammars."""
     return json.dumps(text, ensure_ascii=False)
 
 
 @lru_cache(maxsize=MOST_GRAMMARS)
 def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
-    """Return a grammar's matcher at its start, not to be moved; raise InvalidInput where it does not compile."""
+    """Return a grammar's initial matcher, which callers must copy; raise InvalidInput if it does not compile."""
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise InvalidInput(f"{words} cannot be used with this model's tokens: {line(matcher.get_error())}")
@@ -185,7 +186,7 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
 
 @lru_cache(maxsize=MOST_VOCABULARIES)
 def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return a tokenizer's tokens as llguidance reads them; raise InvalidInput where it cannot."""
+    """Return a tokenizer in llguidance's form; raise InvalidInput if llguidance cannot read it."""
     try:
         n_tokens = max(n_vocab, tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True))
         return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))

@@ -17,16 +17,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..core.errors import SchemaError
 from ..core.json_schemas import Place, Schema, endless, limits, parts, rewritten, target
 
-# Half a second to compile at most, and a tenth for a mask: others wait meanwhile.
+# These limits keep compilation under 0.5 s and a mask under 0.1 s; other requests wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
-MOST_CHARACTERS = 1 << 18  # The longest grammar.
-MOST_GRAMMARS = 64  # The most grammars whose problems are kept.
-MOST_SEARCHED = 1 << 17  # characters of parts that are compiled by themselves to find where a schema is wrong
-MOST_NAMES = 64  # The most names of a pattern that are listed one by one.
-MOST_STEPS = 2048  # bytes that are tried to list them
+MOST_CHARACTERS = 1 << 18  # Maximum length of a grammar.
+MOST_GRAMMARS = 64  # Maximum grammars whose compile errors are cached.
+MOST_SEARCHED = 1 << 17  # Maximum characters of sub-schemas compiled one by one to locate an error.
+MOST_NAMES = 64  # Maximum names that a pattern may expand to.
+MOST_STEPS = 2048  # Maximum prefixes tried while expanding a pattern to names.
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
-CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # a character that JSON writes as \uXXXX only
-WORDS = {  # ours for llguidance's
+CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # Matches control characters, which JSON can write only as \uXXXX.
+WORDS = {  # llguidance's error message -> ours.
     r"Unimplemented keys: \[(.*)\]": r"\1 cannot be enforced: leave it out, or set strict to false",
     r"oneOf constraints are not supported\..*": "oneOf of schemas that may share a value is not supported: use anyOf",
     r"(Resource '.*') is not present in a registry.*": r"\1 is not in the schema: add it to $defs",
@@ -48,12 +48,12 @@ def json_grammar(schema: Schema) -> dict[str, Any]:
 
 
 def problem_of(source: str) -> str:
-    """Return why a grammar cannot be compiled, "" if it can."""
+    """Return the reason why a grammar cannot be compiled; "" if it can."""
     return f"more than {MOST_CHARACTERS} characters" if len(source) > MOST_CHARACTERS else _compiling(source)
 
 
 def line(message: str) -> str:
-    """Return a message of llguidance on one line, without the excerpt of its own form of the grammar, and its state."""
+    """Return llguidance's message on one line, without its excerpt of the grammar and its state."""
     words = " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())
     for pattern, ours in WORDS.items():
         words = re.sub(pattern, ours, words)
@@ -69,7 +69,7 @@ def _rewritten(schema: Schema) -> dict[str, Any]:
         raise SchemaError("the JSON schema cannot be used: it is nested too deeply") from None
     if changed is False:
         raise SchemaError("the JSON schema cannot be used: no finite JSON satisfies it, give its recursion an end")
-    # Without \\u a name cannot be written a second time in other characters.
+    # Without the \u escape a name has one spelling only, so it cannot be repeated under another spelling.
     escapes = 'nrbtf\\"u' if CONTROL.search(written) else 'nrbtf\\"'
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return {**changed, "x-guidance": {**form, "json_allowed_escapes": escapes}}
@@ -83,9 +83,9 @@ def _source(changed: Mapping[str, Any]) -> str:
 
 
 def _place(schema: Schema, problem: str) -> str:
-    """Return the innermost part of a schema that has the problem by itself, as a JSON pointer.
+    """Return a JSON pointer to the innermost sub-schema that has `problem` when compiled alone.
 
-    In a schema of many parts it may be one further out.
+    In a large schema it may be an enclosing sub-schema, as `MOST_SEARCHED` bounds the search.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     place, inner, left = "#", parts(schema), MOST_SEARCHED
@@ -104,7 +104,7 @@ def _changed(schema: Schema, limited: dict[str, Any], root: Schema, without_end:
         return False
     limited = limits(limited)
     if isinstance(name := limited.get("format"), str) and not _is_known(name):
-        del limited["format"]  # an annotation, by JSON Schema
+        del limited["format"]  # JSON Schema treats an unknown format as an annotation.
     _check_exact([limited.get("enum"), limited.get("const")])
     if isinstance(limited.get("patternProperties"), dict):
         limited |= _listed(limited)
@@ -144,7 +144,7 @@ def _typed(option: Any, root: Schema) -> Any:
 
 @lru_cache(maxsize=MOST_GRAMMARS)
 def names_of(pattern: str) -> tuple[str, ...] | None:
-    """Return the names that a pattern of `patternProperties` matches, shortest first; None: more than `MOST_NAMES`."""
+    """Return all names that a `patternProperties` pattern matches, shortest first; None if more than `MOST_NAMES`."""
     source = _source(_rewritten({"type": "string", "pattern": pattern}))
     start = LLMatcher(_bytes(), source, log_level=0, limits=LIMITS)
     if start.is_error():

@@ -1,4 +1,4 @@
-"""What an engine's requests may know of one another: how many there are, and what their passes took."""
+"""Load of an engine, visible to all its requests: number of sequences and times of passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..core.observed_costs import PassTiming
 
-MOST_TIMINGS = 256  # Passes whose times are kept until somebody takes them.
+MOST_TIMINGS = 256  # Maximum pass times kept until they are collected.
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Load:
     timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
 
     def is_shared(self) -> bool:
-        """Whether other sequences wait for each pass of one."""
+        """Whether several sequences share the engine, so that all wait for each other's passes."""
         return self.checked > 1
 
     def take_timings(self) -> list[PassTiming]:

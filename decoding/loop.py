@@ -20,9 +20,9 @@ from .methods import PLAIN, Method
 from .verify import Target, TargetWalk, Verifier, token_logprobs
 from .work import Free, Slots, Work
 
-MOST_FORCED = 15  # A grammar drafts at most so many tokens: with the root they are 16 rows of the target.
-FEWEST_FORCED = 2  # The method's own draft may go further than fewer tokens of the grammar.
-FIRST_NEW = 256  # A buffer in bounded memory begins with slots for so many new tokens, and grows by as many.
+MOST_FORCED = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
+FEWEST_FORCED = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
+FIRST_NEW = 256  # With bounded memory, buffers start with slots for this many new tokens and grow by doubling.
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
@@ -72,7 +72,8 @@ def decoding(
         draft_rows = max(draft_rows, 1 + MOST_FORCED)
     capacity = len(prompt_ids) + ending.max_new_tokens + draft_rows
     token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
-    # Logits of what another request has read are gone: a prompt whose own are wanted is read from its first token on.
+    # Slots shared with another request come without logits, so a request for prompt_logprobs reads its whole prompt
+    # itself.
     shared = () if prompt_logprobs else token_ids
     first = min(capacity, len(token_ids) + FIRST_NEW + draft_rows)
     spare = max(0, scratch_rows - draft_rows)
@@ -89,7 +90,8 @@ def decoding(
         yield from _resume(context, n_read, resume_from)
     if context.finish is None:
         drafting, plain = method.drafter.begin(context), PLAIN.drafter.begin(context)
-        # With this verifier alone no token, drawn or not, depends on what was drafted.
+        # Only this verifier gives the same tokens whatever was drafted, so only with it may drafting stop by measured
+        # time.
         may_stop = isinstance(method.verifier, TargetWalk) and not method.lossy
         while context.finish is None:
             if context.root_slot + draft_rows > context.buffer.capacity:
@@ -106,7 +108,7 @@ def decoding(
 def _prefill(
     context: Context, slots: Slots, n_read: int, ending: Ending, with_state: bool, prompt_logprobs: bool
 ) -> Work[None]:
-    """Read what the buffer does not hold yet of the prompt; the last pass gives the first token."""
+    """Prefill the part of the prompt not yet in the buffer; the last pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
     capture = {runtime.n_layers: states} if with_state else None
     of_prompt: list[TokenLogprob] = []
@@ -130,7 +132,7 @@ def _prefill(
 
 
 def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
-    """Bring the buffer and the rule to where they were when the request was interrupted."""
+    """Restore the buffer and the sampling rule of an interrupted request."""
     clock = perf_counter()
     context.token_ids += point.token_ids
     context.searched, context.finish, context.n_learnt = point.searched, point.finish, point.n_learnt
@@ -143,9 +145,9 @@ def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
 
 
 def _grow(context: Context, slots: Slots, draft_rows: int) -> Work[Slots]:
-    """Get a buffer with twice as many slots for new tokens, in turn with all who wait for memory.
+    """Get a buffer with twice as many slots for new tokens, queuing with other requests that wait for memory.
 
-    What has been read is kept meanwhile, and is read again only as far as its memory was wanted.
+    The old buffer is kept in the meantime; if it is evicted, its text is read again.
     """
     token_ids = list(context.token_ids)
     yield Free(slots, token_ids[:-1])
@@ -161,7 +163,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
     tally, token_ids = context.tally, context.generated
     total = tally.total_s
     spent = tally.optimise_s + tally.draft_s + tally.verify_s
-    # Verifiers that draw to accept a draft give other tokens for a seed than plain decoding does.
+    # Verifiers that draw random numbers to accept a draft give other tokens for the same seed than plain decoding does.
     keeps_tokens = not method.lossy and (context.rule.greedy or isinstance(method.verifier, TargetWalk))
     return Completion(
         token_ids=tuple(token_ids),
@@ -192,7 +194,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
 
 def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Ending) -> Work[None]:
     started = perf_counter()
-    # The last token of the completion needs no draft: it comes with the pass that verifies the one before it.
+    # The last token of the completion needs no draft: the pass that verifies the token before it yields it.
     room = ending.max_new_tokens - len(context.generated) - 1
     forced = _forced_draft(context, room)
     draft = (yield from drafting.draft(room)) if forced is None else forced
@@ -201,7 +203,7 @@ def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Endi
     draft = yield from target.check()
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
-        if node != depth:  # The keys and values of another path go to the slot of their position.
+        if node != depth:  # Move the accepted node's keys and values to the slot of its position.
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
     if forced is None:
         drafting.observe(Outcome(draft, walk, target.argmaxes))
@@ -225,7 +227,7 @@ def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequ
     tally.drafted += n_steps
     tally.accepted += n_accepted
     tally.refused += len(walk.path) < n_steps
-    if n_rows:  # A drafter that ran the target itself had passes of several widths.
+    if n_rows:  # Zero rows: the drafter ran the target itself, in passes of several widths.
         tally.widths[n_rows] = tally.widths.get(n_rows, 0) + 1
     tally.per_position += [0] * (n_steps - len(tally.per_position))
     for position in range(n_accepted):
@@ -240,7 +242,7 @@ def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequ
 
 
 def _traced(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[TracedToken, ...]:
-    """Return where each of the committed tokens came from, and what was drafted first in its place."""
+    """Return the source of each committed token, and the draft tokens rejected at its position."""
     tree, parent, traced = draft.tree, 0, list[TracedToken]()
     for token_id, node in zip(token_ids, (*walk.path, None), strict=False):
         if node is None:
@@ -254,7 +256,7 @@ def _traced(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[TracedT
 
 
 def _forced_draft(context: Context, room: int) -> Draft | None:
-    """Return a draft of what the request's grammar leaves no choice about, if that is enough to go on with."""
+    """Return a draft of the tokens that the request's grammar forces; None if fewer than `FEWEST_FORCED`."""
     grammar = context.rule.grammar
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MOST_FORCED)]
     if len(token_ids) < FEWEST_FORCED:

@@ -1,4 +1,4 @@
-"""Times the passes of an engine, for costs that follow decoding."""
+"""Timing of an engine's passes, to refine cost profiles while decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .load import Load
 
 
 class PassClock:
-    """Notes in an engine's load what each pass of decoding took.
+    """Records the time of each decoding pass in the engine's load.
 
     On a CUDA device logits are computed while their reader goes on. Draft passes then count with the check of the
     target that waits for them all.
@@ -41,7 +41,7 @@ class PassClock:
 
 
 def part_of(passes: Sequence[Pass]) -> Part | None:
-    """Return the rows and the layer set of passes that run together; None where a cost profile has no such pass.
+    """Return the rows and the layer set of passes that ran together; None if cost profiles have no such passes.
 
     It has checks of the whole target, and drafts of one layer set of it.
     """
@@ -51,7 +51,7 @@ def part_of(passes: Sequence[Pass]) -> Part | None:
     if first.kind == "beside" or any(pass_.layers is not None or pass_.capture is not None for pass_ in passes):
         return None
     is_draft = first.kind == "draft"
-    if len(first.rows.variants) != is_draft:  # a draft by another model has none
+    if len(first.rows.variants) != is_draft:  # A draft by a separate model has no layer set; skip it.
         return None
     n_rows = sum(len(pass_.rows.token_ids) for pass_ in passes)
     return n_rows, first.rows.variants[0] if is_draft else None

@@ -26,7 +26,8 @@ from .loop import decoding
 from .methods import Method
 from .work import Work
 
-# Characters per position of the context: a text of more than LONG is first looked at in pieces of PIECE.
+# Lengths in characters per context position. Texts longer than LONG are tokenized in pieces of PIECE, to refuse a
+# prompt that is too long without encoding all of it.
 LONG, PIECE = 16, 4
 
 
@@ -60,7 +61,7 @@ class Session:
         refuse_tokens("logit_bias", dict(self.sampling.logit_bias), self.runtime.vocab_size)
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
         if self.grammar is not None:
-            self.rule()  # A grammar that cannot be read with this tokenizer is refused here.
+            self.rule()  # Refuse a grammar that cannot be compiled for this tokenizer.
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, up to its first turn.
@@ -138,7 +139,7 @@ class Session:
         return turns
 
     def rule(self, n_prompt: int = 0, sample: int = 0) -> TokenRule:
-        """Return a new rule for a prompt of so many tokens; its draws start from the seed plus the sample's number."""
+        """Return a new token rule for a prompt of `n_prompt` tokens, seeded by the seed plus the sample's number."""
         stops, constraints = sorted(self._stop_token_ids()), list[LogitsProcessor]()
         if self.min_new_tokens and stops:
             device = str(self.runtime.device)
@@ -150,7 +151,7 @@ class Session:
         return TokenRule.of(sampling, self.generation_config, n_prompt, constraints)
 
     def ending(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Ending:
-        """Return when a completion of this session ends; `stop` are strings beside the session's own."""
+        """Return the ending conditions of a completion; `stop` are stop strings in addition to the session's."""
         stops, strings = self._stop_token_ids(), tuple(dict.fromkeys((*self.stop_strings, *stop)))
         return Ending(max_new_tokens, stops, strings, self.to_text, self.min_new_tokens)
 
@@ -189,7 +190,7 @@ class Session:
         return chat.encode()
 
     def _check_length(self, text: str) -> None:
-        """Check that a very long text fits, piece by piece: all of it takes seconds a megabyte, while others wait.
+        """Check in pieces whether a very long text fits: encoding all of it blocks other requests for seconds per MB.
 
         Raises: ContextOverflow: it does not.
         """
@@ -197,7 +198,7 @@ class Session:
         n_tokens, starts = 0, range(0, len(text) if len(text) > LONG * most else 0, PIECE * most)
         for n_pieces, start in enumerate(starts):
             n_tokens += len(tokenizer(text[start : start + PIECE * most], add_special_tokens=False)["input_ids"])
-            if n_tokens - n_pieces > most:  # A word that is cut may have one token more.
+            if n_tokens - n_pieces > most:  # Each cut between pieces may add one token.
                 raise ContextOverflow(
                     f"this model's maximum context length is {most} tokens, but the prompt has more than {n_tokens}:"
                     " shorten it"
@@ -214,12 +215,12 @@ class Session:
         return frozenset([stops] if isinstance(stops, int) else stops)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
-        """Return what tokens say, without those that are no text."""
+        """Return the tokens as text, without special tokens."""
         return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def turn_of(prompt: Prompt, number: int) -> Prompt:
-    """Return the prompt under the id of one of its turns (0-based), which is its own where there is only one."""
+    """Return the prompt with the id of one of its turns (0-based); with a single turn the id stays."""
     return prompt if len(prompt.turns) < 2 else replace(prompt, id=f"{prompt.id}#{number + 1}")
 
 
@@ -248,7 +249,7 @@ def hf_generate(
 
 @contextmanager
 def _naming(prompt_id: str, kind: type[InvalidInput] = ContextOverflow) -> Iterator[None]:
-    """Say which prompt an error of a kind is about."""
+    """Add the prompt's id to errors of a kind."""
     try:
         yield
     except kind as error:

@@ -1,4 +1,4 @@
-"""Predictions from earlier text: the longest end of a growing text that occurred before, and how often it is right.
+"""Predictions from earlier text: what followed the longest suffix that occurred before, and how often it is right.
 
 A drafted token costs a row of the target's pass, so a draft should be only as long as it is likely to be accepted. How
 likely is learnt from the text itself: at each of its tokens, the prompt's included, the match before it predicted one.
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ..core.types import TokenSource
 
-LONGEST = 8  # match lengths from here on are counted together
-PRIOR_TOKENS = 2  # how many observed tokens the prior weighs
-EARLIER_TOKENS = 8  # Earlier texts' continuations count as so many tokens.
-MOST_SEEN = 1024.0  # observations of a length that are kept
-_FRESHENED = 8  # states whose latest occurrence is brought up to date per token: a bound, so that the cost has one
+LONGEST = 8  # Longest match length with a hit rate of its own; longer matches share it.
+PRIOR_TOKENS = 2  # Weight of the prior hit rate, in observed tokens.
+EARLIER_TOKENS = 8  # Weight of the hit rate from earlier texts, in observed tokens.
+MOST_SEEN = 1024.0  # Observations per match length above which the counts are halved.
+_FRESHENED = 8  # Maximum states per token whose latest occurrence is updated; bounds the time per token.
 
 
 class SuffixAutomaton:
@@ -33,19 +33,19 @@ class SuffixAutomaton:
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self.token_ids: list[int] = []
-        self.n_moves = 0  # transitions and links followed or set so far: the work done
+        self.n_moves = 0  # Transitions and links followed or set so far; measures the running time.
         self._next: list[dict[int, int]] = [{}]
         self._link: list[int] = [-1]
-        self._length: list[int] = [0]  # of a state's longest member
-        self._end: list[int] = [0]  # tokens up to and with an occurrence of it
+        self._length: list[int] = [0]  # Length of each state's longest substring.
+        self._end: list[int] = [0]  # Token count up to the end of one occurrence of each state's substrings.
         self._last = 0
-        self.match_end = 0  # tokens up to the end of the match's earlier occurrence: what followed it is from here
+        self.match_end = 0  # Index of the token that followed the earlier occurrence of the match.
         for token_id in token_ids:
             self.extend(token_id)
 
     @property
     def match_length(self) -> int:
-        """Tokens at the text's end that occurred before, as many as possible; 0 where the last token is new."""
+        """Length of the longest suffix of the text that occurred before; 0 if the last token is new."""
         return self._length[max(0, self._link[self._last])]
 
     def extend(self, token_id: int) -> None:
@@ -61,7 +61,7 @@ class SuffixAutomaton:
         self._freshen(self._link[new])
 
     def _upto(self, state: int, token_id: int) -> int:
-        """Return the state whose longest member is that of `state` and the token; split it off if need be."""
+        """Return the state whose longest substring is `state`'s longest plus the token; split it off if necessary."""
         reached = self._next[state][token_id]
         length = self._length[state] + 1
         if self._length[reached] == length:
@@ -83,7 +83,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _freshen(self, state: int) -> None:
-        """Take the match's earlier place, then note that the text's end is one now, for it and the ends within it."""
+        """Set `match_end`, then record the text's end as the latest occurrence of the match and of its suffixes."""
         self.match_end = self._end[state]
         for _ in range(_FRESHENED):
             if state <= 0:
@@ -95,10 +95,9 @@ class SuffixAutomaton:
 
 @dataclass(slots=True, eq=False)
 class HitRates:
-    """How often the token that followed a match came again, by the match's length.
+    """How often the token after an earlier match came again, by the length of the match.
 
-    The prior for a match of m tokens is m / (m + 1), or how often it was right in `earlier` texts, whose rates learn
-    along.
+    The prior for a match of m tokens is m / (m + 1), or the rate of `earlier` texts, which is updated, too.
     """
 
     earlier: HitRates | None = None
@@ -106,12 +105,12 @@ class HitRates:
     hits: list[float] = field(default_factory=lambda: [0.0] * (LONGEST + 1))
 
     def alone(self) -> HitRates:
-        """Return the same rates, without the earlier texts' ones, which then learn nothing."""
+        """Return these rates without `earlier`, so that later observations do not update the earlier texts' rates."""
         return HitRates(None, self.seen, self.hits)
 
     def learn(self, match_length: int, hit: bool) -> None:
         length = min(match_length, LONGEST)
-        if self.seen[length] >= MOST_SEEN:  # old observations fade
+        if self.seen[length] >= MOST_SEEN:  # Halve old counts so that recent tokens weigh more.
             self.seen[length], self.hits[length] = self.seen[length] / 2, self.hits[length] / 2
         self.seen[length] += 1
         self.hits[length] += hit
@@ -128,7 +127,7 @@ class HitRates:
 
 
 class Guess(NamedTuple):
-    """What came next at an earlier place, the chance that it does here, and which text that place is in."""
+    """A predicted token, its chance to be right, and the text that it comes from."""
 
     token_id: int
     chance: float
@@ -136,7 +135,7 @@ class Guess(NamedTuple):
 
 
 class Matches:
-    """The committed text with all its matches, and how often a match of which length was right.
+    """The committed text with its matches, and hit rates by length of match.
 
     Args: prediction: what the caller expects behind the prompt. It is read as earlier text, behind the prompt's last
           tokens; other texts' rates learn nothing from it.
@@ -147,9 +146,10 @@ class Matches:
     ) -> None:
         self.text = SuffixAutomaton()
         self.rates = HitRates(earlier)
-        self.pairs: dict[tuple[int, int], int] = {}  # two tokens -> where the latest occurrence of both ended
+        self.pairs: dict[tuple[int, int], int] = {}  # Token pair -> index after its latest occurrence.
         before = [*prompt_ids[-LONGEST:], *prediction] if prediction else []
-        self.predicted = range(len(before) - len(prediction), len(before))  # places of the prediction's tokens
+        # Indices of the prediction's tokens in the text.
+        self.predicted = range(len(before) - len(prediction), len(before))
         self._n_before = len(before)
         self.extend(before, known=True)
 
@@ -158,44 +158,44 @@ class Matches:
         return len(self.text.token_ids) - self._n_before
 
     def read(self, token_ids: Sequence[int], known: bool = False) -> None:
-        """Read what was committed since the last call; the prompt at the first.
+        """Add the tokens committed since the last call; at the first call, the prompt.
 
         Args: known: whether an earlier process has read it, so that earlier texts' rates have learnt it.
         """
         self.extend(token_ids[self.n_read :], known)
 
     def extend(self, token_ids: Iterable[int], known: bool = False) -> None:
-        """Read tokens behind those that were read; see `read`."""
+        """Append tokens to the text; see `read`."""
         text, rates = self.text, self.rates.alone() if known else self.rates
         for token_id in token_ids:
             if text.match_length:
                 rates.learn(text.match_length, text.token_ids[text.match_end] == token_id)
             text.extend(token_id)
-            if len(text.token_ids) > 2:  # the pair at the end is no earlier occurrence of itself
+            if len(text.token_ids) > 2:  # Do not store the last pair yet: it would match itself.
                 self.pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1
 
     def at_end(self) -> Cursor:
-        """Return where the committed text's end occurred before."""
+        """Return a cursor after the earlier occurrence of the committed text's suffix."""
         return Cursor(self, self.text.match_end, self.text.match_length, self.text.token_ids[-1])
 
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """A place in the earlier text that matches the end of the drafted one; moved on by each drafted token."""
+    """A position in the earlier text that matches the end of the draft; advanced with each drafted token."""
 
     matches: Matches
     place: int
-    length: int  # tokens that match
-    last: int  # the latest token
+    length: int  # Number of tokens that match.
+    last: int  # Token after which the next one is predicted.
 
     @property
     def token_id(self) -> int | None:
-        """What came next there; None without a match."""
+        """The token that followed the match; None without a match."""
         token_ids = self.matches.text.token_ids
         return token_ids[self.place] if self.length and self.place < len(token_ids) else None
 
     def move(self, token_id: int) -> None:
-        """Move behind that token: further along the match, or to where the last two tokens occurred last."""
+        """Advance by a token: along the match, or to the latest occurrence of the last two tokens."""
         if self.token_id == token_id:
             self.place, self.length = self.place + 1, self.length + 1
         else:
@@ -204,7 +204,7 @@ class Cursor:
         self.last = token_id
 
     def ahead(self) -> Iterator[Guess]:
-        """Yield what comes next, token by token, each with its chance given those before it."""
+        """Yield the predicted tokens, each with its chance to be right if all before it are."""
         cursor = Cursor(self.matches, self.place, self.length, self.last)
         while (token_id := cursor.token_id) is not None:
             source: TokenSource = "prediction" if cursor.place in self.matches.predicted else "text"
@@ -212,7 +212,7 @@ class Cursor:
             cursor.move(token_id)
 
     def guesses(self, most: int, worth: float) -> list[Guess]:
-        """Return what comes next, up to `most` tokens, while the chance that all of them do is at least `worth`."""
+        """Return up to `most` predicted tokens, while the chance that all are right is at least `worth`."""
         chance, guesses = 1.0, list[Guess]()
         for guess in islice(self.ahead(), most):
             chance *= guess.chance

@@ -37,7 +37,7 @@ from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
 from .work import subscribed
 
-KEPT = "_swiftopt"  # under which a model object has what its calls of `custom_generate` share
+KEPT = "_swiftopt"  # Attribute of a model object that holds state shared by its `custom_generate` calls.
 
 
 def custom_generate(
@@ -74,7 +74,7 @@ def custom_generate(
     refuse_inputs(input_ids, model_inputs)
     refuse_dropout(model)
     shared, prompt_ids = _Shared.of(model), input_ids[0].tolist()
-    # One draw from torch's global generator seeds the request, so that torch.manual_seed governs it as usual.
+    # Seed the request with one draw from torch's global generator, so that torch.manual_seed controls it.
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
     steps = _Steps(logits_processor, generation_config)
     rule = TokenRule(Sampling(temperature=float(bool(generation_config.do_sample)), seed=seed), *steps.processors)
@@ -114,7 +114,7 @@ class DraftedOutput(GenerateDecoderOnlyOutput):
 
 
 class _Recorder(LogitsProcessor):
-    """Keeps what it sees."""
+    """Records the scores that it receives; changes nothing."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -125,7 +125,7 @@ class _Recorder(LogitsProcessor):
 
 
 class _Steps:
-    """The processors of a call, and the scores (1, vocab) of its tokens, before and after them, where wanted."""
+    """The logits processors of a call; records the scores (1, vocab) before and after them if requested."""
 
     def __init__(self, processors: LogitsProcessorList, config: Any) -> None:
         self._before, self._after = (
@@ -145,7 +145,7 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class CriteriaEnding(Ending):
-    """Ends where transformers' stopping criteria say so, asked after every token.
+    """Ends a completion by transformers' stopping criteria, evaluated after every token.
 
     `prompt` is int64 (1, tokens), on the device where the caller's own criteria expect ids.
     """
@@ -155,10 +155,11 @@ class CriteriaEnding(Ending):
     steps: _Steps | None = None
 
     def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """See `Ending.crop`; the reason is "length" where the room is used up, else "stop"."""
+        """See `Ending.crop`; the finish reason is "length" if no room is left, else "stop"."""
         assert self.prompt is not None and self.steps is not None
         is_library = all(type(criterion).__module__.startswith("transformers.") for criterion in self.criteria)
-        prompt = self.prompt.cpu() if is_library else self.prompt  # asking a GPU waits for it
+        # The library's criteria run on the CPU: each value that they read from a GPU would wait for it.
+        prompt = self.prompt.cpu() if is_library else self.prompt
         for n in range(1, len(block) + 1):
             text_so_far = torch.tensor([[*generated, *block[:n]]], device=prompt.device)
             scores: Any = self.steps.scores(len(generated) + n)
@@ -170,12 +171,12 @@ class CriteriaEnding(Ending):
 
 @dataclass(slots=True)
 class _Shared:
-    """What calls on one model object share: a runtime, costs of its drafts, and what was learnt of their acceptance.
+    """State shared by calls on one model object: the runtime, costs of drafts, and learnt acceptance rates.
 
     It lies in the object's `__dict__`, to be freed with the model, and counts for the weights that the model had.
     """
 
-    runtime: Runtime  # with copies and captured passes, one at a time
+    runtime: Runtime  # Holds quantised copies and captured passes; one call at a time.
     parts: Sequence[Any]
     lock: RLock = field(default_factory=RLock)
     costs: CostProfile | None = None
@@ -183,17 +184,17 @@ class _Shared:
 
     @classmethod
     def of(cls, model: Any) -> _Shared:
-        """Return that of earlier calls, unless the model was moved, cast or changed since."""
+        """Return the state of earlier calls, or a new one if the model was moved, cast or changed."""
         kept, parts = vars(model).get(KEPT), _parts(model)
         if kept is None or kept.parts != parts:
             kept = vars(model)[KEPT] = cls(_runtime_of(model), parts)
         return cast(_Shared, kept)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model begins anew
+        return type(None), ()  # Do not copy or pickle this state with the model.
 
     def method(self, layer_set: LayerSet, settings: SwiftSettings) -> Method:
-        """SWIFT's drafting with the set, or adaptive drafts where the settings say so."""
+        """Return the method of the settings (SWIFT or adaptive), drafting with the layer set."""
         runtime = self.runtime
         if settings.method != "adaptive":
             return swift(layer_set, settings)
@@ -209,17 +210,18 @@ class _Shared:
 def _runtime_of(model: Any) -> Runtime:
     runtime = Runtime(model, None, info_of(model, ""))
     at_speed(runtime, "auto", lay_out=False)
-    runtime.hf_model = cast(Any, weakref.proxy(model))  # which holds the runtime
+    runtime.hf_model = cast(Any, weakref.proxy(model))  # A weak reference: the model holds the runtime.
     return runtime
 
 
 def _parts(model: Any) -> list[Any]:
-    """Return what a runtime takes from a model: its modules, what else they do when called, and where weights lie."""
+    """Return all that a runtime reads from a model: its modules, their hooks, and the addresses of their weights."""
     parts: list[Any] = []
     for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
         tensors = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in module.parameters(recurse=False)]
-        parts.append((None if module is model else module, hooks, tensors))  # the model holds this list
+        # None stands for the model itself, which stores this list.
+        parts.append((None if module is model else module, hooks, tensors))
     return parts
 
 

@@ -55,17 +55,17 @@ class Target:
         self.accept = self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self.argmaxes: list[int] = []
-        self._logits: Tensor | None = None  # (rows, vocab); None: the round needed no pass
+        self._logits: Tensor | None = None  # Logits (rows, vocab); None if the draft needed no pass.
         self._late = context.reads_late or draft.unread is not None
-        self._choices: dict[int, int] = {}  # the target's own token after a node, as far as it was read already
-        self._weights: dict[int, Sequence[float]] = {}  # what `weights` yields of a node, likewise
-        self._probs: dict[int, Tensor] = {}  # what `probs` has computed
-        self.backed: list[Tensor] = []  # what `BlockRatio` has computed of a chain
-        self._drawn: dict[int, Tensor] = {}  # what `peek` found, (1,) after a node
-        self._logprobs: list[list[float]] = []  # what `logprobs_of` found of each node, where tokens are read late
+        self._choices: dict[int, int] = {}  # Tokens that the target itself chose after a node, by node, once read.
+        self._weights: dict[int, Sequence[float]] = {}  # Numbers that `weights` yields for a node, by node, once read.
+        self._probs: dict[int, Tensor] = {}  # Cache of `probs`, by node.
+        self.backed: list[Tensor] = []  # Cache of `_backed`: acceptance factors along the sampled chain.
+        self._drawn: dict[int, Tensor] = {}  # Tokens (1,) that `peek` drew after a node, by node.
+        self._logprobs: list[list[float]] = []  # Log probabilities per node; filled only if tokens are read late.
 
     def check(self) -> Work[Draft]:
-        """Run the pass that checks the draft, or its rest, if it needs any; return the draft with its tokens."""
+        """Run the target's pass over the unchecked nodes of the draft, if any; return the draft with its tokens."""
         from .work import ReadPass
 
         draft, verifier, is_argmax = self._draft, self._verifier, self.rule.is_argmax
@@ -87,7 +87,7 @@ class Target:
         return draft.read(numbers[n_rows:])
 
     def _pass(self) -> Pass:
-        """Return the pass over the tree's rows and, behind them, the extra ones."""
+        """Return the pass over the tree's rows, followed by the extra rows."""
         from ..models.rows import Pass
 
         draft, context = self._draft, self.context
@@ -100,7 +100,7 @@ class Target:
         return Pass(context.runtime, rows, context.buffer, rows_read)
 
     def _read(self) -> Draft:
-        """Read what the round needs in one transfer; return the draft with its tokens."""
+        """Transfer all numbers that the round needs from the device at once; return the draft with its tokens."""
         import torch
 
         from ..models.rows import best_of, read_together
@@ -116,7 +116,8 @@ class Target:
             nodes = [node for node in nodes if node not in drawn]
             scores = [self.context.noisy_scores(self.above(node), self._row(node), of_target=True) for node in nodes]
             choices = best_of(torch.stack(scores)) if scores else None
-        weights = [torch.cat(list(verifier.weigh(draft, self, group)), dim=1) for group in weighed]  # (nodes, numbers)
+        # One (nodes, numbers) per group.
+        weights = [torch.cat(list(verifier.weigh(draft, self, group)), dim=1) for group in weighed]
         logprobs: list[Tensor] = []
         if self._late:
             logprobs = self._logprobs_of_all(verifier.lossy, nodes, argmaxes if is_argmax else choices)
@@ -135,7 +136,7 @@ class Target:
             self._choices = dict(enumerate(self.argmaxes[: self.n_checked]))
 
     def weights(self, nodes: Sequence[int]) -> Iterator[Sequence[float]]:
-        """Yield what the verifier weighs at `nodes`, a number of each at a time: as it was read, or is computed now."""
+        """Yield the verifier's numbers for `nodes`, one per node at a time, from the transfer or computed now."""
         if nodes[0] in self._weights:
             yield from zip(*(self._weights[node] for node in nodes), strict=True)
         else:
@@ -143,7 +144,7 @@ class Target:
                 yield numbers.flatten().tolist()
 
     def choose(self, node: int, accepted: Sequence[int]) -> int:
-        """Return the target's own token after a node: its argmax, or a draw."""
+        """Return the token that the target itself chooses after a node: the argmax or a draw."""
         if node in self._choices:
             return self._choices[node]
         return self.context.choose(accepted, self._row(node))
@@ -163,7 +164,7 @@ class Target:
         return self._draft.tokens(self._logits.device)[:, None].unbind()
 
     def above(self, node: int) -> Drafted:
-        """Return the tokens between the root and a node of the draft before it is read, the node's own included."""
+        """Return the tokens on the path from the root (excluded) to a node (included), before the draft is read."""
         return cast("Drafted", [self._tokens[node_above] for node_above in self._draft.tree.path(node)])
 
     def probs(self, node: int) -> Tensor:
@@ -188,7 +189,7 @@ class Target:
         return drawn
 
     def draw(self, drawn: float) -> int:
-        """Return a token that `peek` gave, as the next draw of the request."""
+        """Commit to a token that `peek` drew: count it as the request's next draw."""
         self.rule.spend()
         return int(drawn)
 
@@ -197,13 +198,14 @@ class Target:
         n_top = self.context.logprobs
         if n_top is None:
             return ()
-        rows = list(zip((0, *path), token_ids, strict=False))  # the end may be cut off
+        # The last tokens may be cut off (stop string, length limit).
+        rows = list(zip((0, *path), token_ids, strict=False))
         if not self._logprobs:
             return token_logprobs([self._row(node) for node, _ in rows], token_ids, n_top)
         return tuple(_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)
 
     def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], own: Tensor | None) -> list[Tensor]:
-        """Return `logprobs_of` for every node and what may be committed after it, if that is wanted and known.
+        """Return `logprobs_of` every node and the tokens that may follow it, if requested and already known.
 
         A token that is offered may be where it is weighed, or by a lossy verifier, and else as the target's own.
 
@@ -216,7 +218,7 @@ class Target:
             return []
         chosen = self._drawn if own is None else {**self._drawn, **dict(zip(nodes, own[:, None], strict=False))}
         if len(chosen) < self.n_checked:
-            return []  # some will be drawn as they are asked for
+            return []  # Some tokens are drawn only when `verify` asks for them, so they are not known yet.
         logprobs: list[Tensor] = []
         for node in range(self.n_checked):
             offered = draft.offers[node].nodes if node in self._drawn else draft.tree.children(node) if lossy else ()
@@ -259,10 +261,11 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
 
 
 def _logprob(token_id: int, numbers: Sequence[float], n_top: int) -> TokenLogprob:
-    """Return what `logprobs_of` says of a token, its numbers read."""
+    """Return a token's log probabilities from the transferred numbers of `logprobs_of`."""
     n = len(numbers) // 2
     pairs = [(int(token), value) for token, value in zip(numbers[:n], numbers[n:], strict=True)]
-    likeliest = dict(pairs[:n_top])  # of a smaller vocabulary: all of it, once
+    # With fewer than n_top tokens in the vocabulary, the chosen one appears twice; the dict removes the duplicate.
+    likeliest = dict(pairs[:n_top])
     return TokenLogprob(token_id, dict(pairs)[token_id], tuple(likeliest.items()))
 
 
@@ -292,14 +295,14 @@ class Verifier(ABC):
     """Decides how much of a draft is accepted. `lossy`: the output is not the target's own distribution."""
 
     lossy = False
-    weighs_offers = False  # whether a node that has an offer gets its token by weighing this
+    weighs_offers = False  # Whether `weigh` draws the token after a node that has an offer.
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
-        """Return the nodes that `verify` may ask `Target.weights` of, in groups that are weighed together."""
+        """Return the nodes for which `verify` may call `Target.weights`, in groups that are computed together."""
         return []
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield what `verify` decides by at nodes of one group, a number of each at a time: (nodes, 1), on the device.
+        """Yield the numbers by which `verify` decides at nodes of one group, as tensors (nodes, 1) on the device.
 
         Only `Target` calls it, and waits for the numbers when it reads them.
         """
@@ -336,7 +339,7 @@ class SeveralRatio(Verifier):
         return [list(nodes) for _, nodes in by_tries]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the chance of every try at nodes with as many each, and then the token drawn where none succeeds.
+        """Yield the chance of each try at nodes with equally many tries, then the token drawn if all tries fail.
 
         A walk draws once at most: what was refused has no probability left.
         """
@@ -389,13 +392,13 @@ class BlockRatio(ChainRatio):
     """
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
-        """Return the nodes of the sampled chain, and then those behind it."""
+        """Return the nodes of the sampled chain, then the nodes after it."""
         n = _n_sampled(draft, target)
         behind = ([node for node in nodes if node >= n] for nodes in super().weighed(draft, target))
         return [nodes for nodes in (list(range(n)), *behind) if nodes]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the chance of the block that ends with the token after each node, where that is the whole chain.
+        """Yield the chance of the block that ends with the token after each node, as the whole chain.
 
         Then that of the block which ends at the node, after a longer one was refused, and what is drawn behind it.
         """
@@ -404,11 +407,11 @@ class BlockRatio(ChainRatio):
         if nodes[0] >= _n_sampled(draft, target):
             yield from super().weigh(draft, target, nodes)
             return
-        backed = torch.stack(_backed(draft, target, nodes[-1] + 1)[nodes[0] :])  # (nodes + 1, 1)
+        backed = torch.stack(_backed(draft, target, nodes[-1] + 1)[nodes[0] :])  # Shape (nodes + 1, 1).
         yield backed[1:]
         kept_probs = backed[:-1] * _stacked([target.probs(node) for node in nodes])
         left, total = _left(kept_probs, _stacked([draft.offers[node].probs for node in nodes]))
-        missing = total + (1.0 - backed[:-1])  # never below `total`
+        missing = total + (1.0 - backed[:-1])  # At least `total`, so the ratio below is at most 1.
         yield (total / missing).where(missing > 0.0, 1.0)
         yield target.peek((left / total).where(total > 0.0, kept_probs), nodes)
 
@@ -417,7 +420,7 @@ class BlockRatio(ChainRatio):
         tokens = draft.tree.token_ids[1 : n + 1]
         if n == 0 or target.accept(next(target.weights([n - 1]))[0]):
             return self._descend(draft, target, Walk(tuple(range(1, n + 1)), tokens))
-        for kept in range(n - 1, -1, -1):  # the longest block whose own chance comes up
+        for kept in range(n - 1, -1, -1):  # Find the longest block that is accepted by its own chance.
             weights = target.weights([kept])
             _, [chance] = next(weights), next(weights)
             if kept == 0 or target.accept(chance):
@@ -427,8 +430,8 @@ class BlockRatio(ChainRatio):
 
 
 def _backed(draft: Draft, target: Target, n: int) -> list[Tensor]:
-    """Return how far the target backs the first 0 … `n` tokens of a chain by their probabilities, (1,); at most 1."""
-    backed = target.backed  # as far as it was computed before
+    """Return the block acceptance factors (1,), at most 1, of the first 0 … `n` tokens of a chain."""
+    backed = target.backed  # Cached from earlier calls; extended below.
     backed += [] if backed else [target.probs(0).new_ones(1)]
     tokens = draft.tokens(backed[0].device)
     for node in range(len(backed) - 1, n):
@@ -439,7 +442,7 @@ def _backed(draft: Draft, target: Target, n: int) -> list[Tensor]:
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows (vocab,) as (rows, vocab); a single one is not copied."""
+    """Stack rows (vocab,) to (rows, vocab); a single row is not copied."""
     import torch
 
     return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
@@ -451,13 +454,13 @@ def _offering(draft: Draft, target: Target) -> list[int]:
 
 
 def _n_sampled(draft: Draft, target: Target) -> int:
-    """Return how many tokens of a chain, from its first on, were sampled and have logits of the target; else 0."""
+    """Return the number of leading tokens of a chain that were sampled and checked; 0 if not a chain."""
     nodes = _offering(draft, target) if draft.tree.is_chain else []
     return next((n for n, node in enumerate(nodes) if node != n), len(nodes))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return max(0, target - draft) made to sum to 1, (…, vocab); the target's own where nothing is left of it."""
+    """Return max(0, target - draft), normalised, (…, vocab); the target's distribution where all of it is 0."""
     left, total = _left(target_probs, draft_probs)
     return (left / total).where(total > 0.0, target_probs)
 
@@ -471,7 +474,7 @@ def _left(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
 def _one_by_one(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
-    """Yield the chance (n, 1) of each try of `tokens` (n, tries); return what is drawn from if none succeeds.
+    """Yield the chance (n, 1) of each try of `tokens` (n, tries); return the distribution to draw from if all fail.
 
     Each is given that those before it were refused. The distributions, the returned one too, are (n, vocab). Tries that
     `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
@@ -488,6 +491,6 @@ def _one_by_one(
 
 
 def chance_of(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
-    """Return the chance of a draw `token` (n, 1), at most 1, where tokens are to come out as often as `accepted`."""
+    """Return the chance (n, 1), at most 1, of accepting `token` so that tokens come out with probability `accepted`."""
     offered = draft_probs.gather(1, token)
     return (accepted.gather(1, token) / offered).clamp(max=1.0).where(offered > 0.0, 0.0)

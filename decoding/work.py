@@ -1,4 +1,4 @@
-"""Generators that compute: what they may yield and be sent.
+"""Types of the generators that an engine runs: what they yield and receive.
 
 Such a generator yields a `Demand` and is sent its `Answer`: of a `Pass` the logits, of `Slots` a buffer. What else it
 yields is an event, a `WorkEvent`: whoever runs it gets it before the generator goes on, so that the state can be read
@@ -30,7 +30,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPass:
-    """The demand for a pass whose best tokens are read at once, with numbers that are on its device still.
+    """Demand for a pass whose argmaxes are read at once, together with other numbers still on its device.
 
     The answer is the logits, and the most probable token of each of their rows, the first of several, with the numbers
     of `unread` behind these. What all passes that run together ask for is moved from the device in one transfer.
@@ -44,7 +44,7 @@ class ReadPass:
 
 
 class ReadLogits(NamedTuple):
-    """The answer to a `ReadPass`."""
+    """Answer to a `ReadPass`."""
 
     logits: Tensor
     numbers: list[float]
@@ -52,7 +52,7 @@ class ReadLogits(NamedTuple):
 
 @dataclass(eq=False)
 class Slots:
-    """The demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
+    """Demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
     them and asks for more. The text's passes write only behind what it has read. Only texts of one `salt` share any.
@@ -86,7 +86,7 @@ class Slots:
 
 
 class Granted(NamedTuple):
-    """The answer to `Slots`: a buffer, of which `n_read` slots hold keys and values of the text already.
+    """Answer to `Slots`: a buffer whose first `n_read` slots already hold the text's keys and values.
 
     They are fewer than its tokens, and of a text of that `state`. `load` is the engine's.
     """
@@ -99,21 +99,21 @@ class Granted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """The buffer of those slots is not needed any more; it holds the keys and values of `token_ids`."""
+    """Returns the buffer of `slots`, which holds the keys and values of `token_ids`, to the engine."""
 
     slots: Slots
     token_ids: Sequence[int]
 
 
 Demand = Pass | ReadPass | Slots | Free
-Answer = Tensor | ReadLogits | Granted | None  # None: to `Free`, and to events.
-PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; is sent the logits (rows, vocab) of each.
+Answer = Tensor | ReadLogits | Granted | None  # None answers `Free` demands and events.
+PassGenerator = Generator[Pass, Tensor, T]  # Yields passes only; receives each one's logits (rows, vocab).
 Work = Generator[Demand | WorkEvent, Answer, T]
-Subscriber = Callable[[WorkEvent], Work[None] | None]  # May demand and report, too, before the generator goes on.
+Subscriber = Callable[[WorkEvent], Work[None] | None]  # May return work to run before the generator continues.
 
 
 def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambda event: None) -> T:
-    """Pass all events of a generator to `on_event`; return what it returns."""
+    """Pass all events of a generator to `on_event`; return the generator's result."""
     while True:
         try:
             on_event(next(events))
@@ -123,7 +123,7 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
 
 
 def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
-    """Do what a generator does, and tell `subscriber` each of its events, after whoever runs this got it.
+    """Run a generator, and pass each event to `subscriber` after the caller has received it.
 
     What the subscriber demands and reports comes then, before the generator goes on.
     """

@@ -1,1 +1,1 @@
-"""Other engines: run here in environments of their own, and given plans as what they load."""
+"""Other engines: running them in separate environments, and exporting plans to their file formats."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..store import Store
     from .tuning import EngineTuned
 
-# Options of `tune` that it obeys with --engine, too; servers are where they are.
+# Options of `tune` that also apply with --engine. --device is added unless servers run already.
 USED = (
     *("model", "stream", "task", "limit", "max_new_tokens", "dtype", "threads", "db", "as_json"),
     *("engine", "engine_urls", "draft_model"),
@@ -365,7 +365,7 @@ def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:
         " Engines round differently; rows of other weights are another model's answers."
     )
     rows = []
-    failed: dict[str, list[str]] = {}  # by the reason why they have no numbers
+    failed: dict[str, list[str]] = {}  # Names of the rows without numbers, by reason.
     for result in report["results"]:
         memory = result.get("peak_bytes")
         figures = (

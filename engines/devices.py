@@ -1,4 +1,4 @@
-"""The device that all engines of a run compute on: which one it is, what processes see of it, and its memory."""
+"""Chooses the device that all engines of a run use, restricts processes to it, and measures its free memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..models.buffer import free_bytes
 from ..models.loading import placement
 from ..models.sources import check_device
 
-SPARE_BYTES = 1 << 30  # Memory of the machine and of a GPU that is left to everything else.
-HOST_BYTES = 4 << 30  # Memory of the machine that a process on a GPU needs: libraries, and weights on their way.
+SPARE_BYTES = 1 << 30  # Bytes left free for other programs, both in RAM and on a GPU.
+# Bytes of RAM that a process on a GPU needs: for its libraries, and for weights while they are copied to the GPU.
+HOST_BYTES = 4 << 30
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def chosen_device(device: str, folder: Path, dtype: str) -> str:
-    """Return where all engines compute, "cpu" or "cuda:N": of "auto", where swiftopt itself would load the model.
+    """Return the device of all engines, "cpu" or "cuda:N"; "auto" means where swiftopt itself would load the model.
 
     Raises: DeviceMissing: it is not on this machine. SettingsError: no single device has room for the model.
     """
@@ -35,7 +36,7 @@ def chosen_device(device: str, folder: Path, dtype: str) -> str:
 
 
 def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a process with this environment sees that GPU alone, as its first one."""
+    """Return the environment variables that make a process see only the device's GPU, as its GPU 0."""
     if device == "cpu":
         return {}
     index = int(device.partition(":")[2])
@@ -44,10 +45,10 @@ def only_device(device: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_on(device: str) -> int:
-    """Return the bytes that are free on a GPU, or of this machine's memory for the CPU."""
+    """Return the free bytes of the GPU's memory, or of RAM for the CPU."""
     return free_bytes(torch.device(device))
 
 
 def room_for(device: str, n_bytes: float) -> bool:
-    """Tell whether the device has that much memory free for one more process, and some to spare."""
+    """Tell whether the device has `n_bytes` of memory free for one more process, besides a reserve."""
     return free_on(device) >= n_bytes + SPARE_BYTES and (device == "cpu" or free_on("cpu") >= HOST_BYTES + SPARE_BYTES)

@@ -1,8 +1,8 @@
-"""What an engine drafts with in place of a plan's own draft: which layer set, in which form, and how many tokens.
+"""Chooses what another engine drafts with for a plan: the layer set, the format of its weights, and the draft length.
 
-In swiftopt a layer set drafts over the target's keys and values. Another engine has the set as a checkpoint, a model by
-itself with keys and values of its own. What that predicts after a committed text does not depend on rounds, so one pass
-over the target's own completion gives the acceptance at every draft length.
+In swiftopt a layer set drafts with the target's KV cache. Another engine loads the set as a checkpoint, a separate
+model with its own KV cache. Its prediction after a committed text does not depend on how rounds divide that text, so
+one pass over the target's completion gives the acceptance at every draft length.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from ..models.saved import OnStep, no_step, supported_config
 from ..store import Store
 from ..tasks.recipes import TYPICAL_POSITIONS
 
-Kind = Literal["draft", "text"]  # what an engine drafts with: a checkpoint, or earlier text
-Writes = Literal["stored", "compressed-tensors", "gguf"]  # a draft's weights: the model's own, or in fewer bits, too
+Kind = Literal["draft", "text"]  # Source of an engine's drafts: a checkpoint, or n-grams of earlier text.
+# Format of a draft's weights: "stored" is the model's own; the others also allow fewer bits.
+Writes = Literal["stored", "compressed-tensors", "gguf"]
 
-NEW_TOKENS = 128  # The new tokens of a prompt that names no number.
-CHUNK_ROWS = 256  # Rows of a text in one pass.
-LENGTHS = range(17)  # draft tokens of a round
-LOADS = (1, 2, 4, 8, 16, 32, 64)  # requests at a time, up to which a draft length is chosen
-GUESSED_LENGTH = 5  # The draft length when no acceptance was measured.
-MEASURED_SETS = 5  # The most sets at equal distance whose acceptance is measured.
+NEW_TOKENS = 128  # Default number of new tokens of a prompt.
+CHUNK_ROWS = 256  # Maximum number of tokens of a text in one forward pass.
+LENGTHS = range(17)  # Draft lengths to choose from, in tokens per round.
+LOADS = (1, 2, 4, 8, 16, 32, 64)  # Numbers of concurrent requests for which a draft length is chosen.
+GUESSED_LENGTH = 5  # Draft length in tokens when no acceptance rate is known.
+MEASURED_SETS = 5  # Maximum number of candidate sets whose acceptance is measured.
 MEASURED = "measured with its own keys and values"
 ESTIMATED = "estimated from the plan's, which reads the target's keys and values"
 TEXT_METHODS = ("prompt-lookup", "adaptive")  # Methods that draft from earlier text.
@@ -55,10 +56,10 @@ TEXT_METHODS = ("prompt-lookup", "adaptive")  # Methods that draft from earlier 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How an engine drafts: from what, and `n_tokens` per round.
+    """How an engine drafts: `kind` is the source of its drafts, `n_tokens` their length per round.
 
-    `lengths`: (fewest requests, most, draft tokens) by load, if known. Below `confidence` a draft ends; None: the
-    engine's settings do not say. `own_text`: text is looked up by our class inside the engine.
+    `lengths`: draft length by load, as (fewest requests, most requests, draft tokens). `confidence`: probability below
+    which a draft ends; None leaves it out of the settings. `own_text`: swiftopt's `TextProposer` drafts in the engine.
     """
 
     kind: Kind
@@ -70,11 +71,11 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDraft(Speculation):
-    """What an engine's files are written from.
+    """All that an engine's exported files are written from.
 
-    `name` is the target's, `target` what an engine reads it from. `layer_set` is that of the checkpoint, if there is
-    one; with `no_ops` some of its layers lack one half, and `n_changed` sub-layers are not as in the plan. `shared` is
-    the plan's own, where the engine can draft with the target's keys and values.
+    `name` is the target model's name, `target` the path or id from which the engine loads it. `layer_set` is the
+    checkpoint's layer set, if there is a checkpoint; it differs from the plan's in `n_changed` sub-layers, and with
+    `no_ops` some layers lack attention or MLP. `shared` is the plan's own set if the engine can run swiftopt's drafts.
     """
 
     found: FoundPlan
@@ -90,18 +91,18 @@ class EngineDraft(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class ExportEngine:
-    """An engine: the name of its settings file, what goes into it, and the lines that run it.
+    """An engine to export to: its settings file, what goes into that file, and the commands that run it.
 
-    `writes`: the draft's form; all but "stored" can have fewer bits, so that a set that only quantises is a draft, too.
-    `no_ops`: layers of a draft may lack one half. `shares`: swiftopt runs inside it. `run_here`: the files are loaded
-    by the project's own tests or `make engines`. `confidence`: below it drafts end where the plan does not say; None:
-    they always have their length.
+    `writes`: format of the draft's weights; all but "stored" allow fewer bits, so a set that only quantises can be a
+    draft, too. `no_ops`: a draft's layers may lack attention or MLP. `shares`: swiftopt can run inside the engine.
+    `run_here`: the project's tests or `make engines` load the files. `confidence`: default probability below which
+    drafts end; None: drafts always have their full length.
     """
 
     title: str
     settings_file: str
     settings: Callable[[Speculation], Mapping[str, Any]]
-    lines: Callable[[EngineDraft], list[str]]  # in Markdown: the ways to run it, the best first
+    lines: Callable[[EngineDraft], list[str]]  # Commands that run the engine, in Markdown, the best first.
     writes: Writes = "stored"
     no_ops: bool = False
     shares: bool = False
@@ -114,7 +115,7 @@ class ExportEngine:
 
 @dataclass(frozen=True, slots=True)
 class OwnAcceptance:
-    """Per text, whether the draft model predicts each of the completion's tokens after the first."""
+    """Which completion tokens after the first the draft model predicts correctly, for each text."""
 
     matches: tuple[tuple[bool, ...], ...]
 
@@ -124,24 +125,25 @@ class OwnAcceptance:
         for matches in self.matches:
             at = 0
             while at < len(matches):
-                offered = matches[at : min(at + length, len(matches) - 1)]  # the last token is the target's in any case
+                # A round ends with a token of the target, so the last token of the text is never drafted.
+                offered = matches[at : min(at + length, len(matches) - 1)]
                 right = offered.index(False) if False in offered else len(offered)
                 rounds, drafted, accepted = rounds + 1, drafted + len(offered), accepted + right
                 at += right + 1
         return rounds, drafted, accepted
 
     def rate(self, length: int) -> float:
-        """Return accepted / drafted tokens."""
+        """Return the acceptance rate: accepted / drafted tokens."""
         _, drafted, accepted = self.counts(length)
         return accepted / drafted if drafted else 0.0
 
     def tokens_per_round(self, length: int) -> float:
-        """Return the mean number of tokens that a round commits, the target's own included."""
+        """Return the mean number of tokens committed per round, the target's own token included."""
         rounds, _, _ = self.counts(length)
         return sum(map(len, self.matches)) / rounds if rounds else 1.0
 
 
-Acceptance = float | OwnAcceptance  # estimated, or measured
+Acceptance = float | OwnAcceptance  # An estimated rate, or measured matches.
 
 
 def own_acceptance(
@@ -182,11 +184,11 @@ def _matches(
 
 
 def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine: ExportEngine) -> EngineDraft:
-    """Choose what an engine drafts with in place of a plan's own draft; with a layer set where it is a checkpoint.
+    """Choose what an engine drafts with for a plan; `layer_set` is set only if it can be a checkpoint.
 
-    The draft length of a layer set is guessed, see `with_checkpoint`.
+    The draft length for a layer set is a guess, which `with_checkpoint` replaces.
 
-    Args:   target: what the engine reads the target from. folder: the target's weights.
+    Args:   target: path or id from which the engine loads the target. folder: the target's weights.
     Raises: as `export`.
     """
     plan, record = found.plan, found.plan.layer_set
@@ -220,7 +222,7 @@ def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine
 
 
 def _inside(found: FoundPlan, name: str, layer_set: LayerSet, engine: ExportEngine) -> dict[str, Any]:
-    """Return the confidence below which a draft ends, and what swiftopt drafts with where it runs in the engine."""
+    """Return `confidence`, below which a draft ends, and `shared`, the record for swiftopt inside the engine."""
     plan, record = found.plan, found.plan.layer_set
     settings = SwiftSettings.from_json(record.settings) if record is not None else SwiftSettings(method="adaptive")
     confidence, shared = engine.confidence, None
@@ -234,7 +236,7 @@ def _inside(found: FoundPlan, name: str, layer_set: LayerSet, engine: ExportEngi
 
 
 def _has_checkpoint(layer_set: LayerSet, name: str, folder: Path, engine: ExportEngine) -> bool:
-    """Tell whether the set is written as a checkpoint.
+    """Tell whether the layer set can be written as a draft checkpoint for the engine.
 
     Raises: UnsupportedModel: it cannot be, and the engine drafts with nothing else.
     """
@@ -262,7 +264,7 @@ def with_checkpoint(
     prompts: Sequence[Prompt],
     on_step: OnStep,
 ) -> EngineDraft:
-    """Choose the checkpoint's set, by its acceptance where it is measured, and the draft lengths.
+    """Choose the checkpoint's layer set, by measured acceptance if there are prompts, and the draft lengths.
 
     Args: as for `export`; `folder` holds the target's weights.
     """
@@ -308,10 +310,10 @@ def _stored_costs(store: Store, record: LayerSetRecord, folder: Path) -> CostPro
 
 
 def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) -> tuple[LayerSet, ...]:
-    """Return the set itself where it is a checkpoint, else the nearest ones that are, the most promising first.
+    """Return the set itself if it can be a checkpoint, else the nearest sets that can, the most promising first.
 
-    Those come first that have the highest mean matchness among the sets that the search has tried; those that it has
-    not tried follow as `nearest` lists them.
+    Sets that the search has tried come first, by mean matchness, the highest first; untried sets follow in the order of
+    `nearest`.
     """
     tried: dict[LayerSet, list[float]] = {}
     for trial in trials:
@@ -324,7 +326,7 @@ def alternating(layer_set: LayerSet, parallel: bool, trials: Sequence[Trial]) ->
 
 
 def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) -> bool:
-    """Tell whether the set itself is a checkpoint only with layers of one half, which the model's type can have."""
+    """Tell whether the set needs layers that lack attention or MLP, and the model's type can load such layers."""
     if layer_set in whole or not takes_no_ops(folder):
         return False
     try:
@@ -334,13 +336,13 @@ def _needs_no_ops(layer_set: LayerSet, whole: Sequence[LayerSet], folder: Path) 
 
 
 def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | None) -> Callable[[int, int], float]:
-    """Return the speed by requests at a time and draft tokens per round, in tokens per plain pass's time.
+    """Return a function from concurrent requests and draft length k to the speed relative to plain decoding.
 
-    A round of k draft tokens commits what was measured, or 1 + a + … + a^k tokens on average where a is the acceptance,
-    and costs k draft passes and one of the target over k + 1 rows per request. Without measured costs a draft pass
-    costs its share of the sub-layers, each by its bits of 16, and a target pass the same at any width.
+    A round of k draft tokens commits the measured number of tokens, or 1 + a + … + a^k on average for an estimated
+    acceptance rate a. It costs k draft passes and one target pass over k + 1 rows per request. Without measured costs,
+    a draft pass costs its share of the model's weight bits, and a target pass costs the same at any number of rows.
 
-    Args: layer_set: as the engine runs it, with formats only where it has them.
+    Args: layer_set: as the engine runs it, with formats only if the engine's weights have fewer bits.
     """
     known_costs = None if costs is None or costs.missing(layer_set) else costs
     kept = [(kind, i) for i in range(layer_set.n_layers) for kind in KINDS if not layer_set.skips(kind, i)]
@@ -363,9 +365,9 @@ def speed_of(layer_set: LayerSet, acceptance: Acceptance, costs: CostProfile | N
 def lengths_by_load(
     layer_set: LayerSet, acceptance: Acceptance | None, costs: CostProfile | None
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (fewest requests, most, draft tokens) with the most tokens per second, for every load; see `speed_of`.
+    """Return the fastest draft length by load, as (fewest requests, most requests, draft tokens); see `speed_of`.
 
-    Without measured costs there is one length for all loads.
+    Without measured costs, one length is chosen for all loads.
     """
     if acceptance is None:
         return ((1, LOADS[-1], GUESSED_LENGTH),)

@@ -1,6 +1,6 @@
-"""What an engine's own benchmark measured, as the verdict of a plan for that engine: two runs over the same requests.
+"""Reads two runs of an engine's own benchmark, plain and with a plan, and derives the plan's verdict from them.
 
-Read are the results of `vllm bench serve --save-result --save-detailed`, and answers of llama.cpp's server, which carry
+It reads the results of `vllm bench serve --save-result --save-detailed`, and answers of llama.cpp's server, which carry
 `timings`, one JSON object per line.
 """
 
@@ -69,7 +69,7 @@ def read_run(path: Path) -> EngineRun:
 
 
 def _checked(run: EngineRun, path: Path) -> EngineRun:
-    """Raises: InvalidInput: a request took no time, or a number is none, and so would be a verdict by it."""
+    """Raises: InvalidInput: a request has a negative token count, or its time is not positive and finite."""
     for number, timed in enumerate(run.timed, start=1):
         if timed.tokens < 0 or not 0 < timed.seconds < inf:
             raise InvalidInput(
@@ -79,7 +79,7 @@ def _checked(run: EngineRun, path: Path) -> EngineRun:
 
 
 def _objects(text: str) -> list[Any]:
-    """Return the values of one JSON list, or of one per line."""
+    """Return the values of a file that is one JSON list or has one JSON value per line."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -108,7 +108,7 @@ def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
     )
     drafting = [timing for timing in timings if "draft_n" in timing]
     counts = [sum(int(timing[name]) for timing in drafting) for name in ("draft_n", "draft_n_accepted")]
-    # `prompt_n` leaves out what was cached, so it does not tell one prompt from another
+    # Prompt lengths stay empty: `prompt_n` excludes cached tokens, so it cannot identify a prompt.
     return EngineRun(timed, (), *(counts if drafting else (None, None)))
 
 
@@ -117,7 +117,7 @@ def import_evidence(
 ) -> tuple[FoundPlan, Verdict, EngineRun]:
     """Store a plan for an engine with the verdict of its own benchmark, plain and with the plan.
 
-    Without a verdict "use" what is stored is plain decoding, with the ratio that was measured.
+    If the verdict is not "use", plain decoding is stored instead, with the measured ratio.
 
     Raises: as `read_run`; InvalidInput: the two are not of the same requests. StoreError: the model is not known.
     """
@@ -140,7 +140,7 @@ def import_evidence(
 
 
 def judged(plan: Plan, verdict: Verdict, acceptance_rate: float | None = None) -> Plan:
-    """Return what is stored of a plan for an engine: itself where it is to be used, else plain decoding.
+    """Return the plan to store for an engine: `plan` itself if the verdict is "use", else plain decoding.
 
     Args: acceptance_rate: of its drafts in the runs of the verdict; None: the engine did not count them.
     """

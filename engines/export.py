@@ -1,7 +1,7 @@
-"""A stored plan as the files of another engine: the draft's checkpoint, the engine's settings, and a README.
+"""Exports a stored plan as another engine's files: the draft's checkpoint, the engine's settings, and a README.
 
-ENGINES lists the engines. The README has the commands and what was measured. The folder appears under its name when it
-is complete. What is drafted with in place of the plan's own draft is chosen in `drafts`.
+ENGINES lists the engines. The README has the commands and the measured figures. The folder gets its final name when it
+is complete. Module `drafts` chooses what the engine drafts with.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, EngineDraft, ExportEngine, Kind, Speculation, planned_draft, with_checkpoint
 
-SHARED = "layer_set.json"  # the plan's own set, for swiftopt.custom_generate
-PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # drafts from text in vLLM
-NGRAM_TOKENS = 3  # The last tokens are looked up in the text before them.
+SHARED = "layer_set.json"  # File of the plan's own layer set, which swiftopt.custom_generate loads.
+PROPOSER = "swiftopt.engines.vllm_drafts.TextProposer"  # Class that drafts from earlier text inside vLLM.
+NGRAM_TOKENS = 3  # Length of the n-gram looked up in earlier text, in tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written; `remarks` say how the engine's draft differs from the plan's."""
+    """Summary of an export; `remarks` say how the engine's draft differs from the plan's."""
 
     kind: Kind
     n_draft_tokens: int
@@ -51,14 +51,14 @@ class Exported:
 
 
 def _lines(language: Literal["python", "bash"], text: str, when: str = "") -> str:
-    """Return lines to run as Markdown; `when` says which way they are, where there are two."""
+    """Return commands as a Markdown code block; `when` introduces it if there are several ways to run the engine."""
     return (f"{when}:\n\n" if when else "") + f"```{language}\n{text}\n```\n"
 
 
 def _transformers_settings(by: Speculation) -> dict[str, Any]:
     if by.kind == "text":
         return {"prompt_lookup_num_tokens": by.n_tokens, "max_matching_ngram_size": NGRAM_TOKENS}
-    # The confidence is always given: left out, transformers ends drafts at a value of its own.
+    # Always set the confidence: if it is missing, transformers ends drafts at its own default threshold.
     values = {"num_assistant_tokens": by.n_tokens, "num_assistant_tokens_schedule": "constant"}
     return {**values, "assistant_confidence_threshold": by.confidence}
 
@@ -142,7 +142,7 @@ def _vllm_lines(draft: EngineDraft) -> list[str]:
 def _openvino_settings(by: Speculation) -> dict[str, Any]:
     if by.kind == "text":
         return {"num_assistant_tokens": by.n_tokens, "max_ngram_size": NGRAM_TOKENS}
-    if by.confidence:  # it takes a length or a confidence, not both
+    if by.confidence:  # OpenVINO accepts a draft length or a confidence threshold, not both.
         return {"assistant_confidence_threshold": by.confidence}
     return {"num_assistant_tokens": by.n_tokens}
 
@@ -208,7 +208,7 @@ ENGINES: Mapping[str, ExportEngine] = {
         _transformers_lines,
         shares=True,
         run_here=True,
-        confidence=0.4,  # transformers' own
+        confidence=0.4,  # transformers' default threshold.
     ),
     "llamacpp": ExportEngine("llama.cpp", "settings.json", _llamacpp_settings, _llamacpp_lines, "gguf"),
     "vllm": ExportEngine(
@@ -232,15 +232,14 @@ def export(
     on_step: OnStep = no_step,
     prompts: Sequence[Prompt] = (),
 ) -> Exported:
-    """Write a plan as an engine's files into a new folder, of which nothing is left where it fails.
+    """Write a plan as an engine's files into a new folder, which is removed on failure.
 
-    Args:   model: the target's name, as for `load`. engine: one of ENGINES. store: of the trials by which a set at
-            equal distance is chosen, and of the measured costs by which draft lengths are; None: neither is known.
-            prompts: on which the acceptance of the draft as a model by itself is measured, where it is a checkpoint:
-            it then decides on set and lengths.
+    Args:   model: the target's name, as for `load`. engine: one of ENGINES. store: its trials choose among equally near
+            sets, its measured costs choose draft lengths; None: do without them. prompts: if the draft is a checkpoint,
+            its acceptance is measured on these and decides on set and lengths.
     Raises: InvalidInput: the folder exists, or the engine has no way to draft as the plan does. LayerSetError: the set
-            is another model's. UnsupportedModel: its layers cannot be put together again. ModelNotFound: the model
-            cannot be read. OutputError: the folder cannot be written.
+            belongs to another model. UnsupportedModel: no draft can be built from the model's layers. ModelNotFound:
+            the model cannot be read. OutputError: the folder cannot be written.
     """
     if engine not in ENGINES:
         raise InvalidInput(f"there is no engine {engine!r}: export to one of {', '.join(ENGINES)}")
@@ -273,9 +272,11 @@ def export(
 
 
 def _of_engine(found: FoundPlan, engine: str) -> tuple[FoundPlan, int | None]:
-    """Return a plan that was tuned in the engine as one of swiftopt that drafts alike, and its draft tokens per round.
+    """Convert a plan tuned in the engine to a similar plan of swiftopt, and return it with its draft length.
 
-    Another plan is returned as it is. Raises: InvalidInput: it is for another engine, or there is nothing to write.
+    Plans of swiftopt itself are returned unchanged, with None.
+
+    Raises: InvalidInput: the plan is for another engine, or its draft cannot be written.
     """
     plan = found.plan
     if plan.engine is None:
@@ -320,7 +321,7 @@ def _write(draft: EngineDraft, engine: str, folder: Path, out: Path, on_step: On
 def _write_checkpoint(
     draft: EngineDraft, layer_set: LayerSet, engine: str, folder: Path, out: Path, on_step: OnStep
 ) -> list[str]:
-    """Write the draft's weights in the engine's form; return in what they differ from the plan's draft."""
+    """Write the draft's weights in the engine's format; return remarks on how they differ from the plan's draft."""
     on_step("writing the draft's checkpoint")
     row, checkpoint = ENGINES[engine], out / "draft"
     checkpoint.mkdir()
@@ -337,7 +338,7 @@ def _write_checkpoint(
         remarks.append(f"{differs} the draft is of the nearest one that does, {draft.n_changed} sub-layers off")
     if row.writes == "gguf":
         on_step("writing the draft as GGUF")
-        whole = "F16" if engine == "openvino" else stored_type(checkpoint)  # OpenVINO reads no BF16
+        whole = "F16" if engine == "openvino" else stored_type(checkpoint)  # OpenVINO cannot read GGUF files in BF16.
         write_gguf(checkpoint, out / "draft.gguf", gguf_type(layer_set) or whole)
         shutil.rmtree(checkpoint)
     elif form is not None:
@@ -348,14 +349,14 @@ def _write_checkpoint(
 
 
 def gguf_type(layer_set: LayerSet) -> str | None:
-    """Return the GGUF type nearest to the format of most of the draft's MLPs; None: as the model is stored."""
+    """Return the GGUF type nearest to the most common format of the draft's MLPs; None: the stored type."""
     names = [layer_set.format_of("mlp", layer) for layer in range(layer_set.n_layers)]
     name = max(set(names), key=names.count)
     return None if name is None else f"Q{BITS[name]}_0"
 
 
 def summary(draft: EngineDraft, engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what programs read of the folder, whatever the engine; `draft` and `layer_set` are paths in it."""
+    """Return the summary file that programs read for any engine; `draft` and `layer_set` are paths in the folder."""
     path = None if draft.layer_set is None else "draft.gguf" if ENGINES[engine].writes == "gguf" else "draft"
     return {
         "schema": EXPORT_SCHEMA,
@@ -393,7 +394,7 @@ may round otherwise than plain decoding, so that near ties can fall the other wa
 
 
 def readme(draft: EngineDraft, engine: str, remarks: Sequence[str] = ()) -> str:
-    """Return the page beside the files: what they are, how they are run, what to expect."""
+    """Return the README: what the files are, how to run them, and what speed to expect."""
     row = ENGINES[engine]
     acceptance = ""
     if draft.acceptance is not None:
@@ -429,7 +430,7 @@ def _what_drafts(draft: EngineDraft) -> str:
 
 
 def _measured(found: FoundPlan) -> str:
-    """Say what swiftopt measured of the plan, and where."""
+    """Describe what swiftopt measured for the plan, and on which device."""
     plan, record = found.plan, found.plan.layer_set
     figures = {"acceptance": record and record.acceptance_rate, "matchness": record and record.matchness}
     figures["speed-up"] = plan.measured_speedup

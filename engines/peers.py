@@ -1,4 +1,4 @@
-"""swiftopt and other engines on the same prompts: the rows of `bench peers`, and the report of what they measured.
+"""Rows of `bench peers`, which compares swiftopt with other engines on the same prompts, and its report.
 
 Rows are chosen before torch is loaded, so modules that load it are imported inside functions only.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from .turns import Question, RowRuns, TurnsRequest
 
 SCHEMA = "swiftopt.bench-peers/1"
-BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # the faster of them is what rows are compared with
-UNSURE = {"min_confidence": 0.6}  # a draft ends at a token less sure than that
-OWN_DEFAULTS = {"draft_tokens": 20, "min_confidence": 0.4}  # transformers' own for assistants
+BASES = ("llama-cpp/plain", "node-llama-cpp/plain")  # The faster of these is the default base of ratios.
+UNSURE = {"min_confidence": 0.6}  # A draft ends at a token with a lower probability.
+OWN_DEFAULTS = {"draft_tokens": 20, "min_confidence": 0.4}  # transformers' defaults.
 NGRAM = {"ngram": True}
 TURN_KEYS = ("prefill_s", "drafted", "accepted")
 
 
 def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None, exported: Sequence[Path] = ()) -> list[Row]:
-    """Return every row, in the table's order; each of `ggufs` is one for each build of llama.cpp.
+    """Return every row, in the table's order; each file of `ggufs` gives one row per build of llama.cpp.
 
-    Raises: SettingsError: a GGUF file is not there, or two have one name; or as `exported_rows`.
+    Raises: SettingsError: a GGUF file is missing, or two have the same name; or as `exported_rows`.
     """
     for path in ggufs:
         if not path.is_file():
@@ -68,12 +68,12 @@ def all_rows(ggufs: Sequence[Path] = (), assistant: Path | None = None, exported
 
 
 def exported_rows(folders: Sequence[Path]) -> list[Row]:
-    """Return a row of each folder that `swiftopt export` wrote: its engine with these settings and this draft.
+    """Return a row for each folder that `swiftopt export` wrote: its engine with the exported settings and draft.
 
-    Rows are named `exported`, and where an engine has several, `exported-` with the folder's name. A folder for
-    transformers with a layer set has a row `shared` for swiftopt inside transformers, too.
+    A row is named `exported`, or `exported-` plus the folder's name if its engine has several. A folder for
+    transformers with a layer set also gets a row `shared`, which runs swiftopt inside transformers.
 
-    Raises: SettingsError: a folder is no export, or of an engine that is not run here; or two have one name.
+    Raises: SettingsError: a folder is no export, swiftopt cannot run its engine, or two rows have the same name.
     """
     read = [(folder, _summary(folder)) for folder in folders]
     n_of = Counter(about["engine"] for _, about in read)
@@ -116,7 +116,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def chosen_rows(words: Iterable[str], rows: Sequence[Row]) -> list[Row]:
     """Return the rows that --peers names: `all`, engines, or rows as `engine/variant`; in the table's order.
 
-    Raises: SettingsError: a word names none.
+    Raises: SettingsError: a word names no row.
     """
     words = [word.strip() for word in words if word.strip()]
     words_known = {"all", *(row.engine.name for row in rows), *(row.name for row in rows)}
@@ -145,7 +145,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Return the object that `swiftopt bench peers --json` prints.
 
-    Where `base` was not measured, llama.cpp's faster plain row takes its place, else the first one that was measured.
+    If `base` was not measured, ratios are to llama.cpp's faster plain row, else to the first measured row.
     """
     measured = {own.row.name: own for own in runs if own.turns}
     llama = [measured[name] for name in BASES if name in measured]
@@ -178,7 +178,8 @@ def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns])
     if not own.turns or base is None:
         return {**named, "tok_s": None}
     interval = speed_interval(own.timed, base.timed)
-    ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]  # of equal tokens
+    # Seconds can be compared directly: every row generates the same number of tokens.
+    ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]
     reference = _reference(row, measured)
     same = zip(own.turns, reference.turns, strict=True) if reference else ()
     drafted, accepted = own.drafts or (None, None)
@@ -210,7 +211,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
-    """Return the row that should have the same tokens: for drafting rows their engine's plain one, else swiftopt's."""
+    """Return the row whose tokens this row should equal: its engine's plain row if it drafts, else swiftopt's."""
     if not row.same_weights:
         return None
     reference = measured.get(f"{row.engine.name}/plain" if row.equals_plain else "swiftopt/plain")
@@ -218,9 +219,9 @@ def _reference(row: Row, measured: Mapping[str, RowRuns]) -> RowRuns | None:
 
 
 def equal_to(result: dict[str, Any]) -> str:
-    """Say which row should have the same tokens, and on how many prompts it has them."""
+    """Name the row whose tokens should be equal, and count the prompts on which they are."""
     if not result["same_weights"]:
-        return "other weights"  # the row's name says which
+        return "other weights"  # The row's name says which weights.
     if result["equal_to"] is None:
         return f"same weights ({result['weights']})"
     is_same_engine = result["equal_to"].split("/")[0] == result["row"].split("/")[0]

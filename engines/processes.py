@@ -1,4 +1,4 @@
-"""An engine's process. Of several one computes at a time; the others stand still."""
+"""Processes of engines, which take turns: one computes while the others are stopped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import psutil
 
 from .packages import EngineFailed, Launch
 
-END_S = 5  # a process that has been asked to end and does not is killed
+END_S = 5  # Seconds after which a process that was asked to end is killed.
 
 
 class Memory(NamedTuple):
-    """Bytes of a process: resident at most and now, and of that mapped from files."""
+    """Memory of a process in bytes: peak resident, resident now, and the part of it mapped from files."""
 
     peak: int = 0
     resident: int = 0
@@ -29,11 +29,11 @@ class Memory(NamedTuple):
 
 
 class Child:
-    """An engine's process, which answers JSON lines; between its turns it is stopped, so that it cannot use the CPU.
+    """An engine's process, which answers JSON lines; it is stopped between turns, so that it uses no CPU time.
 
-    It leads a process group of its own: the kernel ends it, stopped or not, when this process is gone.
+    The process leads a separate process group: the kernel ends it, even if stopped, when this process is gone.
 
-    Raises: EngineFailed: it, or its log, cannot be opened.
+    Raises: EngineFailed: the process cannot be started, or its log cannot be written.
     """
 
     def __init__(self, launch: Launch, options: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
@@ -58,13 +58,13 @@ class Child:
         self._reader.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises: EngineFailed: it could not load, or took too long."""
+        """Raises: EngineFailed: the engine could not load, or took too long."""
         self._answer(timeout_s, "to load")
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return its answer to one line; it computes only while this waits.
+        """Send one question and return the answer; the process runs only during this call.
 
-        Raises: EngineFailed: it failed, ended or took too long.
+        Raises: EngineFailed: the process reported an error, ended, or took too long.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -76,7 +76,7 @@ class Child:
         return self._answer(timeout_s, "for an answer")
 
     def memory(self) -> Memory:
-        """Return its memory, its own processes included; all 0 where the system does not say."""
+        """Return the memory of the process and its children; all 0 if the system does not report it."""
         try:
             engine_process = psutil.Process(self._process.pid)
             process_bytes = [
@@ -91,7 +91,7 @@ class Child:
         return self._process.pid
 
     def close(self, at_once: bool = False) -> None:
-        """End the process; `at_once` where it may be busy and none of its answers are wanted any more."""
+        """End the process; `at_once` kills it without waiting for it to finish an answer."""
         self._signal(signal.SIGCONT)
         with suppress(OSError):
             assert self._process.stdin is not None

@@ -1,19 +1,18 @@
-"""The process of an engine beside others: loads it, then answers JSON lines until its standard input ends.
+"""Program of an engine's process: loads the engine, then answers JSON lines until its standard input ends.
 
     python -P program.py <program> '<options as JSON>'
 
-It runs in the engine's own environment, so that nothing here needs swiftopt but the programs that decode with it. A
-program is one of PROGRAMS, or the name of a Python file that has a function `load`: called with the options, it returns
-a function from a line to its answer. A line in: {"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}. Lines
+It runs in the engine's own environment, so only the programs that decode with swiftopt import it. A program is one of
+PROGRAMS, or the name of a Python file with a function `load`, which maps the options to a function from an input line
+to its answer. A line in: {"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}. Lines
 out: {"ready": true} once, then for each line {"token_ids": [...], "seconds": s, "prefill_s": s}, where the seconds
 until the first token may be null; or {"error": "..."}, after which the process ends. Whatever a library prints goes to
 standard error.
 
-Options of all programs: `model`, `dtype`, `threads`, `n_ctx`, `device` ("cpu", or "cuda": there is no other GPU to be
-seen). What drafts is `draft` (a file or folder) or `ngram`
-(true), with `settings` by the engine's own names; programs that are no engine of ENGINES read `draft_tokens` in a
-round, `min_confidence` (0: drafts have that length in any case) and `ngram_tokens` instead. A program that drafts also
-answers how many tokens were `drafted`, and `accepted` of them.
+Options of all programs: `model`, `dtype`, `threads`, `n_ctx`, `device` ("cpu", or "cuda" for the only visible GPU).
+Drafts come from `draft` (a file or folder) or `ngram` (true), with `settings` by the engine's own names; programs whose
+engine is not in ENGINES read `draft_tokens` (per round), `min_confidence` (0: drafts always have full length) and
+`ngram_tokens` instead. A program that drafts also answers how many tokens were `drafted` and how many `accepted`.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ from time import perf_counter
 from typing import Any
 
 Values = dict[str, Any]
-Decoder = Callable[[Values], Values]  # Turns a line into its answer.
+Decoder = Callable[[Values], Values]  # Maps a parsed input line to its answer.
 
-MESSAGE = 300  # characters of a library's message in an answer; all of it is in standard error
-KEY = "SWIFTOPT_ENGINE_API_KEY"  # environment: a server's key, if it wants one
-ANSWER_S = 600.0  # A server's answer may take so long.
-ON_GPU: Mapping[str, Values] = {  # what a library is told of a GPU; on a CPU nothing
+# Maximum length of an error message in an answer, in characters; standard error has the full message.
+MESSAGE = 300
+KEY = "SWIFTOPT_ENGINE_API_KEY"  # Environment variable with the server's API key, if needed.
+ANSWER_S = 600.0  # Time limit for a server's answer, in seconds.
+ON_GPU: Mapping[str, Values] = {  # Library arguments for computing on a GPU; none are needed on a CPU.
     "transformers": {"device_map": "cuda"},
-    "llama-cpp": {"n_gpu_layers": 999},  # all, of any model
-    # By default it takes nearly all memory, and asks for it before it loads. 2 GiB of keys and values are 2,600 tokens
-    # of a 13B model without grouped heads; the share of the memory then is for that question alone.
+    "llama-cpp": {"n_gpu_layers": 999},  # More than any model has: put all layers on the GPU.
+    # By default vLLM reserves nearly all GPU memory, and checks before loading that it is free. 2 GiB of KV cache hold
+    # 2,600 tokens of a 13B model without grouped-query attention; gpu_memory_utilization then affects only the check.
     "vllm": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.01},
 }
 VLLM_COUNTERS = {
@@ -51,7 +51,7 @@ VLLM_COUNTERS = {
 
 
 def for_device(program: str, options: Values) -> Values:
-    """Return the arguments of a program's library by which it computes where the options say."""
+    """Return the library arguments that make `program` compute on the device in `options`."""
     return ON_GPU[program] if options["device"] == "cuda" else {}
 
 
@@ -105,17 +105,19 @@ def transformers(options: Values) -> Decoder:
     configuration: Any = GenerationConfig
     torch.set_num_threads(options["threads"])
     model = _hf_model(options["model"], options)
-    passes: list[float] = []  # when each pass of the model ended
+    passes: list[float] = []  # Times at which the model's forward passes ended.
     more = _generate_options(model, options)
-    model.generation_config.eos_token_id = None  # what is not set below comes from there
+    # generate takes settings that `config` leaves unset from the model's generation_config.
+    model.generation_config.eos_token_id = None
     config = configuration(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
 
     def noting(*pass_: Any) -> None:
         if not passes and options["device"] == "cuda":
-            torch.cuda.synchronize()  # a pass returns before it is computed there
+            # CUDA runs asynchronously: the first pass returns before it has been computed.
+            torch.cuda.synchronize()
         passes.append(perf_counter())
 
-    if options.get("layer_set"):  # which calls the model's parts
+    if options.get("layer_set"):  # custom_generate bypasses model.forward, so hooks would not run.
         more["on_tokens"] = lambda token_ids: passes.append(perf_counter())
     else:
         model.register_forward_hook(noting)
@@ -148,7 +150,7 @@ def _hf_model(folder: str, options: Values) -> Any:
 
 
 def _generate_options(model: Any, options: Values) -> Values:
-    """Return the arguments of generate that say how it decodes."""
+    """Return the arguments of generate that choose the decoding method."""
     if options.get("compiled"):
         return {"past_key_values": _compiled(model, options["n_ctx"])}
     if options.get("layer_set"):
@@ -166,9 +168,9 @@ def _generate_options(model: Any, options: Values) -> Values:
 
 
 def _compiled(model: Any, n_ctx: int) -> Any:
-    """Compile passes over one token, as generate does on GPUs: a prompt's length would compile anew.
+    """Compile passes over one token, as generate does on GPUs; each new prompt length would compile again.
 
-    Returns: the cache for them, of one size, or each prompt would compile.
+    Returns: a static cache of one size for these passes; a new size would compile again.
     """
     import torch
     from transformers import StaticCache
@@ -184,7 +186,7 @@ def _compiled(model: Any, n_ctx: int) -> Any:
 
 
 def _counted(model: Any) -> dict[str, int]:
-    """Return counts to which every round adds its candidates: transformers gives them only to what makes them."""
+    """Return counts of drafted and accepted tokens, updated by a wrapper of the model's candidate generators."""
     counts = {"drafted": 0, "accepted": 0}
     make = model._get_candidate_generator
 
@@ -193,7 +195,7 @@ def _counted(model: Any) -> dict[str, int]:
         update = generator.update_candidate_strategy
 
         def counting(input_ids: Any, scores: Any, num_matches: Any) -> None:
-            """`scores` has a row for each candidate and one for the token behind them."""
+            """`scores` has one row per candidate token and one for the next token."""
             counts["drafted"] += scores.shape[1] - 1
             counts["accepted"] += int(num_matches)
             update(input_ids, scores, num_matches)
@@ -210,7 +212,7 @@ def llama_cpp(options: Values) -> Decoder:
     import xllamacpp
 
     params = _llama_params(options)
-    drafts = [kind for kind in params.speculative.types if kind.value]  # 0 is none
+    drafts = [kind for kind in params.speculative.types if kind.value]  # Value 0 means no drafting.
     server = xllamacpp.Server(params)
 
     def answer(line: Values) -> Values:
@@ -226,7 +228,7 @@ def llama_cpp(options: Values) -> Decoder:
         done = server.handle_completions(request)
         if "error" in done:
             raise RuntimeError(str(done["error"].get("message", done["error"])))
-        timings = done["timings"]  # without drafts in it where none was made
+        timings = done["timings"]  # Lacks draft_n if nothing was drafted.
         counts = {"drafted": timings.get("draft_n", 0), "accepted": timings.get("draft_n_accepted", 0)}
         answered = {"token_ids": done["__verbose"]["tokens"], "prefill_s": timings["prompt_ms"] / 1000}
         return {**answered, **(counts if drafts else {})}
@@ -241,7 +243,8 @@ def _llama_params(options: Values) -> Any:
     params.model.path = options["model"]
     params.n_ctx = options["n_ctx"]
     params.n_parallel = 1
-    params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE  # a mapped file could be dropped between turns
+    # Read the file instead of mapping it: the system could evict mapped weights between turns.
+    params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
     params.cache_ram_mib = 0
     params.verbosity = 1
     params.fit_params = False
@@ -273,7 +276,7 @@ def _llama_params(options: Values) -> Any:
 
 
 def openvino(options: Values) -> Decoder:
-    """OpenVINO GenAI on a GGUF file, which it makes its own graph of, or on a folder in its own format (IR).
+    """OpenVINO GenAI on a GGUF file, which it converts to its own graph, or on a folder in its own format (IR).
 
     Options: precision ("bf16" or "f32"). `settings` are those of its GenerationConfig.
     """
@@ -300,7 +303,8 @@ def openvino(options: Values) -> Decoder:
         inputs = openvino.Tensor(np.array([line["prompt_ids"]], dtype=np.int64))  # (batch 1, seq)
         done = pipeline.generate(inputs, config)
         answered = {"token_ids": list(done.tokens[0]), "prefill_s": done.perf_metrics.get_ttft().mean / 1000}
-        counts = done.extended_perf_metrics  # None of plain decoding and, alas, of prompt lookup
+        # OpenVINO gives no counts for plain decoding, nor for prompt lookup.
+        counts = done.extended_perf_metrics
         if counts is None:
             return answered
         return {**answered, "drafted": counts.get_num_draft_tokens(), "accepted": counts.get_num_accepted_tokens()}
@@ -309,7 +313,7 @@ def openvino(options: Values) -> Decoder:
 
 
 def _ir_folder(gguf: str) -> str:
-    """Return the file in OpenVINO's own format, beside it and written once: draft models are read from no other."""
+    """Return the folder of the model in OpenVINO's format, converted once: OpenVINO needs it for draft models."""
     import openvino_genai
 
     folder = Path(f"{gguf.removesuffix('.gguf')}-openvino")
@@ -317,7 +321,7 @@ def _ir_folder(gguf: str) -> str:
         unfinished = Path(f"{folder}.{os.getpid()}")
         unfinished.mkdir()
         try:
-            link = unfinished / "model.gguf"  # it writes into the file's folder
+            link = unfinished / "model.gguf"  # OpenVINO writes its model next to this link.
             link.symlink_to(Path(gguf).resolve())
             openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
             link.unlink()
@@ -328,11 +332,11 @@ def _ir_folder(gguf: str) -> str:
 
 
 def vllm(options: Values) -> Decoder:
-    """vLLM's build for the device, its engine in this very process; `settings` are a speculative_config.
+    """vLLM's build for the device, with its engine in this process; `settings` are a speculative_config.
 
-    Where they name a class of swiftopt that drafts, swiftopt is loaded from the folder `swiftopt`. With
-    `trust_remote_code` Python files in the folders `model` and `draft` run: it is for drafts whose config is swiftopt's
-    own. Threads and, on a CPU, the memory of keys and values are set by environment variables, which the parent gives.
+    If `settings` name a drafting class of swiftopt, swiftopt is imported from the folder `swiftopt`. With
+    `trust_remote_code`, vLLM runs Python files in the folders `model` and `draft`; drafts with swiftopt's own config
+    need that. The parent process sets threads and, on a CPU, the KV cache size by environment variables.
     """
     from vllm import LLM, SamplingParams
 
@@ -373,7 +377,7 @@ def vllm(options: Values) -> Decoder:
 
 
 def _load_package(name: str, folder: str) -> None:
-    """Load the package from its folder, whatever is beside that, which may be a whole environment."""
+    """Import a package by its path; its parent may be a whole environment, so it is not put into sys.path."""
     spec = spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = module_from_spec(spec)
@@ -381,7 +385,7 @@ def _load_package(name: str, folder: str) -> None:
 
 
 def server(options: Values) -> Decoder:
-    """A server that runs already, over the completions of OpenAI's API; its answers must have their token ids.
+    """A running server with OpenAI's completions API, whose answers must include token ids.
 
     vLLM gives them when asked with `return_token_ids`, llama.cpp's server with `verbose` and `return_tokens`.
     Options: url, of the server or of its /v1.
@@ -441,7 +445,7 @@ PROGRAMS: dict[str, Callable[[Values], Decoder]] = {
 
 
 def main(program: str, options: Values) -> int:
-    """Answer every line; returns the exit code."""
+    """Answer every input line until the end; return the exit code."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
 
@@ -458,7 +462,7 @@ def main(program: str, options: Values) -> int:
                 begun = perf_counter()
                 answer = decode(values)
                 send({**answer, "seconds": perf_counter() - begun})
-        except Exception as error:  # an engine can raise anything: the parent makes a row of it
+        except Exception as error:  # Engines raise any type; the parent reports it in a row.
             words = " ".join(str(error).split()) or "no message"
             send({"error": f"{type(error).__name__}: {words[:MESSAGE]}"})
             raise

@@ -2,7 +2,7 @@
 
 The ways are tried by turns on prompts of the stream, in three steps: each kind of draft at one length, the fastest kind
 at other lengths, and the winner against plain decoding on prompts that neither step saw. The result may be "plain".
-Where memory does not hold all processes of a step, they run in groups, plain decoding in each.
+If the processes of a step do not fit into memory, they run in groups, each of which includes plain decoding.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from .turns import DTYPES, Question, RowRuns, Turns, TurnsRequest, questions_of
 
 Drafts = Literal["none", "text", "own-text", "bits", "layers", "model", "shared", "server"]
 
-FIRST_LENGTH = 5  # draft tokens at which kinds are compared
-OTHER_LENGTHS = (2, 3, 8)  # The fastest kind is then tried with these lengths.
-STEP_PROMPTS = 6  # The most prompts of a step.
-FOUR_BITS = FoundPlan(Plan("adaptive", settings={"draft_format": "int4"}), 0, None)  # the model itself as a draft
-LEAST_RATIO = 0.95  # A kind that is slower than this share of plain decoding gets no verdict.
+FIRST_LENGTH = 5  # Draft length at which the kinds of draft are compared, in tokens.
+OTHER_LENGTHS = (2, 3, 8)  # Draft lengths then tried for the fastest kind, in tokens.
+STEP_PROMPTS = 6  # Maximum number of prompts per tuning step.
+# The model itself, quantised to 4 bits, as the draft.
+FOUR_BITS = FoundPlan(Plan("adaptive", settings={"draft_format": "int4"}), 0, None)
+# Ways slower than this share of plain decoding's speed are not tested on held-out prompts.
+LEAST_RATIO = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTuneRequest:
-    """Tune `engine` for `model`; `dtype` is that of its target, `device` where it runs, as for `load`.
+    """Request to tune `engine` for `model`; `dtype` and `device` of the target are as for `load`.
 
-    `draft_model` names a smaller model that may draft. `servers` are (name, address) of servers of this engine that run
-    already, each started in another way, the plain one first: then these are compared, and nothing is started.
+    `draft_model` names a smaller model that may draft. `servers` are (name, address) of running servers of this engine
+    with different settings, the plain one first; if given, only these are compared, and no engine is started.
     """
 
     model: str
@@ -65,7 +67,7 @@ class EngineTuneRequest:
 class Way:
     """One way in which the engine can decode; `drafts` is what it drafts from, `length` tokens per round.
 
-    `plan` is swiftopt's plan that is drafted with, if there is one; with "shared" swiftopt runs inside the engine.
+    `plan` is the swiftopt plan whose draft is used, if any; with `drafts` "shared", swiftopt runs inside the engine.
     """
 
     row: Row
@@ -76,7 +78,7 @@ class Way:
 
     @property
     def method(self) -> str:
-        """Return the nearest method of swiftopt."""
+        """Return the swiftopt method that is closest to this way of decoding."""
         if self.drafts == "shared" and self.plan is not None:
             return self.plan.method
         return {"none": "plain", "text": "prompt-lookup", "own-text": "prompt-lookup"}.get(self.drafts, "spd")
@@ -99,9 +101,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class TriedWay:
-    """A way's result in one step: tokens per second, ratio to plain in the same step, or why there is none.
+    """Result of a way in one step: tokens per second and ratio to plain decoding there, or `reason` for a failure.
 
-    `equal` of `n_prompts` prompts had plain decoding's tokens.
+    On `equal` of `n_prompts` prompts, the tokens were the same as in plain decoding.
     """
 
     name: str
@@ -116,7 +118,7 @@ class TriedWay:
 
 @dataclass(frozen=True, slots=True)
 class EngineTuned:
-    """A task's result: the way with the verdict, all that was tried, and the plan as stored."""
+    """Result for a task: the chosen way, its verdict, all ways tried, and the stored plan."""
 
     task: str
     way: str
@@ -140,15 +142,15 @@ def _by_turns(
 
 
 class EngineUnusable(SwiftoptError):
-    """An engine that does not start, ends, or returns what cannot be."""
+    """An engine's plain decoding fails, so nothing can be compared with it."""
 
 
 @dataclass(slots=True)
 class EngineTuning:
-    """Tunes one engine for the tasks of a stream. `run_turns` is for tests: it runs rows over questions, in groups.
+    """Tunes one engine for the tasks of a stream. Tests replace `run_turns`, which runs rows over questions in groups.
 
-    Raises: in `run`: InvalidInput: the engine does not run here, or a task has too few prompts. EngineUnusable: its
-        plain decoding failed. SwiftoptError: as loading the model.
+    Raises: in `run`: InvalidInput: swiftopt cannot run the engine, or a task has too few prompts. EngineUnusable: plain
+        decoding failed. SwiftoptError: the model cannot be loaded.
     """
 
     request: EngineTuneRequest
@@ -159,7 +161,7 @@ class EngineTuning:
     _device: str = field(init=False, default="cpu")
 
     def run(self, prompts: Sequence[Prompt]) -> list[EngineTuned]:
-        """Tune every task of the prompts, the one with the first prompt first."""
+        """Tune every task of the prompts, in order of first appearance."""
         request = self.request
         check_tunable(request.engine, bool(request.servers), prompts)
         by_task: dict[str, list[Prompt]] = {}
@@ -184,7 +186,7 @@ class EngineTuning:
             plain, *others = self._ways(task, info, stack)
             best = self._fastest(plain, others, tuning[:STEP_PROMPTS], tried, 1)
             if best is not None and best.length:
-                again = tuning[-STEP_PROMPTS:]  # of a short stream some are those of the first step
+                again = tuning[-STEP_PROMPTS:]  # In short streams, step 1 used some of these prompts, too.
                 best = self._fastest(plain, [best, *map(best.at, OTHER_LENGTHS)], again, tried, 2)
             if best is None:
                 reason = (
@@ -209,14 +211,14 @@ class EngineTuning:
             dtype=DTYPES[stored_type(self._folder)] if request.dtype == "auto" else request.dtype,
             engine=request.engine,
         )
-        acceptance = tried[-1].acceptance if verdict.word == "use" else None  # of the run on the held-out prompts
+        acceptance = tried[-1].acceptance if verdict.word == "use" else None  # From the held-out run.
         stored_plan = self.store.add_plan(info.fingerprint, task, judged(plan, verdict, acceptance))
         return EngineTuned(task, way.row.variant, verdict, stored_plan, tuple(tried))
 
     def _fastest(
         self, plain: Way, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
     ) -> Way | None:
-        """Return the way with the highest ratio to plain in one step; None where all are clearly slower, or fail."""
+        """Return the way with the highest ratio to plain in one step; None if all fail or are below LEAST_RATIO."""
         if not ways:
             return None
         runs = self._step([plain, *ways], questions, tried, step)
@@ -227,9 +229,9 @@ class EngineTuning:
     def _step(
         self, ways: Sequence[Way], questions: Sequence[Question], tried: list[TriedWay], step: int
     ) -> dict[str, tuple[list[Timed], list[Timed]]]:
-        """Run the ways by turns, the first of which is plain; of those that ran: their turns, and plain's in between.
+        """Run the ways by turns, the first of which is plain decoding.
 
-        The keys are the names of their rows.
+        Returns: by row name, the timings of each way that ran and those of the plain runs between them.
         """
         request = self.request
         common = TurnsRequest(request.model, self._folder, request.dtype, n_threads(), device=self._device)
@@ -242,7 +244,7 @@ class EngineTuning:
         return timings
 
     def _ways(self, task: str, info: ModelInfo, stack: ExitStack) -> list[Way]:
-        """Return plain decoding and the kinds of draft that the engine can run, each at the first length."""
+        """Return plain decoding and all kinds of draft that the engine can run, each at FIRST_LENGTH."""
         request = self.request
         if request.servers:
             return [
@@ -290,9 +292,9 @@ class EngineTuning:
         return None
 
     def _exported(self, found: FoundPlan, name: str, what: str, stack: ExitStack) -> tuple[Path | None, list[Way]]:
-        """Return a plan's draft that the engine loads, and swiftopt inside the engine as a way called `name`, if any.
+        """Export a plan; return the draft's path, and a way `name` with swiftopt inside the engine, if it can.
 
-        The stack removes the files.
+        The exported files are removed when `stack` closes.
         """
         engine = self.request.engine
         out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftopt-engine-"))) / "plan"
@@ -315,7 +317,7 @@ def _tried(run: RowRuns, plain: RowRuns, step: int) -> TriedWay:
 
 
 def model_info(folder: Path, source: Source) -> ModelInfo:
-    """Return what the store keeps of a model, without its weights.
+    """Return the model's description for the store, without loading its weights.
 
     Raises: UnsupportedModel: its architecture is not supported.
     """

@@ -1,4 +1,4 @@
-"""Engines on the same token ids, by turns, each row in a process of its own."""
+"""Runs engines by turns on the same token ids, each row in a separate process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from .export import ENGINES, NGRAM_TOKENS
 from .packages import EngineFailed, Launch, Row, Weights, prepared
 from .processes import Child
 
-PLAIN_BITS = 16  # The fewest bits of weights that are not coded.
-DRAFT_TOKENS = 8  # The most tokens of one draft.
-STILL_THERE = 0.8  # A process with a smaller share of its memory resident has lost its weights.
-WARM_TOKENS = 8  # Tokens of each warm-up, which pays for first allocations and compilations.
-WARM_PROMPTS = 2  # The fewest warm-up prompts, of different lengths: some engines compile by shape.
+PLAIN_BITS = 16  # Weights with fewer bits than this count as quantised.
+DRAFT_TOKENS = 8  # Default maximum draft length in tokens.
+# Share of a process's peak memory that must still be resident; below it, its weights have been evicted.
+STILL_THERE = 0.8
+WARM_TOKENS = 8  # Tokens per warm-up; the first ones pay for allocations and compilations.
+WARM_PROMPTS = 2  # Minimum number of warm-up prompts; some engines compile per length.
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-OWN_BYTES = 1 << 30  # what a process needs beside its weights, as a first guess
-GPU_OWN_BYTES = 4 << 30  # likewise of a GPU: its context, workspaces, keys and values
+OWN_BYTES = 1 << 30  # First estimate of a process's memory besides weights, in bytes.
+GPU_OWN_BYTES = 4 << 30  # The same on a GPU: CUDA context, workspaces and KV cache.
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt as every row gets it."""
+    """One prompt, as token ids, in the form that every row gets."""
 
     prompt_id: str
     task: str
@@ -50,7 +51,7 @@ class Question:
     max_new_tokens: int
 
     def to_json(self, at_most: int | None = None) -> dict[str, Any]:
-        """The line that an engine's process reads; at most so many new tokens."""
+        """The input line for an engine's process, asking for no more than `at_most` new tokens."""
         n = self.max_new_tokens if at_most is None else min(at_most, self.max_new_tokens)
         return {"prompt_ids": list(self.token_ids), "max_new_tokens": n, "task": self.task}
 
@@ -71,7 +72,7 @@ class TimedAnswer:
 
 @dataclass(slots=True)
 class RowRuns:
-    """All turns of one row, or why it has none; `peak_bytes` are of the machine's memory, or of the GPU's."""
+    """All turns of one row, or `reason` if it has none; `peak_bytes` is the peak of RAM, or of GPU memory on a GPU."""
 
     row: Row
     weights: str
@@ -86,7 +87,7 @@ class RowRuns:
 
     @property
     def drafts(self) -> tuple[int, int] | None:
-        """Tokens drafted in all turns, and accepted of them; None where they were not counted in all."""
+        """Total drafted and accepted tokens; None unless every turn counted them."""
         drafted = [turn.drafted for turn in self.turns if turn.drafted is not None]
         accepted = [turn.accepted for turn in self.turns if turn.accepted is not None]
         is_counted = self.turns and len(drafted) == len(accepted) == len(self.turns)
@@ -94,21 +95,21 @@ class RowRuns:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted / drafted tokens of all turns; None where nothing was drafted, or they were not counted."""
+        """Acceptance rate, accepted / drafted tokens of all turns; None if nothing was drafted or counted."""
         drafted, accepted = self.drafts or (0, 0)
         return accepted / drafted if drafted else None
 
     def decode_speed(self) -> float | None:
-        """Tokens after the first one per second after it; None where the engine does not time the two apart."""
+        """Decoding speed in tokens per second without prefill; None if the engine does not time prefill separately."""
         decoded = [Timed(len(t.token_ids) - 1, t.seconds - t.prefill_s) for t in self.turns if t.prefill_s is not None]
         return speed(decoded) if len(decoded) == len(self.turns) else None
 
 
 @dataclass(frozen=True, slots=True)
 class TurnsRequest:
-    """What all rows have in common; `folder` holds the model, `db` is the database of swiftopt's own plans.
+    """Settings common to all rows; `folder` holds the model, `db` is the database of swiftopt's own plans.
 
-    `device` is "cpu" or "cuda:N", see `devices.chosen_device`; each engine's build for it is taken.
+    `device` is "cpu" or "cuda:N", see `devices.chosen_device`; each engine's build for that device is used.
     """
 
     model: str
@@ -126,10 +127,10 @@ class TurnsRequest:
 
     @property
     def gguf(self) -> Path | None:
-        """The GGUF file of codes that the model is, if it is one: for swiftopt and engines that read GGUF."""
+        """Path of the model if it is a quantised GGUF file, which swiftopt and GGUF engines then load directly."""
         try:
             source = resolve(self.model)
-        except ModelNotFound:  # The folder's weights were made here, and the name is not that of a model.
+        except ModelNotFound:  # `model` is only a label for weights that were generated in `folder`.
             return None
         if source.kind != "gguf":
             return None
@@ -147,7 +148,8 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
     with quiet():
         tokenizer, config = load_tokenizer(folder), supported_config(folder)
     most = config.max_position_embeddings
-    read = {"tokenizer": tokenizer, "hf_model": None, "vocab_size": config.vocab_size}  # by what encodes
+    # The only Runtime fields used here.
+    read = {"tokenizer": tokenizer, "hf_model": None, "vocab_size": config.vocab_size}
     session = Session(cast(Runtime, SimpleNamespace(**read)), Sampling(), max_new_tokens, ignore_eos=True)
     questions = [
         Question(prompt.id, prompt.task, tuple(session.encode(prompt)), session.room(prompt)) for prompt in prompts
@@ -163,9 +165,9 @@ def questions_of(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int) -
 
 
 class Turns:
-    """Runs the rows over the questions, their order rotating from prompt to prompt.
+    """Runs every row on every question; the order of the rows rotates from prompt to prompt.
 
-    `on_step` is called with every step; `has_room` tells whether the device has so many bytes for one more process.
+    `on_step` is called with every step; `has_room` tells whether the device has that many bytes free for a process.
     """
 
     def __init__(
@@ -185,14 +187,14 @@ class Turns:
         built = (replace(row, engine=row.engine.built_for(request.device)) for row in rows)
         self.runs = [RowRuns(row, _weights_word(row, stored)) for row in built]
         self._launches: dict[str, Launch | EngineFailed] = {}
-        self._children: dict[str, Child] = {}  # the one used last at the end
-        self._held: dict[str, int] = {}  # bytes of the GPU that processes hold
+        self._children: dict[str, Child] = {}  # Processes by row name, the most recently used one last.
+        self._held: dict[str, int] = {}  # GPU bytes held by each row's process.
         self._logs = cache_root() / "peers" / "logs"
         self.interrupted = False
         self._n_ctx = -(-max(len(q.token_ids) + q.max_new_tokens + 2 * DRAFT_TOKENS for q in questions) // 256) * 256
 
     def groups(self) -> list[list[Row]]:
-        """Return the rows in groups that the machine probably has memory for at once, the first row in each."""
+        """Split the rows into groups that probably fit into memory at once; each group has the first row."""
         first, *others = (runs.row for runs in self.runs)
         parts = [[first]]
         for row in others:
@@ -204,10 +206,12 @@ class Turns:
     def run(self) -> None:
         """Fill in every row's turns, or the reason why it has none.
 
-        What is interrupted keeps the prompts that all rows have answered. Raises: KeyboardInterrupt: there is none.
+        After an interrupt, the prompts that all rows have answered are kept.
+
+        Raises: KeyboardInterrupt: interrupted before all rows had answered a prompt.
         """
         try:
-            for runs in self.runs:  # installations and weights before the first clock starts
+            for runs in self.runs:  # Install engines and prepare weights before any timing.
                 self._attempt(runs, lambda runs: self._options(runs.row, self._launch(runs.row)))
             for number, question in enumerate(self.questions):
                 turn = number % len(self.runs)
@@ -264,7 +268,7 @@ class Turns:
 
     @contextmanager
     def _noting_memory(self, runs: RowRuns) -> Iterator[None]:
-        """Note what the row's process takes in this block: of a GPU what is free there less, for no other computes."""
+        """Record the memory that the row's process takes; on a GPU, the decrease in free memory within this block."""
         name, device = runs.row.name, self.request.device
         before = free_on(device)
         yield
@@ -274,14 +278,15 @@ class Turns:
             runs.peak_bytes = max(peak, runs.peak_bytes or 0)
 
     def _child(self, runs: RowRuns) -> Child:
-        """Return the row's process, warm; for want of memory others end, the one used last first: it is needed last."""
+        """Return the row's warm process; if memory is short, end the most recently used one, which is needed last."""
         name = runs.row.name
         child = self._children.pop(name, None)
         if child is not None:
             if self.request.on_gpu or child.memory().resident > STILL_THERE * (runs.peak_bytes or 0):
                 self._children[name] = child
                 return child
-            child.close()  # its weights were dropped from memory, and would be read from the disk while it is timed
+            # Its weights were evicted from memory; reading them from disk again would distort its timing.
+            child.close()
         launch = self._launch(runs.row)
         options = self._options(runs.row, launch)
         needed = runs.peak_bytes or self._guessed_bytes(options)
@@ -298,7 +303,7 @@ class Turns:
         return child
 
     def _mapped_bytes(self) -> int:
-        """Return what the processes have mapped from files: it counts as free for the system, which would drop it."""
+        """Return the bytes that processes map from files: the system counts them as free but would evict them."""
         return 0 if self.request.on_gpu else sum(child.memory().mapped for child in self._children.values())
 
     def _warm_ups(self) -> list[Question]:
@@ -316,7 +321,7 @@ class Turns:
             "swiftopt": str(Path(__file__).parents[1]),
             "dtype": self.dtype,
             "precision": PRECISIONS[self.dtype],
-            "device": "cuda" if request.on_gpu else "cpu",  # the only one that the process sees
+            "device": "cuda" if request.on_gpu else "cpu",  # The process sees only one GPU.
             "threads": request.threads,
             "n_ctx": self._n_ctx,
             "speed": request.speed,
@@ -329,7 +334,7 @@ class Turns:
         }
 
     def _settings(self, row: Row) -> dict[str, Any]:
-        """Return how the row drafts, by its engine's own names; nothing where it has none, or does not draft."""
+        """Return the row's drafting settings by the engine's own names; empty if it has none or does not draft."""
         options, own_text = row.options, bool(row.options.get("own_text"))
         if row.engine.engine is None or not (row.draft or own_text or options.get("ngram")):
             return {}
@@ -361,10 +366,10 @@ class Turns:
         try:
             return self._guessed_bytes(self._options(row, self._launch(row)))
         except (EngineFailed, SwiftoptError):
-            return 0.0  # its run reports why
+            return 0.0  # Running the row reports the error.
 
     def _guessed_bytes(self, options: Mapping[str, Any]) -> float:
-        """Estimate the memory of a process that has not run yet: half as much again for copies, and its libraries."""
+        """Estimate a new process's memory: 1.5 times its files, for copies, plus its libraries."""
         files = [Path(options[key]) for key in ("model", "draft") if options.get(key)]
         process_bytes = GPU_OWN_BYTES if self.request.on_gpu else OWN_BYTES
         return 1.5 * sum(_size(path) for path in files) + process_bytes
@@ -375,7 +380,7 @@ class Turns:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        # How OpenMP waits is swiftopt's own choice, not the other engines'.
+        # swiftopt sets OMP_WAIT_POLICY for itself; other engines must not inherit it.
         kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         return kept | variables | only_device(self.request.device, os.environ)
 

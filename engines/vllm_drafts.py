@@ -1,7 +1,7 @@
 """Drafts from earlier text inside vLLM, whose speculative_config names `TextProposer` as its `custom_class`.
 
-vLLM's own n-grams always draft a fixed number of tokens. Here a match is followed only as far as it is likely to
-be right, by the rates of `decoding.text_matches`, against what a row costs: both are estimated while vLLM runs.
+vLLM's own n-gram drafts have a fixed length. Here a draft follows a match only while the estimated probability of a hit
+(`decoding.text_matches`) exceeds the cost of one more row; both are estimated while vLLM runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import numpy.typing as npt
 
 from ..decoding.text_matches import HitRates, Matches
 
-Ids = npt.NDArray[np.int32]  # token ids of one request, or of all by place
+Ids = npt.NDArray[np.int32]  # Token ids of one request, or of all by batch position.
 
-FADING = 0.98  # weight of a step after the next one
-FIRST_WORTH = 0.2  # tokens for a row's time, before that is known
-LEAST_SPREAD = 4.0  # sum of squared distances of rows from their mean, below which it is not
-LONG_STEP = 4.0  # times the mean: a step that compiled or waited for something
+FADING = 0.98  # Factor by which each new step reduces the weight of older steps.
+FIRST_WORTH = 0.2  # Initial `row_worth`, in tokens, until it can be estimated.
+# Minimum sum of squared deviations of row counts from their mean for estimating `row_worth`.
+LEAST_SPREAD = 4.0
+# Multiple of the mean step time above which a step is ignored: it compiled something, or waited.
+LONG_STEP = 4.0
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """A line through the engine's steps, seconds by rows, and the tokens that they gave; old steps fade.
+    """Linear fit of step seconds over rows, with the tokens generated; the weight of old steps decays.
 
-    `sums`: of 1, rows, rows², seconds, rows · seconds and tokens.
+    `sums`: weighted sums over steps of 1, rows, rows², seconds, rows · seconds and tokens.
     """
 
     sums: tuple[float, ...] = (0.0,) * 6
@@ -42,7 +44,7 @@ class StepTimes:
 
     @property
     def row_worth(self) -> float:
-        """Tokens that the engine gives in the time that one more row takes: what a draft token must be worth."""
+        """Tokens generated in the time of one more row; a draft token pays only if it is expected to give more."""
         n, rows, squares, seconds, products, tokens = self.sums
         spread = squares - rows * rows / n if n else 0.0
         if spread < LEAST_SPREAD:
@@ -53,30 +55,30 @@ class StepTimes:
 
 @dataclass(slots=True, eq=False)
 class FollowedText:
-    """One request's text, as far as it was read."""
+    """Tokens of one request read so far, with their index of matches."""
 
     matches: Matches
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def begins(self, ids: Ids) -> bool:
-        """Tell whether `ids` is this text, perhaps with more behind it."""
+        """Tell whether `ids` starts with this text."""
         return 0 < len(self.ids) <= len(ids) and bool((ids[: len(self.ids)] == self.ids).all())
 
     def read(self, ids: Ids) -> None:
         self.matches.extend(ids[len(self.ids) :].tolist())
-        self.ids = ids.copy()  # vLLM writes over its own
+        self.ids = ids.copy()  # Copy, because vLLM reuses its array.
 
 
 class TextProposer:
-    """vLLM's interface for a drafter of one's own; `propose` returns up to num_speculative_tokens for each request."""
+    """Custom drafter for vLLM; `propose` returns up to num_speculative_tokens tokens for each request."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._n_context = int(vllm_config.model_config.max_model_len)
-        self._texts: list[FollowedText] = []  # by the batch's places at the last step
-        self._rates = HitRates()  # over all requests so far
+        self._texts: list[FollowedText] = []  # By batch position in the last step.
+        self._rates = HitRates()  # Estimated over all requests so far.
         self._times = StepTimes()
-        self._last = 0, -1, 0.0  # rows and requests of the step under way, and when it began
+        self._last = 0, -1, 0.0  # Rows, requests and start time of the current engine step.
 
     def load_model(self, *_: Any) -> None:
         """Do nothing: there is no model."""
@@ -88,17 +90,17 @@ class TextProposer:
         token_ids_cpu: Ids,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return what comes next, for each request, where that is likely enough.
+        """Return draft tokens for each request, as long as they are likely enough to pay.
 
-        Args: sampled_token_ids: of this step, by place in the batch; none while a prompt is read. num_tokens_no_spec:
-              int (places,), tokens of each request, the sampled ones included. token_ids_cpu: int32 (places, context).
+        Args: sampled_token_ids: of this step, by batch position; empty while a prompt is read. num_tokens_no_spec:
+              int (batch,), tokens of each request including sampled ones. token_ids_cpu: int32 (batch, context).
         """
         now, (rows, n_before, begun) = perf_counter(), self._last
         before, texts = list(self._texts), list[FollowedText]()
-        n_going_on = 0  # requests that this step gave tokens and an earlier one, too
+        n_going_on = 0  # Requests that got tokens in this step and in an earlier one.
         for place, sampled in enumerate(sampled_token_ids):
             ids = token_ids_cpu[place, : num_tokens_no_spec[place]]
-            here = self._texts[place : place + 1]  # others' places change when one ends
+            here = self._texts[place : place + 1]  # Batch positions shift when a request ends.
             text = next((text for text in (*here, *before) if text in before and text.begins(ids)), None)
             if text is None:
                 text = FollowedText(Matches(self._rates))
@@ -109,7 +111,8 @@ class TextProposer:
                 text.read(ids)
             texts.append(text)
         self._texts = texts
-        if 0 < n_going_on == n_before == len(texts):  # else its rows are not known: of a prompt, or of one that ended
+        # Otherwise the step's row count is unknown: it also read a prompt, or a request has ended.
+        if 0 < n_going_on == n_before == len(texts):
             self._times.add(rows, now - begun, sum(map(len, sampled_token_ids)))
         worth = self._times.row_worth
         drafts = [

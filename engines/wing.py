@@ -1,4 +1,4 @@
-"""What other engines add to the floors."""
+"""Registers the commands and options for other engines."""
 
 from __future__ import annotations
 

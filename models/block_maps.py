@@ -1,4 +1,4 @@
-"""Linear maps and embeddings by the codes of a GGUF file, laid out once for our kernels (`kernels/gguf.h`).
+"""Linear maps and embeddings that compute with a GGUF file's codes, packed once for our kernels (`kernels/gguf.h`).
 
 The numbers of the file are kept: codes as they are, or in more bits where no kernel has theirs; scales as they are.
 DEVIATION: our kernels round what goes into a map to 8 bits per 32 inputs, as llama.cpp does per 32 or 256; the weights
@@ -21,14 +21,15 @@ from .gguf_reader import FileTensor
 from .kernels import layout
 from .kernels.build import Kernels
 
-SUPER = 256  # Inputs that share the numbers in float16 of the types in two steps.
-SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1}  # Numbers for each group; two elsewhere.
+SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (and minimum) for each.
+# Numbers per group for these scale types; all other types have two.
+SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1}
 MOST_TYPES = 64
-DEQUANTISED = 4096  # Outputs that are de-quantised at a time, so that no float32 copy of a large map is held.
+DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
 
 
 class BlockForm(NamedTuple):
-    """What the kernels make of a type of tensors: bytes and inputs of a block of a file; how they pack weights."""
+    """How the kernels pack a GGUF tensor type, and the bytes and inputs of a block in the file."""
 
     block_bytes: int
     inputs: int
@@ -46,7 +47,7 @@ class BlockForm(NamedTuple):
 
 @cache
 def forms(kernels: Kernels) -> dict[int, BlockForm]:
-    """Return the types of tensors that the kernels compute with, by their numbers in files."""
+    """Return the GGUF tensor types that the kernels support, by type number."""
     numbers = (ctypes.c_int32 * (6 * MOST_TYPES))()
     n_types = kernels.gguf_types(numbers)
     rows = (numbers[6 * i : 6 * i + 6] for i in range(n_types))
@@ -79,7 +80,7 @@ class PackedBlocks:
         )
 
     def numbers(self, outputs: Tensor) -> Tensor:
-        """Return the weights of some outputs, int64 (n,), as the file means them: float32 (n, in)."""
+        """Return the de-quantised weights of some outputs, int64 (n,): float32 (n, in)."""
         outputs = outputs.contiguous()
         out_of_range = outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.n_out
         if out_of_range:
@@ -90,7 +91,7 @@ class PackedBlocks:
 
 
 def packed_blocks(tensor: FileTensor, kernels: Kernels, order: Tensor | None = None) -> PackedBlocks:
-    """Lay a tensor of a file (out, in) out; `order`: int32 (out,), which of its rows each output is.
+    """Pack a file's tensor (out, in); `order`: int32 (out,), the row of the tensor for each output.
 
     Raises: MemoryError: there is too little memory.
     """
@@ -107,7 +108,7 @@ def packed_blocks(tensor: FileTensor, kernels: Kernels, order: Tensor | None = N
 
 
 class BlockLinear(CodedLinear):
-    """A linear map by packed blocks. Args: bias: (out,) or None. dtype: of the model."""
+    """A linear map whose weights are packed blocks. Args: bias: (out,) or None. dtype: of the model."""
 
     def __init__(self, packed: PackedBlocks, bias: Tensor | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -133,7 +134,7 @@ class BlockLinear(CodedLinear):
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding by packed blocks, its rows times `scale` where a family scales them."""
+    """An embedding stored as packed blocks; rows are multiplied by `scale` in families that scale them."""
 
     embed_scale: Tensor | None
 

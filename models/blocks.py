@@ -1,4 +1,4 @@
-"""One decoder layer as two functions of the residual stream: what its attention adds, and what its MLP adds."""
+"""Computes what a decoder layer's attention and its MLP each add to the residual stream."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def submodule(root: nn.Module, dotted: str | None) -> Any:
     return None if dotted is None else root.get_submodule(dotted)
 
 
-# Cosine and sign-folded sine (positions, rotary_dim) by layer type, device and least number of positions.
+# (layer type, device, minimum number of positions) -> cosine and sine tables (positions, rotary_dim), the first half of
+# the sine negated; None: no rotary embedding.
 RotationTables = Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]
-LINEAR = nn.Linear | Conv1D | CodedLinear  # what a quantised copy can be made of
+LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
 
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows of one sequence that a sub-layer runs for, and how they see the buffer; shared by all layers of a pass.
+    """Rows of one sequence that a sub-layer runs on, and the slots they attend to; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
     values go. `mask`: as for `attend`, over [start, end).
@@ -46,13 +47,13 @@ class RowGroup:
 
 
 class LayerRows(Protocol):
-    """The rows that a layer's attention runs for, of any number of sequences, with their rotations as in `RowGroup`."""
+    """The rows that a layer's attention runs on, from any number of sequences, with rotations as in `RowGroup`."""
 
     cos: Tensor | None
     sin: Tensor | None
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the rows read, (rows, heads * width), after writing their keys and values."""
+        """Write the rows' keys and values; return the attention heads' outputs, (rows, heads * width)."""
         ...
 
 
@@ -69,7 +70,7 @@ class LayerModules:
     mlp_post: Any
 
     def modules(self) -> Iterator[Any]:
-        """Yield every module, None for those that the layer does not have."""
+        """Yield every module; None where the layer lacks it."""
         for part in fields(self):
             module_or_modules = getattr(self, part.name)
             yield from module_or_modules if isinstance(module_or_modules, tuple) else (module_or_modules,)
@@ -104,7 +105,7 @@ def queries_keys_values(
 
 
 def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
-    """Return what attention adds, given what its heads read (rows, heads * width)."""
+    """Return attention's output, given its heads' outputs (rows, heads * width)."""
     out = cast(Tensor, parts.out(mixed))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
@@ -155,7 +156,7 @@ class Block:
 
 
 class BufferRows:
-    """Rows of sequences for torch's attention, one behind the other, each group with its buffer; see `LayerRows`."""
+    """Rows for torch's attention, grouped by sequence, each group with its KV buffer; see `LayerRows`."""
 
     def __init__(self, groups: Sequence[tuple[RowGroup, KVBuffer]]) -> None:
         self.groups = groups
@@ -224,7 +225,8 @@ def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> Rota
             cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
             half = sin.shape[-1] // 2
             folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-            # Dispatched over devices, the rotary module computes on its own device, whatever device is given.
+            # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device: move
+            # them.
             table = tables[layer_type, device] = cos[0].to(device), folded.to(device)
         return table
 

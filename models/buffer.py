@@ -1,4 +1,4 @@
-"""One preallocated key/value buffer per request, shared by draft and target; nothing in it is ever cloned."""
+"""A preallocated key/value buffer per request, shared by draft and target; its contents are never cloned."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import psutil
 import torch
 from torch import Tensor
 
-MOST_VIEWS = 8  # ranges of slots of one pass
-CONTAINER = Path("/sys/fs/cgroup")  # its limits, in files of its own
+MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
+CONTAINER = Path("/sys/fs/cgroup")  # Folder of the container's memory limit and usage files (cgroup v2).
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process can have on a device, or on this machine for the CPU; a container's limit counts."""
+    """Return the bytes that this process can still allocate on a device; on the CPU within the container's limit."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes
+        # Memory that torch has reserved and can use again.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((CONTAINER / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text(encoding="ascii").splitlines())
         return min(free, max(0, limit - used + int(kept["inactive_file"])))
-    except (OSError, ValueError, KeyError):  # no limit, or none that can be read
+    except (OSError, ValueError, KeyError):  # There is no limit, or its files cannot be read.
         return free
 
 
@@ -43,7 +44,7 @@ class KVBuffer:
     ) -> None:
         self.capacity = capacity
         self._blocks: dict[torch.device, Tensor] = {}
-        self.keys: list[Tensor] = []  # per layer (kv_heads, capacity, head_dim)
+        self.keys: list[Tensor] = []  # One tensor (kv_heads, capacity, head_dim) per layer.
         self.values: list[Tensor] = []
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for device in dict.fromkeys(devices):
@@ -59,7 +60,7 @@ class KVBuffer:
     def between(self, start: int, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Views of the keys and the values at slots start … end - 1, per layer (kv_heads, end - start, head_dim).
 
-        The views of all layers are cut at once and kept for the pass: one by one they cost several times as much.
+        The views of all layers are created together and cached: creating them one by one takes several times as long.
         """
         views = self._views.get((start, end))
         if views is None:
@@ -78,7 +79,7 @@ class KVBuffer:
 
     @cached_property
     def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
-        """Where the keys and the values of each layer lie in this machine's memory."""
+        """Memory addresses of each layer's keys and values."""
         pointers = ctypes.c_void_p * len(self.keys)
         return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
 
@@ -87,7 +88,7 @@ class KVBuffer:
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
 
     def move(self, source: int | Tensor, target: int) -> None:
-        """Copy one slot's keys and values of all layers to another slot; of several, int64 (n,), to those behind it."""
+        """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""
         for device, block in self._blocks.items():
             if isinstance(source, int):
                 block[:, :, :, target] = block[:, :, :, source]

@@ -20,18 +20,18 @@ from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet, SubLayer
 from .kernels import layout
 
-ROWS = 16  # outputs of a block; missing ones are zeros
-GROUPS = (128, 64, 32)  # inputs that share a scale in our kernels
+ROWS = 16  # Outputs per block of packed weights; the last block is padded with zeros.
+GROUPS = (128, 64, 32)  # Inputs per scale that our kernels support.
 ZEROS_AS_CODES = {
     torch.bfloat16: layout.ZERO_CODES_BF16,
     torch.float16: layout.ZERO_CODES_F16,
     torch.float32: layout.ZERO_CODES_F32,
 }
-CHUNK = 1 << 15  # weights that are quantised at a time on a CPU
-DEVICE_CHUNK = 1 << 27  # The chunk on a GPU.
-SCRATCH = 30  # bytes that quantising takes for each weight of a piece
-DEQUANTISED = 256  # blocks that are de-quantised at a time, so that no float32 copy of a large map is held
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # Shares of the full scale to try: cutting tails may cost less.
+CHUNK = 1 << 15  # Weights quantised per step on a CPU.
+DEVICE_CHUNK = 1 << 27  # Weights quantised per step on a GPU.
+SCRATCH = 30  # Bytes of scratch memory that quantising needs per weight of a step.
+DEQUANTISED = 256  # Blocks de-quantised per step, so that no float32 copy of a large map is held.
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # Shares of the full scale to try: clipping outliers may reduce the error.
 
 Form = ParamSpec("Form")
 Parts = TypeVar("Parts", bound=tuple[Tensor, ...])
@@ -42,9 +42,9 @@ def weights_at_once(device: torch.device) -> int:
 
 
 def by_rows(quantise: Callable[Concatenate[Tensor, Form], Parts]) -> Callable[Concatenate[Tensor, Form], Parts]:
-    """Quantise a few rows at a time: on a CPU it works in its caches then, several times faster than on all at once.
+    """Quantise a few rows at a time: on a CPU they stay in its caches, several times faster than all rows at once.
 
-    A GPU takes a hundred million weights at a time: each piece costs it launches.
+    A GPU takes a hundred million weights at a time, because each piece costs kernel launches.
     """
 
     @wraps(quantise)
@@ -91,13 +91,14 @@ class CodedLinear(nn.Module):
         self.n_out, self.n_in = coded.codes.shape
         self.bits, self.dtype = coded.bits, dtype
         fitting = (size for size in GROUPS if coded.group % size == 0)
-        by_row = coded.group >= self.n_in  # whose one scale may be repeated beyond the last input
+        # One scale covers the whole row, so it may be repeated for the padding after the last input.
+        by_row = coded.group >= self.n_in
         self.group = next(fitting, GROUPS[-1] if by_row else coded.group)
         width = self.n_in + -self.n_in % self.group
         codes = coded.codes
-        if width != self.n_in or self.n_out % ROWS:  # else padding would copy them
+        if width != self.n_in or self.n_out % ROWS:  # Skip padding where none is needed: it would copy the codes.
             codes = F.pad(codes, (0, width - self.n_in, 0, -self.n_out % ROWS))
-        offsets = (1 << (self.bits - 1)) - coded.zeros  # the kernels' codes have their zero in the middle
+        offsets = (1 << (self.bits - 1)) - coded.zeros  # The kernels take the middle code as zero.
         scales, zeros = (
             F.pad(part, (0, 0, 0, -self.n_out % ROWS)).repeat_interleave(-(-coded.group // self.group), dim=1)
             for part in (coded.scales, offsets.to(coded.scales.dtype))
@@ -111,7 +112,7 @@ class CodedLinear(nn.Module):
 
     @property
     def scale_type(self) -> int:
-        """What the scales are, by `kernels.layout`."""
+        """Encoding of the scales and zeros, a constant of `kernels.layout`."""
         return ZEROS_AS_CODES[self.scales.dtype]
 
     @property
@@ -134,7 +135,7 @@ class CodedLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (…, in) to (…, out) by the de-quantised weight: a reference, not a fast way."""
+        """Map (…, in) to (…, out) with the de-quantised weight: a slow reference implementation."""
         return F.linear(x, self.weight, self.bias)
 
     def plain(self) -> nn.Linear:
@@ -143,7 +144,7 @@ class CodedLinear(nn.Module):
 
 
 def weight_form(module: Any) -> tuple[torch.device, torch.dtype, tuple[int, ...]]:
-    """Return device, dtype and shape of a module's weight; one that is coded is not de-quantised for it."""
+    """Return device, dtype and shape of a module's weight, without de-quantising a coded one."""
     codes = getattr(module, "codes", None)
     if codes is None or not hasattr(module, "dtype"):
         return module.weight.device, module.weight.dtype, tuple(module.weight.shape)
@@ -151,7 +152,7 @@ def weight_form(module: Any) -> tuple[torch.device, torch.dtype, tuple[int, ...]
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A linear map of that weight (out, in) and bias (out,), which are not copied."""
+    """Return a linear map that shares the given weight (out, in) and bias (out,)."""
     with torch.device("meta"):
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -167,7 +168,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> tuple[Tenso
     Returns: uint8 (blocks, bytes of a block) and (blocks, groups, 2, 16) of the scales' type.
     """
     n_out, n_in = codes.shape
-    quads = codes.to(torch.uint8).contiguous().view(torch.int32)  # four inputs at a time, which is faster
+    quads = codes.to(torch.uint8).contiguous().view(torch.int32)  # Move four inputs per int32, which is faster.
     blocks = quads.view(n_out // ROWS, ROWS, n_in // 4).transpose(1, 2)  # (blocks, n_in / 4, 16)
     if bits == 4:
         blocks = blocks[:, 0::2] | (blocks[:, 1::2] << 4)
@@ -229,7 +230,7 @@ class PackedForm:
 def packed_form(layer_set: LayerSet, subs: Sequence[SubLayer], widths: Iterable[int]) -> PackedForm | None:
     """Return the one form for all of those sub-layers that have fewer bits; None where none has.
 
-    It is that of most of them. Args: widths: inputs of the maps, all of which the group divides.
+    It is the most frequent form. Args: widths: inputs of the maps, all of which the group divides.
     """
     names = [name for sub in subs if (name := layer_set.format_of(*sub)) is not None]
     if not names:
@@ -250,9 +251,9 @@ def rounded(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tenso
     least = torch.full_like(reach, float("inf"))
     best, codes = torch.ones_like(reach), torch.zeros_like(grouped)
     for shrink in SHRINKS if bits == 4 else SHRINKS[:1]:
-        # As it is stored: an error of the scale counts as often as the code is large.
+        # Round the scale to its stored type before computing codes: its rounding error is multiplied by the code.
         scale = (shrink * reach).to(weight.dtype).float()
-        scale = torch.where(scale > 0, scale, 1.0)  # of zeros, or too small for the dtype
+        scale = torch.where(scale > 0, scale, 1.0)  # The scale is 0 for all-zero groups or by underflow.
         rounded_codes = (grouped / scale).round_().clamp_(-half, half - 1)
         error = (rounded_codes * scale - grouped).square_().sum(dim=-1, keepdim=True)
         better = error < least
@@ -266,4 +267,4 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     per_word = 32 // bits
     padded = F.pad(codes, (0, -codes.shape[1] % per_word))
     lanes = padded.view(codes.shape[0], -1, per_word).to(torch.int64) << (bits * torch.arange(per_word))
-    return lanes.sum(dim=-1).to(torch.int32)  # bits above the 31st become the sign
+    return lanes.sum(dim=-1).to(torch.int32)  # Bit 31 becomes the sign.

@@ -1,4 +1,4 @@
-"""The measured costs of a model's parts on this machine: whole passes are timed, nothing is assumed from counts."""
+"""Measures what a model's parts cost on this machine, by timing whole passes rather than counting operations."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ from .rows import Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # rows of the target passes that are measured, where the context has room for them
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # Rows per measured target pass; widths that exceed the model's context are skipped.
 MOST_ROWS = 4096  # The widest pass that is measured: 128 candidates of 32 tokens.
-CHEAPER = 0.9  # what a row must cost in a pass of twice the rows, or wider ones are not measured
-DRAFT_WIDTHS = (1, 2, 4, 8, 16)  # rows of a quantised draft's pass
-BUDGET_S = 4.0  # seconds that the repetitions may take, beyond the least number of them
-REPEATS = (3, 15)  # least and most repetitions of each pass
-EXPENSIVE = 2.2  # base passes; what costs more is rarely chosen, and is timed only twice
-AGAIN_S = 10.0  # a disturbed measurement is repeated until so many seconds have gone by
-MOST_SHARE = 0.1  # Others may use this share of the processors' time in a quiet measurement.
-MOST_SPREAD = 1.3  # upper ÷ lower quartile of the base passes
-MOST_REVERSED = 0.93  # a wider pass ÷ a narrower one: below, one of them was disturbed
-MOST_ERROR = 0.1  # The largest error of a prediction for an unseen pass, and of parts that exceed their whole.
-UNSEEN_ROWS = 4  # Rows of the unseen pass, which leaves out half of the sub-layers.
-RECORD_AT = 3  # the pass of a shape that is captured: most layer sets of a search are run once and never again
-RECORDED_ROWS = 128  # Rows of the widest pass that is captured.
-MEMORY_SHARE = 0.5  # Keys and values may take this share of the free memory.
+CHEAPER = 0.9  # Measure wider passes only while doubling the rows cuts the cost per row to this share or less.
+DRAFT_WIDTHS = (1, 2, 4, 8, 16)  # Rows per measured pass of a quantised draft.
+BUDGET_S = 4.0  # After this many seconds no repetition beyond the minimum number begins.
+REPEATS = (3, 15)  # Minimum and maximum number of repetitions of each pass.
+EXPENSIVE = 2.2  # Passes that cost more than this many base passes are rarely chosen, so they are timed only twice.
+AGAIN_S = 10.0  # A disturbed measurement is repeated for at most this many seconds.
+MOST_SHARE = 0.1  # Largest share of CPU time that other programs may use during a valid measurement.
+MOST_SPREAD = 1.3  # Largest accepted ratio of the upper to the lower quartile of the base passes' times.
+# A wider pass that takes less than this share of a narrower one's time shows that one of them was disturbed.
+MOST_REVERSED = 0.93
+# Largest accepted relative error of the predicted check pass, and of the parts' sum above the whole pass.
+MOST_ERROR = 0.1
+UNSEEN_ROWS = 4  # Rows of the pass that checks the fitted costs; half of its sub-layers are skipped.
+RECORD_AT = 3  # Capture a shape's CUDA graph at its third use: most layer sets of a search run only once.
+RECORDED_ROWS = 128  # Rows of the widest pass that is captured as a CUDA graph.
+MEMORY_SHARE = 0.5  # Largest share of the free memory that keys and values may take.
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a stored figure is valid for: the GPU's name, or the processor's with its number of threads."""
+    """Return the hardware that a stored figure is valid for: the GPU, or the CPU and its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = cpu_words("model name") or platform.processor() or platform.machine()
@@ -50,7 +52,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_name(runtime: Runtime) -> str:
-    """Return the device's name, with the way the runtime computes where that is not eager: figures differ by it."""
+    """Return the device's name and, unless it is eager, the runtime's speed mode: measured times depend on both."""
     name = device_name(runtime.device)
     if runtime.native is not None:
         return f"{name}, {runtime.native.level} kernels"
@@ -58,14 +60,14 @@ def machine_name(runtime: Runtime) -> str:
 
 
 def software_of(runtime: Runtime) -> str:
-    """Return what computes a runtime's passes, by versions: other software takes other times."""
+    """Return the versions of the software that computes a runtime's passes: measured times depend on them."""
     kernels_version = f"swiftopt {__version__}" if runtime.native is None else runtime.native.library
     return f"torch {torch.__version__}, {kernels_version}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """What one round of measuring gave: a context length, costs, the base pass's seconds, and reasons for doubt."""
+    """Result of one measurement: context length, costs, seconds of the base pass, and reasons to doubt it."""
 
     bucket: int
     costs: FormatCosts
@@ -104,7 +106,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
 def _trusted(measure: Callable[[], _Measurement]) -> _Measurement:
     """Measure until nothing casts doubt on the result, for a bounded time; return that, or the least doubtful one.
 
-    Where processes measure beside each other there is no quiet moment to wait for.
+    When several processes measure at the same time, there is no quiet moment to wait for: measure once.
     """
     until = perf_counter() + (AGAIN_S if measures_alone() else 0.0)
     best = measure()
@@ -130,12 +132,14 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
                 raise
             break
         seconds = by_rows[n_rows] = max(before, wide_s)
-        # The first pass that is not replayed waits for its launches; rows may be cheaper again in wider ones.
+        # The narrowest pass that is too wide for a CUDA graph pays for its kernel launches, so its rows may cost more
+        # than before. Still wider passes may be cheaper per row again.
         is_first_launched = runtime.graphs is not None and n_rows == 2 * RECORDED_ROWS
         if seconds > 2 * CHEAPER * before and not is_first_launched:
             break
     if runtime.device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for wide passes counts as taken where memory is planned
+        # Memory that torch keeps cached after wide passes would count as used when memory is planned.
+        torch.cuda.empty_cache()
     return by_rows
 
 
@@ -146,14 +150,14 @@ def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an error says that memory is short: torch has a class of its own for that on GPUs alone."""
+    """Tell whether an error means that memory ran out: torch has an exception class for this only on GPUs."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_for_texts(runtime: Runtime) -> int:
-    """Return the bytes that keys and values may take: a share of what is free where each layer keeps its own."""
+    """Return the bytes that keys and values may take: a share of the memory that is free on the layers' devices."""
     devices = [block.device for block in runtime.blocks]
     return int(MEMORY_SHARE * min(free_bytes(device) * len(devices) / devices.count(device) for device in set(devices)))
 
@@ -167,7 +171,8 @@ def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: O
     runtime.copies.prepare(draft, on_step)
     with measuring_turn(runtime.device, on_step):
         measured = _trusted(partial(_measured, runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step))
-    scale = profile.target_pass_s(1) / measured.base_s  # to the profile's own seconds, which may be of another day
+    # Rescale to the profile's base pass, which may have been timed on another day.
+    scale = profile.target_pass_s(1) / measured.base_s
     profile = replace(profile, formats={**profile.formats, name: measured.costs.scaled(scale)})
     if not measured.doubts:
         return profile
@@ -195,7 +200,7 @@ def _measured(
     inner = frozenset(range(1, runtime.n_layers - 1))
     unseen = replace(layer_set, skip_attn=frozenset(sorted(inner)[::2]), skip_mlp=frozenset(sorted(inner)[1::2]))
     runs = {f"rows {n}": timed(n, layer_set) for n in widths}
-    # What a pass without the inner ones of a kind, or without logits, is faster by is their cost.
+    # The cost of attention, of the MLPs or of the logits is the time that a pass saves by leaving them out.
     runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
     runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
     runs["no head"] = timed(1, layer_set, wanted=())
@@ -212,7 +217,8 @@ def _measured(
     mlp = max(0.0, (one - seconds["no mlp"]) / n_inner)
     head = max(0.0, one - seconds["no head"])
     rest = one - head - runtime.n_layers * (attn + mlp)
-    # More rows cannot cost less; where they seem to, the narrower pass was the one that was disturbed.
+    # A wider pass cannot be cheaper than a narrower one: if measured so, the narrower one was disturbed. Take the
+    # running maximum.
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
     costs = FormatCosts(attn, mlp, head, max(0.0, rest), wider)
     doubts: list[str] = []
@@ -224,7 +230,7 @@ def _measured(
 
 
 def _doubts_of_machine(meter: DisturbanceMeter, bases: Sequence[float]) -> Iterator[str]:
-    """Yield what the machine did beside a measurement, if it was too much."""
+    """Yield reasons to doubt a measurement because of other load on the machine."""
     disturbance = meter.read()
     if disturbance.share > MOST_SHARE:
         ours = f"{disturbance.own:.0%} were swiftopt's"
@@ -262,14 +268,14 @@ def _pass(
 
     def run() -> None:
         out = runtime.forward(rows, buffer, wanted)
-        # Reading the answer belongs to a pass: on a GPU it is what waits for it.
+        # Read the result as part of the timed pass: on a GPU only this waits until the pass has finished.
         (out.max(dim=-1).indices if wanted is None else out.sum()).tolist()
 
     return run
 
 
 def _warm(run: Callable[[], None], runtime: Runtime) -> None:
-    """Run a pass until the next one is as those of decoding: memory is there, kernels are chosen, graphs captured."""
+    """Warm up a pass: allocate memory, choose kernels and capture graphs."""
     for _ in range(1 if runtime.graphs is None else RECORD_AT):
         run()
 
@@ -278,8 +284,8 @@ def _beside(base: str, runs: Mapping[str, Callable[[], None]], on_step: OnStep) 
     """Return the median seconds per run, each taken as a ratio to the `base` passes right before and after it; and
     the seconds of all base passes.
 
-    What else the machine does comes and goes within seconds, and slows all of a moment's passes alike; and medians, for
-    decoding pays for the slow moments as well.
+    Ratios, because other load comes and goes within seconds and slows neighbouring passes alike. Medians rather than
+    minima, because decoding is slowed by such load as well.
     """
     ratios: dict[str, list[float]] = {name: [] for name in runs if name != base}
     started, repeats = perf_counter(), 0

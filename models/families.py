@@ -1,4 +1,4 @@
-"""What each supported architecture of transformers is made of: one row per family, which all that reads models goes by.
+"""Describes the supported architectures of transformers: one row per family, used by everything that reads models.
 
 A skipped sub-layer contributes zero to the residual stream. So a row has the names of modules, the shape of the
 query/key/value projection, and whether attention and MLP read the same residual; then what an MLP computes, for our

@@ -1,4 +1,4 @@
-"""Which model this is: a hash over what makes it compute what it computes.
+"""Identifies a model by a hash over everything that determines what it computes.
 
 It covers the configuration (the fields that change the function), and of every tensor its name, its shape and 64 values
 at fixed places. A folder is read as stored, a model in memory as it was cast: a bfloat16 model gives one value from its
@@ -24,10 +24,10 @@ from .gguf_reader import GgufFile
 from .saved import LEFTOVERS, supported_config, weight_files
 
 VERSION = "v1"
-N_RUNS = 4  # places per tensor that are looked at
-RUN_LENGTH = 16  # values at each of them
+N_RUNS = 4  # Runs of values sampled per tensor.
+RUN_LENGTH = 16  # Consecutive values per run.
 
-# Fields that a config carries and the function does not depend on: how it was stored, loaded or trained, and tokens.
+# Config fields that do not affect what the model computes: storage, loading, training and special tokens.
 _IGNORED = frozenset(
     {
         *("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "torchscript", "transformers_version"),
@@ -37,7 +37,8 @@ _IGNORED = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
     }
 )
-_PREFIXES = ("model.", "transformer.", "gpt_neox.")  # hub files of GPT-2 leave the base model's name out
+# Base model prefixes, removed because files of GPT-2 on the hub lack them.
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _HEAD = "lm_head.weight"
 
 
@@ -74,11 +75,11 @@ def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:
 def _function_of(config: Any) -> dict[str, Any]:
     """Return the config fields that change the function and differ from the class's defaults.
 
-    Defaults are left out so that a field which a later transformers adds does not rename every model.
+    Defaults are left out, so that a field added by a later transformers does not change every fingerprint.
     """
     try:
         defaults = _relevant(type(config)().to_dict())
-    except (TypeError, ValueError):  # a config class that cannot be built empty
+    except (TypeError, ValueError):  # The config class cannot be built without arguments.
         defaults = {}
     values = _relevant(config.to_dict())
     kept = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
@@ -97,10 +98,10 @@ def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name as transformers has it in memory, whichever name its file uses."""
+    """Return a tensor's name in the loaded transformers model, given its name in a file."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    return _HEAD if name == "embed_out.weight" else name  # GPT-NeoX files
+    return _HEAD if name == "embed_out.weight" else name  # GPT-NeoX calls its LM head embed_out.
 
 
 def _sample(name: str, tensor: Tensor) -> Tensor:

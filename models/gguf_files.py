@@ -1,4 +1,4 @@
-"""GGUF files: one as a model's folder, and a folder's weights as such files for the engines that read that format.
+"""Converts GGUF files to model folders, and model folders to GGUF files, for other engines.
 
 swiftopt itself computes with a file as it is (`gguf_model`); for other engines it is converted to bfloat16 once and
 kept in the cache. Files that are written are for token ids in and token ids out: their tokenizer names every token,
@@ -43,15 +43,15 @@ from .saved import (
 )
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
-WRITER = "1"  # part of every file's folder; raise it when the writing changes
+WRITER = "1"  # Version in the folder name of every written file; raise it when the written content changes.
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # Token type numbers of the GGUF format.
 
 
 def converted(gguf: Path, on_step: OnStep) -> Path:
     """Return a folder of the file's weights in bfloat16 and its tokenizer, for other engines; made the first time.
 
-    It appears under its name only when it is complete, so that processes may convert at the same time.
+    The folder gets its final name only when it is complete, so several processes may convert at the same time.
 
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
         SettingsError: there is too little memory. OutputError: the cache cannot be written.
@@ -78,7 +78,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
             _publish(unfinished, folder)
     except SwiftoptError:
         raise
-    except Exception as error:  # safetensors wraps a full disk in an error of its own
+    except Exception as error:  # A full disk raises safetensors' own error, not OSError.
         raise OutputError(
             f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
             " SWIFTOPT_CACHE_DIR"
@@ -97,7 +97,7 @@ def _check_room(gguf: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell whether a converted folder is there, its weights as long as they say: crashes may cut them."""
+    """Tell whether a converted folder is complete; a crash may have truncated its weights."""
     try:
         supported_type(folder)
         with stored_tensors(folder):
@@ -110,9 +110,9 @@ def _publish(unfinished: str, folder: Path) -> None:
     try:
         os.replace(unfinished, folder)
     except OSError:
-        if _is_whole(folder):  # another process was faster, with the same result
+        if _is_whole(folder):  # Another process has already written the same folder.
             return
-        shutil.rmtree(folder, ignore_errors=True)  # remains that a crash of the machine, or somebody, has damaged
+        shutil.rmtree(folder, ignore_errors=True)  # Remove an incomplete folder, for example after a crash.
         os.replace(unfinished, folder)
 
 
@@ -225,7 +225,7 @@ def _add_settings(writer: Any, config: Any, file_type: int) -> None:
 
 
 def _add_tokens(writer: Any, folder: Path, config: Any, pre_tokenizer: str) -> None:
-    """Every token's text and merges; ids that the tokenizer does not use get a name of their own."""
+    """Write the text and type of every token, and the merges; unused ids get placeholder names."""
     path = folder / "tokenizer.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -242,7 +242,7 @@ def _add_tokens(writer: Any, folder: Path, config: Any, pre_tokenizer: str) -> N
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list([text for text, _ in rows])
     writer.add_token_types([kind for _, kind in rows])
-    writer.add_token_merges(merges or ["a b"])  # llama.cpp refuses a file without any
+    writer.add_token_merges(merges or ["a b"])  # llama.cpp refuses a file without merges.
     for name in ("bos", "eos", "pad"):
         number = getattr(config, f"{name}_token_id", None)
         if isinstance(number, list):

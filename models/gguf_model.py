@@ -1,4 +1,4 @@
-"""A GGUF file as a model: its weights as they are, in the types of the file, tensor by tensor.
+"""Loads a GGUF file as a model, keeping its weights in the types of the file.
 
 What transformers needs beside weights (config, tokenizer, generation config) is kept in a small folder of the cache,
 with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes;
@@ -42,7 +42,7 @@ from .saved import (
 )
 
 HEAD = "output.weight"
-FACTORS = "rope_f"  # What the names of tensors of rotary factors begin with.
+FACTORS = "rope_f"  # Name prefix of tensors with rotary frequency factors.
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
@@ -93,7 +93,7 @@ def _publish(unfinished: Path, folder: Path, gguf: Path) -> None:
         except OSError:
             if _is_current(folder, gguf) or number:
                 return
-            for path in folder.iterdir():  # The file was moved: its folder is made anew.
+            for path in folder.iterdir():  # The GGUF file was moved: empty the folder and write it again.
                 path.unlink()
 
 
@@ -131,12 +131,12 @@ def _parsed(file: GgufFile) -> tuple[Any, Any]:
             config = AutoConfig.from_pretrained(**where)
             family_of(config)
             take_settings(file.own_settings(), config, file.path)
-            family_of(config)  # It may ask for what no test proves.
+            family_of(config)  # Check again: the GGUF settings may have made the config unsupported.
             tokenizer = AutoTokenizer.from_pretrained(**where)
             take_split(file.settings, tokenizer, file.path)
     except UnsupportedModel:
         raise
-    except Exception as error:  # transformers has no error of its own for a file that it cannot read
+    except Exception as error:  # transformers raises many exception types for unreadable files.
         if "is not supported" in str(error):
             supported = ", ".join(sorted(FAMILIES))
             raise UnsupportedModel(
@@ -148,7 +148,8 @@ def _parsed(file: GgufFile) -> tuple[Any, Any]:
 
 def _refuse_scaled_rotation(file: GgufFile) -> None:
     rotary = {name.removeprefix("rope."): value for name, value in file.own_settings().items() if "rope." in name}
-    factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))  # Without a type it is linear.
+    # A factor without a scaling type means linear scaling.
+    factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))
     scaling = rotary.get("scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     factors = (numbers(tensor) for name, tensor in file.tensors.items() if name.startswith(FACTORS))
     if scaling not in ("none", "") or any(bool((values != 1).any()) for values in factors):
@@ -160,7 +161,7 @@ def _refuse_scaled_rotation(file: GgufFile) -> None:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Give transformers one reader for config and tokenizer: it would parse the file for each of them.
+    """Let transformers parse the file once for config and tokenizer, not once for each.
 
     The reader slices the file as a plain array: a memmap takes five times as long for that.
     """
@@ -169,7 +170,7 @@ def _parsed_once() -> Iterator[None]:
     library: Any = gguf_library
     reader = library.GGUFReader
 
-    class Reader(reader):  # type: ignore[misc, valid-type]  # it is Any
+    class Reader(reader):  # type: ignore[misc, valid-type]  # `reader` is Any.
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 

@@ -1,7 +1,7 @@
-"""Reads GGUF files: their metadata, and where each tensor lies. Files are mapped: nothing of the weights is copied.
+"""Reads GGUF files: metadata and tensor positions. Files are memory-mapped, so no weights are copied.
 
-Every count, length and offset of a file is checked against its size before it is used, so that a damaged file, or one
-that somebody made for it, costs one sentence.
+Every count, length and offset is checked against the file's size before use, so that a damaged or malicious file only
+causes an error message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# Types of tensors by their numbers in files: name, values and bytes of a block.
+# Tensor types by number in GGUF files: name, values per block, bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -46,8 +46,8 @@ TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
 }
 MOST_DIMENSIONS = 4
-LONGEST_NAME = 64  # Characters of a name in a message; the format allows no more for tensors.
-DEEPEST_ARRAY = 2  # Arrays of arrays are allowed by the format, and no writer makes them.
+LONGEST_NAME = 64  # Characters of a name shown in a message: GGUF's maximum for tensor names.
+DEEPEST_ARRAY = 2  # Deepest nesting of arrays that is read: GGUF allows any, but no writer nests them.
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -73,7 +73,7 @@ class FileTensor:
 
 
 class _Damaged(Exception):
-    """What is wrong with a file, in words that follow its name."""
+    """The file is damaged; the message completes a sentence that begins with the file's name."""
 
 
 class _Header:
@@ -96,7 +96,7 @@ class _Header:
     def text(self) -> str:
         n_bytes = self.number("Q")
         at = self.take(n_bytes)
-        # Tokens may be any bytes; what is no text by itself keeps them as surrogates.
+        # Tokens may be any bytes; keep invalid UTF-8 as surrogates.
         return self.content[at : at + n_bytes].decode("utf-8", "surrogateescape")
 
     def value(self, kind: int, depth: int = 0) -> Any:
@@ -113,7 +113,7 @@ class _Header:
             form = np.dtype(SCALARS[of_kind]).newbyteorder("<")
             at = self.take(n_values * form.itemsize)
             return np.frombuffer(self.content, form, n_values, at).tolist()
-        if n_values > len(self.content) - self.at:  # a text takes eight bytes at least
+        if n_values > len(self.content) - self.at:  # A string or array takes at least eight bytes.
             raise _Damaged("ends in its header")
         return [self.value(of_kind, depth + 1) for _ in range(n_values)]
 
@@ -156,12 +156,12 @@ class GgufFile:
         return sum(len(content) for content in self._maps)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the settings of the architecture, by their names behind it."""
+        """Return the architecture's settings, by name without the architecture's prefix."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
 
     def release(self, tensor: FileTensor) -> None:
-        """Let the system drop the pages of a tensor that has been read; they are read again where they are needed."""
+        """Let the system drop the mapped pages of a tensor; a later access reads them from the file again."""
         address = tensor.data.__array_interface__["data"][0]
         for content in self._maps:
             start = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
@@ -177,7 +177,7 @@ class GgufFile:
                     raise ModelNotFound(
                         f"{path} is no GGUF file: give a file that llama.cpp reads, or a model's folder"
                     )
-                # Private pages, which torch takes for writable; nothing writes them.
+                # Map the file copy-on-write: torch wants writable memory, although nothing writes to it.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)

@@ -1,4 +1,4 @@
-"""What transformers drops of a GGUF file's settings: fields of a config, how texts become words, what ends a turn.
+"""Applies GGUF settings that transformers drops: config fields, pre-tokenizer, end-of-turn tokens.
 
 It reads some settings and leaves out all others without a word, such as Phi-3's sliding window. One that says what is
 computed and has no place in the config is refused.
@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from ..core.errors import UnsupportedModel
 from .families import FAMILIES
 
-# Settings that files of every architecture have, by their names behind that of the architecture.
+# GGUF settings common to all architectures, by name without the architecture's prefix, and their config fields.
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -38,20 +38,20 @@ MORE_FIELDS = {
     "rope.freq_base_swa": "rope_theta of sliding attention",
     "rope.dimension_count": "rotary width",
 }
-CHECKED = "rope.scal"  # what the names of settings begin with that are checked before
-NOTES = ("tensor_data_layout",)  # settings that say nothing about what is computed
+CHECKED = "rope.scal"  # Name prefix of the rotary scaling settings, which gguf_model.py checks.
+NOTES = ("tensor_data_layout",)  # Settings without effect on what the model computes.
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|end|>",
     "<end_of_turn>",
-)  # Ends of turns in chat templates, for files that name none.
-# Values of `tokenizer.ggml.pre`, as llama.cpp reads them: those of GPT-2's regular expression, and those that cut each
-# digit off before it.
+)  # End-of-turn tokens of usual chat templates, for files that name none.
+# Pre-tokenizer names (`tokenizer.ggml.pre`) that llama.cpp splits by GPT-2's regular expression (LIKE_GPT2), or by
+# single digits and then by that expression (DIGITS_APART).
 LIKE_GPT2 = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0")
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# Values of settings without a field that leave a model as it is.
+# Settings without a config field, and their values that do not change what the model computes.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
@@ -60,13 +60,14 @@ NOTHING = (0, False, "", "none")
 
 
 def take_settings(settings: Mapping[str, Any], config: Any, gguf: Path) -> None:
-    """Change a config of transformers where it is not what the file's settings say.
+    """Correct a transformers config where it differs from the file's settings.
 
     Args:   settings: those of its architecture, by their names behind that.
     Raises: UnsupportedModel: the config has no field for one of them.
     """
     fields = {**FIELDS, **MORE_FIELDS}
-    in_order = [name for name in fields if name in settings]  # one may follow from those before it
+    # Apply in the order of the table: a setting may depend on earlier ones.
+    in_order = [name for name in fields if name in settings]
     for name in (*in_order, *(name for name in settings if name not in fields)):
         if name in NOTES or name.startswith(CHECKED):
             continue
@@ -88,12 +89,12 @@ def _no_place(gguf: Path, name: str, value: Any, config: Any) -> UnsupportedMode
 
 def _is_equal(known: Any, value: Any) -> bool:
     if isinstance(known, int | float) and isinstance(value, int | float):
-        return math.isclose(known, value, rel_tol=1e-6)  # files hold 32 bits
+        return math.isclose(known, value, rel_tol=1e-6)  # GGUF stores floats in 32 bits.
     return known == value or (known is None and value == 0)
 
 
 def _known(config: Any, field: str) -> Any:
-    """What a config says of a field, or of what follows from others."""
+    """Return the config's value of a field, or the value derived from other fields."""
     n_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
     if field == "head_dim":
@@ -140,7 +141,7 @@ def _set(config: Any, field: str, value: Any) -> bool:
 
 
 def take_split(settings: Mapping[str, Any], tokenizer: Any, gguf: Path) -> None:
-    """Cut texts into words as the file's merges were learnt on; transformers takes GPT-2's way for ones it has not.
+    """Set the pre-tokenizer that the file names; transformers uses GPT-2's for names that it does not know.
 
     Raises: UnsupportedModel: the way is not known here either.
     """
@@ -158,7 +159,7 @@ def take_split(settings: Mapping[str, Any], tokenizer: Any, gguf: Path) -> None:
 
 
 def _splits_of_transformers(split: str) -> Collection[str]:
-    """Return the ways that transformers has; before 5.23 they follow the architecture."""
+    """Return the pre-tokenizers that transformers knows; before 5.23 it chooses them by architecture."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping
     except ImportError:
@@ -167,7 +168,7 @@ def _splits_of_transformers(split: str) -> Collection[str]:
 
 
 def take_ends(settings: Mapping[str, Any], tokenizer: Any, generation_config: Any) -> None:
-    """End completions at the end of a turn, too: transformers reads the end of a text alone."""
+    """Add end-of-turn tokens to the stop tokens: transformers reads only the end-of-text token."""
     named = [settings[key] for key in TURN_KEYS if key in settings]
     vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
     named += [vocab[text] for text in TURN_ENDS if text in template and text in vocab]

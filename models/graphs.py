@@ -31,20 +31,21 @@ from .saved import first_line
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, RECORDED_ROWS)  # rows
-LONGEST = 64  # slots that a row of a captured pass sees behind its run: nodes of its tree
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, RECORDED_ROWS)  # Row counts that passes are padded to.
+LONGEST = 64  # Single slots (tree nodes) that a row of a captured pass may attend to after its contiguous run.
 MOST_GRAPHS = 64
-PROBES, PROBE_SLOTS = 9, 128  # passes that are timed when a model is loaded, and the slots that they read
-PROBED_CALLS = 16  # A task shorter than its launch is repeated so often in one graph.
+PROBES, PROBE_SLOTS = 9, 128  # Passes timed when a model is loaded, and the KV slots that each reads.
+PROBED_CALLS = 16  # Repetitions of a timed task in one graph, because one run may be shorter than its launch.
 
 T = TypeVar("T")
 
-Answer = tuple[Tensor, Tensor | None]  # states (width, hidden_size) after the last layer, and logits (width, vocab)
+# States (width, hidden_size) after the last layer, and logits (width, vocab) or None.
+Answer = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is fixed in a captured pass: layers `first` … `last` - 1 over `width` rows, none of which sees more slots.
+    """Fixed properties of a captured pass: layers `first` … `last` - 1 over `width` rows of at most `n_slots` slots.
 
     `begun`: the rows begin as states and not as tokens. `is_read`: logits are wanted of some of them.
     """
@@ -71,13 +72,14 @@ class StaticPass:
         size = (shape.width, int(runtime.config.get_text_config().hidden_size))
         self.begun = torch.zeros(size, dtype=runtime.dtype, device=runtime.device) if shape.begun else None
         self._plan = PassPlan(runtime, Rows([0] * shape.width, 0, variants=shape.variants))
-        # Held here: the runtime drops a table when it makes a longer one, but a graph keeps the address of this one.
+        # Keep these rotation tables alive: the runtime drops them when it builds longer ones, but the graph still reads
+        # their addresses.
         self._rotations = [
             runtime.rotation(block.layer_type, runtime.device, self.table.n_positions) for block in runtime.blocks
         ]
 
     def fill(self, passes: Sequence[Pass]) -> None:
-        """Take the rows of passes of this shape, one behind the other.
+        """Load the rows of passes of this shape, one pass after the other.
 
         Raises: TableFullError: some row sees more slots than a table holds.
         """
@@ -133,8 +135,8 @@ class GraphPasses:
         self._record: Record = record or (lambda static: captured(static.run, runtime.device, pool))
         self._uses: Counter[Shape] = Counter()
         self._passes: OrderedDict[Shape, Captured] = OrderedDict()
-        self.refused: dict[Shape, str] = {}  # what could not be captured, and why
-        self.n_first = 0  # uses of shapes before they are replayed, and their captures: slower than later ones
+        self.refused: dict[Shape, str] = {}  # Shape -> reason why its capture failed.
+        self.n_first = 0  # Passes computed before replay, captures included; slower than replayed ones.
 
     def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None:
         """Return the wanted logits (rows, vocab) of passes over the same layers, one replay for each layer set.
@@ -148,7 +150,8 @@ class GraphPasses:
         if None in shapes or not all([self._is_due(shape) for shape in shapes if shape is not None]):
             return None
         filled = [self._filled(cast(Shape, shape), some) for shape, some in zip(shapes, sets.values(), strict=True)]
-        if not all(filled):  # before any is replayed: no state is noted twice where all are computed anew
+        # Check before the first replay: otherwise a fallback would record states a second time.
+        if not all(filled):
             return None
         logits: dict[int, Tensor] = {}
         for captured_pass, some in zip(filled, sets.values(), strict=True):
@@ -182,7 +185,7 @@ class GraphPasses:
     def _filled(self, shape: Shape, passes: Sequence[Pass]) -> Captured | None:
         """Return the captured pass of a shape, with the rows of `passes`; None: there is none for them.
 
-        A pass that cannot be captured, for want of memory most of all, can be computed nonetheless: its requests go on.
+        If a pass cannot be captured, mostly for lack of memory, it is computed without a graph and its requests go on.
         """
         try:
             static = self._passes[shape][0] if shape in self._passes else StaticPass(self.runtime, shape)
@@ -204,7 +207,7 @@ class GraphPasses:
         return captured_pass
 
     def forget(self) -> None:
-        """Drop every captured pass: some of the weights lie elsewhere now."""
+        """Drop every captured pass, after weights have moved in memory."""
         self._passes.clear()
         self._uses.clear()
         self.refused.clear()
@@ -215,7 +218,7 @@ def _answers(static: StaticPass, replay: Replay, passes: Sequence[Pass]) -> list
     n = sum(len(pass_.rows.token_ids) for pass_ in passes)
     hidden, logits = (None if part is None else part[:n] for part in replay())
     assert hidden is not None
-    # The next replay writes where this one's answers lie.
+    # Clone the results: the next replay overwrites the graph's output memory.
     logits = hidden[:0] if logits is None else logits.clone()
     hidden = hidden.clone() if any(pass_.capture for pass_ in passes) else hidden
     answers, at = list[Tensor](), 0
@@ -247,7 +250,7 @@ def pass_seconds(runtime: Runtime, graphs: GraphPasses) -> tuple[float, float]:
         for _ in range(RECORD_AT + PROBES):
             clock = perf_counter()
             logits = graphs.forward([one]) if replayed else None
-            best_of((logits or runtime.forward_together([one]))[0]).tolist()  # waits for it
+            best_of((logits or runtime.forward_together([one]))[0]).tolist()  # Reading waits for the GPU.
             times.append(perf_counter() - clock)
         if graphs.refused:
             raise RuntimeError(next(iter(graphs.refused.values())))
@@ -269,10 +272,12 @@ def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> C
     """
     graph, aside = torch.cuda.CUDAGraph(), _aside(device)
     aside.wait_stream(torch.cuda.current_stream(device))
-    # Torch's own stream for captures is on the first device that had one; and it stays in use where a capture fails.
+    # Use our own capture stream: torch's default one belongs to the first device that captured, and stays current after
+    # a failed capture.
     try:
         with torch.cuda.device(device), torch.cuda.stream(aside):
-            task()  # kernels are chosen and quantised copies made before, and never while, it is captured
+            # Run once before the capture: choosing kernels and making quantised copies cannot be captured.
+            task()
             with torch.cuda.graph(graph, pool=pool, stream=aside):
                 answer = task()
     finally:
@@ -286,7 +291,7 @@ def captured(task: Callable[[], T], device: torch.device, pool: Any = None) -> C
 
 
 def replayed_s(device: torch.device, task: Callable[[], object]) -> float:
-    """Return the seconds of a task's kernels on a CUDA device, without what it takes to launch them: a median."""
+    """Return the median seconds of a task's kernels on a CUDA device, without their launches."""
     replay, times = captured(lambda: [task() for _ in range(PROBED_CALLS)], device), list[float]()
     with torch.cuda.device(device):
         for _ in range(PROBES):
@@ -300,9 +305,9 @@ def replayed_s(device: torch.device, task: Callable[[], object]) -> float:
 
 
 def launched_s(device: torch.device, task: Callable[[], object]) -> float:
-    """Return the seconds of a task on a CUDA device as it is repeated, its launches included: a median."""
+    """Return the median seconds of a repeated task on a CUDA device, launches included."""
     times = list[float]()
-    for _ in range(1 + PROBES):  # the first chooses kernels
+    for _ in range(1 + PROBES):  # The first run is a warm-up that chooses kernels.
         torch.cuda.synchronize(device)
         clock = perf_counter()
         for _ in range(PROBED_CALLS):

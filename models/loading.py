@@ -1,4 +1,4 @@
-"""From a name to a runtime: the model's weights in memory, and the way it computes at a speed."""
+"""Loads a model into a runtime, and chooses how it computes for the requested speed."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from .sources import check_names, local_folder
 
 logger = logging.getLogger(__name__)
 
-PLANNED_TOKENS = 2048  # Keys and values of so many tokens must fit beside the weights.
-WORKSPACE = 1 << 30  # Memory of a CUDA device for its context and its libraries' scratch.
-COPIES = 0.3  # what int4 copies for drafts need on top / what the weights need
-# Fields of a generation_config.json that change what is written, and that no request of ours can ask for.
+PLANNED_TOKENS = 2048  # Tokens whose keys and values must fit into memory in addition to the weights.
+WORKSPACE = 1 << 30  # Bytes reserved on a CUDA device for its context and its libraries' workspaces.
+COPIES = 0.3  # Additional memory of int4 copies for drafts, relative to the weights.
+# Fields of generation_config.json that change the generated text and that swiftopt does not support.
 STEERING = (
     *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids"),
@@ -116,7 +116,7 @@ def info_of(model: Any, fingerprint: str, names: tuple[str, ...] = (), n_paramet
 
 
 def use_expandable_segments() -> None:
-    """Let torch's memory on GPUs grow in place, where nothing else is said; it must not have taken any there yet."""
+    """Make torch's CUDA allocator use expandable segments unless configured otherwise; call before its first use."""
     if torch.cuda.is_available():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -129,15 +129,16 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> s
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         memory_plan(folder, dtype, on_cpu=True, speed=speed).check("this machine", free_bytes(torch.device("cpu")))
         return "cpu"
-    if device == "auto-map":  # which may use the CPU, too
+    if device == "auto-map":  # auto-map may also use the CPU, so GPU memory is not checked.
         return device
     plan = memory_plan(folder, dtype, on_cpu=False, speed=speed)
     if device != "auto":
         place = torch.device("cuda", torch.device(device).index or 0)
-        plan.check(str(place), free_bytes(place))  # of no other: asking takes memory there
+        # Query no other GPU: the query creates a CUDA context, which takes memory.
+        plan.check(str(place), free_bytes(place))
         return str(place)
     free = [free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
-    for bytes_asked in (plan.needed + plan.copies, plan.needed):  # with room for drafts, if there is such a GPU
+    for bytes_asked in (plan.needed + plan.copies, plan.needed):  # Prefer a GPU with room for draft copies.
         for i, n_bytes in enumerate(free):
             if n_bytes >= bytes_asked:
                 return f"cuda:{i}"
@@ -147,7 +148,7 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> s
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a model needs at least, in bytes: `context` is of keys and values, `workspace` of a device's libraries."""
+    """Bytes that a model needs at least: `context` for keys and values, `workspace` for a device's libraries."""
 
     folder: Path
     weights: float
@@ -160,7 +161,7 @@ class MemoryPlan:
 
     @property
     def copies(self) -> float:
-        """What int4 copies for drafts need on top."""
+        """Additional bytes of int4 copies for drafts."""
         return COPIES * self.weights
 
     def check(self, where: str, free: int) -> None:
@@ -202,7 +203,7 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -
 
 @contextmanager
 def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
-    """Say what cannot be loaded where a reader fails, each of which has errors of its own."""
+    """Turn any exception of a weight reader into an error that names what cannot be loaded."""
     try:
         yield
     except SwiftoptError:
@@ -239,7 +240,7 @@ def _load_model(
     if scheme is not None:
         check_library(folder, scheme)
     auto: Any = AutoModelForCausalLM
-    on_cpu = None if scheme is None else {"": "cpu"}  # where a library would take a GPU
+    on_cpu = None if scheme is None else {"": "cpu"}  # Without a map, the quantisation library would choose a GPU.
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
     with _reading(str(folder), folder, placement):
         model, loading_info = auto.from_pretrained(
@@ -248,7 +249,7 @@ def _load_model(
             device_map=device_map,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # whose own error names none of them
+            ignore_mismatched_sizes=True,  # Reported below: transformers' own error names no tensor.
         )
     refuse_mismatched(loading_info["mismatched_keys"], folder, "its config.json")
     refuse_missing(loading_info["missing_keys"], folder)
@@ -273,14 +274,14 @@ def _generation_config(folder: Path) -> Any:
         if not all(token_id is None or isinstance(token_id, int) for token_id in ends):
             raise ValueError(f"its eos_token_id is {generation.eos_token_id!r}")
         float(generation.repetition_penalty or 1.0)
-    except Exception as error:  # it checks its values, each with errors of its own
+    except Exception as error:  # GenerationConfig raises various exceptions for invalid values.
         raise ModelNotFound(f"{path} cannot be read ({first_line(error)}): copy the model's folder again") from error
     refuse_steering(generation, folder)
     return generation
 
 
 def refuse_steering(config: Any, folder: Path) -> None:
-    """Raises: UnsupportedModel: the model's makers ask for what is not obeyed, so that texts would be others."""
+    """Raises: UnsupportedModel: generation_config.json sets a field of `STEERING`, which would change the text."""
     defaults = GenerationConfig._get_default_generation_params()
     for name in STEERING:
         value = getattr(config, name, None)
@@ -380,23 +381,23 @@ def _use_graphs(runtime: Runtime) -> None:
         return
     try:
         graphs, faster = GraphPasses(runtime), False
-        if not _has_maps_by_library(runtime):  # whose launches may not be captured
+        if not _has_maps_by_library(runtime):  # Kernels of other libraries may not be capturable.
             launched, replayed = pass_seconds(runtime, graphs)
             faster = replayed < launched
-    except Exception as error:  # whatever a compiler or a driver may say: the model can be run without
+    except Exception as error:  # The model also runs without CUDA graphs, so any failure is only logged.
         logger.warning("passes are not replayed as CUDA graphs here: %s", first_line(error))
         return
     runtime.by_table = True
     if faster:
         if not runtime.row_invariant:
             fuse_norms(runtime)
-            graphs.forget()  # which computed them by torch
+            graphs.forget()  # The captured graphs still contain torch's norms.
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"
 
 
 def _draft_kernels(runtime: Runtime) -> bool | Seconds:
-    """Return what chooses between our kernels and torch's for a format: their time, with launches outside of graphs."""
+    """Return the timer that chooses between our kernels and torch's (without launches if graphs are used), or False."""
     on_gpus = all(block.device.type == "cuda" for block in runtime.blocks)
     if not on_gpus or obstacle() or _has_maps_by_library(runtime):
         return False
@@ -427,7 +428,7 @@ def outputs_first(model: nn.Module) -> list[Conv1D]:
 
 @torch.inference_mode()
 def de_quantise(runtime: Runtime) -> None:
-    """Give the maps of a quantised checkpoint plain weights, rounded to the model's dtype: torch reads no codes."""
+    """De-quantise a checkpoint's maps to plain weights in the model's dtype: torch cannot compute with the codes."""
     for name, module in list(runtime.hf_model.named_modules()):
         if isinstance(module, CodedLinear):
             _replace_map(runtime, name, module, module.plain())

@@ -1,4 +1,4 @@
-"""What a measurement needs of the machine: to be the only one on its device, and to know whether it was alone."""
+"""Keeps measurements on a device apart, and tells how much other load disturbed them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from filelock import FileLock, Timeout
 from ..core.settings import measures_alone
 from .saved import OnStep, no_step
 
-TURN_S = 120.0  # longest wait for another process's measurement on the same device
+TURN_S = 120.0  # Longest wait for another process that measures on the same device.
 PROC_STAT = Path("/proc/stat")
-_BUSY = (0, 1, 2, 5, 6)  # columns of a processor's line that are work: user, nice, system, irq, softirq
-_STEAL = 7  # what the host gave to other machines
+_BUSY = (0, 1, 2, 5, 6)  # Busy-time columns of a cpu line in /proc/stat: user, nice, system, irq, softirq.
+_STEAL = 7  # Column of the time that the host gave to other virtual machines.
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def measuring_turn(device: torch.device, on_step: OnStep = no_step, wait_s: float = TURN_S) -> Iterator[None]:
-    """Be the only process of this machine that measures on a device; after `wait_s` go on beside the other one.
+    """Hold the lock for measurements on a device; after waiting `wait_s`, go on without it.
 
-    What is measured then counts as disturbed by its own checks. A process may enter again while it has the turn.
+    The measurement's own checks then report it as disturbed. A process that holds the lock may enter again.
     """
     if not measures_alone():
         yield
@@ -53,14 +53,14 @@ def _acquired(lock: FileLock, wait_s: float) -> bool:
         lock.acquire(timeout=wait_s)
     except Timeout:
         return False
-    except OSError as error:  # no folder for temporary files, or another user's file that is not for all
+    except OSError as error:  # No temporary folder, or the lock file belongs to another user.
         logger.warning("measuring=without-turns reason=%r", str(error))
         return True
     return True
 
 
 def _lock_name(device: torch.device) -> str:
-    """Return a name that is the same in all processes, which may number visible GPUs differently."""
+    """Return a device name that is the same in all processes, even if they number visible GPUs differently."""
     if device.type != "cuda":
         return "cpu"
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -69,7 +69,7 @@ def _lock_name(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """How much of a time others had: shares of the time of all processors that this process may use.
+    """CPU time used by others, as shares of the time of all processors that this process may use.
 
     `others`: other processes; `stolen`: the host of a virtual machine; `own`: this process, for comparison.
     """
@@ -84,7 +84,7 @@ class Disturbance:
 
 
 class DisturbanceMeter:
-    """Reads how busy the processors are with anything but this process; where that cannot be read, nothing is."""
+    """Measures how busy other processes keep the CPUs; reports no load where this cannot be read."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -104,7 +104,7 @@ class DisturbanceMeter:
         return perf_counter(), busy, stolen, process_time()
 
     def read(self) -> Disturbance:
-        """Return what others had since the meter was made."""
+        """Return the CPU shares used by others since the meter was created."""
         wall, busy, stolen, ours = (end - begin for end, begin in zip(self._read(), self._began, strict=True))
         room = wall * max(1, len(self._cores))
         if busy == 0.0:

@@ -1,4 +1,4 @@
-"""What a norm computes, found by probing it: the name of its class says neither 1 + w nor where epsilon goes."""
+"""Finds by probing what a norm computes: class names do not say whether the weight is 1 + w or where epsilon goes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .kernels.layout import LAYER, RMS, RMS_PLUS_ONE
 
-EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attributes that hold it
-USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # Values to try when no attribute holds it.
-TOLERANCE = 1e-4  # Fits float32; another kind of norm differs by a tenth at least.
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # Attribute names of epsilon in norm classes.
+USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # Epsilons to try when no attribute holds it.
+TOLERANCE = 1e-4  # Well above float32 rounding; a different kind of norm differs by at least 0.1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 }
 
 
-_forms: dict[Any, tuple[int, float] | None] = {}  # Results by a norm's class, settings, tensors and width.
+# Cached (kind, epsilon) by a norm's class, settings, tensor names and width.
+_forms: dict[Any, tuple[int, float] | None] = {}
 
 
 def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
@@ -65,8 +66,9 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> 
     if key in _forms:
         kind_and_eps = _forms[key]
     else:
+        # Do not cache a norm with other attributes, such as its own forward: it may differ from others of its class.
         kind_and_eps = _probed(norm, list(tensors), width, next(iter(tensors.values())).device if tensors else device)
-        if plain:  # else an object, or a forward of its own, may make it another norm than those of its class
+        if plain:
             _forms[key] = kind_and_eps
     if kind_and_eps is None:
         return None
@@ -78,8 +80,8 @@ def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> 
 def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple[int, float] | None:
     """Find a norm's kind and epsilon.
 
-    It is asked in float32, with a weight and a bias made up in place of its own, about a row of ordinary values and one
-    whose mean square is about epsilon.
+    Probe it in float32, with made-up weight and bias, on a row of ordinary values and one whose mean square is about
+    epsilon.
     """
     draw = torch.Generator().manual_seed(0)
     row, weight, bias = ((torch.rand(width, generator=draw) + 0.25).to(place) for _ in range(3))
@@ -90,12 +92,13 @@ def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple
     bias = bias if "bias" in own else torch.zeros_like(row)
     for eps in stated or USUAL:
         x = torch.stack((row - 0.5, row * eps**0.5))[:, None]
-        with torch.inference_mode(False), torch.enable_grad():  # our own kernels leave a row with a gradient to it
+        # The forward set by row_invariant.py passes inputs that require a gradient on to the original one.
+        with torch.inference_mode(False), torch.enable_grad():
             try:
                 output = torch.func.functional_call(
                     norm, {name: made[name] for name in own}, (x.clone().requires_grad_(),)
                 ).detach()
-            except Exception:  # whatever a module may say to such a row
+            except Exception:  # A module may raise anything for this probe.
                 return None
         for kind, compute in FORMS.items():
             if output.shape == x.shape and torch.allclose(output, compute(x, weight, bias, eps), TOLERANCE, TOLERANCE):

@@ -1,4 +1,4 @@
-"""Whether a runtime computes all of a model: each module is a part that it calls, holds such parts, or does nothing.
+"""Checks that a runtime computes all of a model: each module must be used, contain used modules, or do nothing.
 
 What a runtime does not call is never computed: a parameter, a norm or a hook that its family's row does not name would
 change the model's text in transformers alone.
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.errors import UnsupportedModel
 
-IDLE = (nn.Identity, nn.Dropout)  # They do nothing in evaluation mode.
+IDLE = (nn.Identity, nn.Dropout)  # Modules that do nothing in evaluation mode.
 ADVICE = "swiftopt would leave it out and give other text: use transformers' own generate, or a model without it"
 
 
@@ -45,7 +45,7 @@ def _stored(module: nn.Module) -> list[str]:
 
 
 def _is_original(module: nn.Module) -> bool:
-    """Tell whether a module computes what its class in transformers or torch says, compiled or spread over devices."""
+    """Tell whether a module runs its transformers or torch class's own forward, possibly compiled or dispatched."""
     libraries = ("transformers", "torch")
     if type(module).forward.__module__.partition(".")[0] not in libraries:
         return False

@@ -1,4 +1,4 @@
-"""What the files of a saved model tell of the prompts that it can decode, without torch; and what is said of others.
+"""Checks prompts against a saved model's files, without torch.
 
 A loaded model checks every prompt again: files may leave values to transformers, and tokens to a chat template.
 """
@@ -16,7 +16,7 @@ from ..core.types import Prompt
 from .families import context_limit
 from .saved import config_values
 
-MOST_BYTES = 4 << 20  # The longest prompt that is split into tokens, which takes about a second a megabyte.
+MOST_BYTES = 4 << 20  # Total bytes of prompts tokenised to count their tokens, which takes about 1 s per MB.
 
 
 def refuse_overflow(n_prompt: int, max_new_tokens: int, limit: int, whose: str = "") -> None:
@@ -45,7 +45,7 @@ def no_template(whose: str) -> InvalidInput:
 def check_prompts(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int, biased: Iterable[int] = ()) -> None:
     """Check, as far as its files tell, that a saved model can decode prompts.
 
-    Tokens are counted without those that a template or the tokenizer adds, so that nothing is refused which fits.
+    Tokens added by a template or the tokenizer are not counted, so that no prompt that fits is refused.
 
     Args:   max_new_tokens: of prompts that say nothing else. biased: the token ids of a `logit_bias`.
     Raises: InvalidInput: there is no chat template for a chat. SettingsError: the model has no such token.
@@ -69,7 +69,8 @@ def _check_lengths(tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: i
         room, texts = prompt.max_new_tokens or max_new_tokens, _first_texts(prompt)
         n_bytes = sum(len(text.encode()) for text in texts)
         n_tokens = 1
-        if n_bytes + room > limit and n_bytes <= left and tokenizer.is_file():  # a token has a byte at least
+        # A token has at least one byte, so prompts with fewer bytes than the limit need no count.
+        if n_bytes + room > limit and n_bytes <= left and tokenizer.is_file():
             left -= n_bytes
             splitter = splitter or _splitter(tokenizer)
             n_tokens = sum(len(encoding.ids) for encoding in splitter.encode_batch(texts, add_special_tokens=False))

@@ -40,21 +40,23 @@ from .saved import OnStep, cache_root, first_line, no_step, replacing
 
 logger = logging.getLogger(__name__)
 
-LEVELS = 15  # steps of a 4-bit code
-SMALLEST_GROUP = 32  # inputs of packed weights come in multiples of it
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # Shares of a group's range to try: cut tails may cost less than coarser steps.
+LEVELS = 15  # Largest 4-bit code.
+SMALLEST_GROUP = 32  # The inputs of packed weights are padded to a multiple of this.
+# Shares of a group's range to try: clipping outliers may cost less than coarser steps.
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 BITS = {name: 4 if name.startswith("int4") else 8 for name in FORMATS}
 FP8 = torch.float8_e4m3fn
-FP8_DEVICES = (8, 9)  # compute capability of the first GPUs that multiply it: Ada, then Hopper
-STORED_BITS = 16  # The fewest bits of weights that are not quantised.
+FP8_DEVICES = (8, 9)  # Lowest CUDA compute capability with fp8 products: 8.9 (Ada).
+STORED_BITS = 16  # Fewest bits per weight of an unquantised model.
 
-HASH = re.compile(r"v\d+:[0-9a-f]{16}")  # what `models.fingerprint` gives; made-up names of tests are none
-LAYOUT = "1"  # part of every file's name; raise it when weights are rounded or packed another way
-PROBED_ROWS = (1, 4)  # Rows of the draft passes that choose between kernels.
-LEAST_BYTES = 16 << 20  # smaller copies are made faster than read
+# Form of a real fingerprint from `models.fingerprint`; tests also use made-up ones.
+HASH = re.compile(r"v\d+:[0-9a-f]{16}")
+LAYOUT = "1"  # Version in the name of every cached copy; raise it when rounding or packing changes.
+PROBED_ROWS = (1, 4)  # Row counts of the passes timed to choose between our kernel and torch's.
+LEAST_BYTES = 16 << 20  # Smaller copies are not cached: making them is faster than reading.
 
-Key = tuple[Literal["attn", "mlp", "head"], int, str]  # part, layer (0 for the head), format
-Seconds = Callable[[Callable[[], object]], float]  # times a task on the model's device
+Key = tuple[Literal["attn", "mlp", "head"], int, str]  # Part, layer (0 for the head) and format of a copy.
+Seconds = Callable[[Callable[[], object]], float]  # A function that times a task on the model's device.
 
 aten = torch.ops.aten
 
@@ -88,7 +90,7 @@ class QuantisedLinear(nn.Module):
         if any(bias_of_map is not None for bias_of_map in biases):
             same = zip(weights, biases, strict=True)
             bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in same])
-        # The kernels take no float64; a model in it runs its drafts in float32.
+        # The kernels do not support float64: a float64 model drafts in float32.
         self._dtype = weights[0].dtype if weights[0].dtype != torch.float64 else torch.float32
         codes, scales = made or self._quantised(weights)
         for kept, tensor in (("codes", codes), ("scales", scales), ("bias", bias)):
@@ -126,7 +128,7 @@ class QuantisedLinear(nn.Module):
             return kernels.linear(x, self.codes, scales=self.scales)
         if self.fp8:
             return fp8_product(x, self.codes, self.scales)
-        if self.packed:  # on a CUDA device; on a CPU our kernels read what is packed
+        if self.packed:  # Only on CUDA: on a CPU, our C++ kernels read packed weights themselves.
             assert self.group is not None
             return kernels.coded_linear(x, self.codes, self.scales, self.bits, self.group, self.n_out, False, None)
         if self.group is None:
@@ -178,7 +180,7 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
     """Return codes 1 … 255, uint8 (out, in), scales and zeros (out, in / group): w ≈ (codes - 128) · scale + zero."""
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     least = torch.finfo(torch.bfloat16).tiny
-    # Rounded first: an error of the scale counts as often as the code is large.
+    # Round the scale before computing codes: its rounding error is multiplied by the code.
     scale = grouped.abs().amax(dim=-1, keepdim=True).div_(127).bfloat16().float().clamp_(min=least)
     codes = grouped.div_(scale).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
     return codes.flatten(1), scale[..., 0], torch.zeros_like(scale[..., 0])
@@ -188,7 +190,7 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
 def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes 0 … 15, int32 (out, in), scales and zeros (out, in / group): weight ≈ (codes - 8) · scale + zero.
 
-    Of some shrunk ranges each group takes the one with the least squared error.
+    Each group uses the shrunk range with the least squared error.
     """
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
@@ -220,11 +222,12 @@ def cuda_tiles(width: int) -> int:
 
 
 def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
-    """Copy a module with `make`'s in place of its linear maps, each made of those of all the like `modules`."""
+    """Copy a module, replacing each linear map by `make(maps)` of the same map in all `modules`."""
     if isinstance(modules[0], LINEAR):
         return make(modules)
     shell = copy.copy(modules[0])
-    vars(shell).pop("forward", None)  # one of its own, as accelerate's hooks are, would run the original
+    # Drop an instance's own forward, such as accelerate's hook: it would run the original module.
+    vars(shell).pop("forward", None)
     shell._modules = {
         name: replaced([getattr(module, name) for module in modules], make) if has_linears(child) else child
         for name, child in modules[0].named_children()
@@ -265,9 +268,9 @@ class QuantisedCopies:
     def __init__(self, blocks: Sequence[Block], head: nn.Module, fingerprint: str) -> None:
         self._blocks, self.head_map = blocks, head
         self._fingerprint = fingerprint if HASH.fullmatch(fingerprint) else None
-        self.packed: bool | Seconds = False  # for our kernels; see `lay_out`
-        self._faster_packed: dict[str, bool] = {}  # by format
-        self.kept: set[str] = set()  # formats that are never dropped: what is decoded now drafts with them
+        self.packed: bool | Seconds = False  # Whether copies are laid out for our kernels; see `lay_out`.
+        self._faster_packed: dict[str, bool] = {}  # Format -> whether our kernel was faster than torch's.
+        self.kept: set[str] = set()  # Formats in use by running requests: their copies are never dropped.
         self._made: dict[Key, _Copy] = {}
 
     @property
@@ -286,7 +289,7 @@ class QuantisedCopies:
         return cast(nn.Module, self._copy(("head", 0, name)).modules)
 
     def lay_out(self, packed: bool | Seconds) -> None:
-        """Make copies from now on for our kernels, or not; those made until now for others are dropped.
+        """Choose whether new copies are laid out for our kernels; copies in another layout are dropped.
 
         Args: packed: for ours, for torch's (False), or for those that are faster in a format, by the seconds of either.
         """
@@ -296,7 +299,7 @@ class QuantisedCopies:
             self._made.clear()
 
     def is_packed(self, name: str) -> bool:
-        """Tell whether copies in a format are for our kernels; timed, where time decides, when it is first wanted.
+        """Tell whether copies in a format are laid out for our kernels; if a timing decides, it runs at the first call.
 
         Raises: SettingsError: nothing computes with that format here.
         """
@@ -306,14 +309,14 @@ class QuantisedCopies:
             self._check_runs(name, self._blocks[0].device)
             try:
                 self._faster_packed[name] = self._is_faster_packed(name, self.packed)
-            except Exception as error:  # whatever a compiler or a driver may say: torch's kernel is there in any case
+            except Exception as error:  # Our kernel failed, for example to compile: fall back to torch's.
                 logger.warning("our kernel for drafts in %s is not used here: %s", name, first_line(error))
                 self._faster_packed[name] = False
         return self._faster_packed[name]
 
     @torch.inference_mode()
     def _is_faster_packed(self, name: str, seconds: Seconds) -> bool:
-        """Return whether our kernel maps rows in less time than torch's: a layer's largest map decides."""
+        """Return whether our kernel is faster than torch's on a layer's largest map."""
         module = max(_maps_of("mlp", self._blocks[0].parts), key=_size)
         weight, spent = weight_of(module), list[float]()
         for packed in (False, True):
@@ -340,7 +343,7 @@ class QuantisedCopies:
     def _prepare(self, keys: Sequence[Key], on_step: OnStep) -> None:
         part, _, name = keys[0]
         path, devices = self._file(part, name), {self._device(key) for key in keys}
-        # Parts of a model over several devices are read on the CPU, and go on from there.
+        # If the model is spread over several devices, read the copy on the CPU and move its parts from there.
         device_read = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         kept = None if path is None else read_copy(path, device_read, self.is_packed(name))
         for device in devices if kept is None else ():
@@ -356,9 +359,9 @@ class QuantisedCopies:
             write_copy(path, codes | {f"{at}scales": one.scales for at, one in places.items()})
 
     def _check_room(self, keys: Sequence[Key], device: torch.device) -> None:
-        """Raises: SettingsError: copies that are to be made there would not fit."""
+        """Raises: SettingsError: the copies to be made do not fit into the device's memory."""
         name = keys[0][2]
-        bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # with a group's scale and zero
+        bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # A group's scale and zero add 32 bits.
         rounded = [self._modules(key) for key in keys if not self._is_own(key)]
         sizes = [_size(module) for modules_rounded in rounded for module in _maps_of(keys[0][0], modules_rounded)]
         scratch = SCRATCH * min(max(sizes, default=0), weights_at_once(device))
@@ -371,7 +374,7 @@ class QuantisedCopies:
             )
 
     def _check_runs(self, name: str, device: torch.device) -> None:
-        """Raises: SettingsError: nothing there computes with that format."""
+        """Raises: SettingsError: no kernel on this device supports the format."""
         if name == "fp8" and device.type == "cpu" and self.packed is True:
             raise SettingsError(FP8_ON_CPU)
         if name == "fp8" and device.type == "cpu" and not cpu_multiplies_fp8():
@@ -455,7 +458,7 @@ def _wanted(layer_set: LayerSet) -> Iterator[Key]:
 
 
 def _place(key: Key, number: int) -> str:
-    """Return what the names of a map's tensors begin with in a file; `number`: of the map in its part."""
+    """Return the name prefix of a map's tensors in a file; `number`: the map's index in its part."""
     return "" if key[0] == "head" else f"{key[1]}.{number}."
 
 
@@ -483,8 +486,8 @@ def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[st
     """Read a copy; None where there is none that can be read."""
     try:
         tensors = load_file(path, device=str(device))
-        # In the mapped file tensors begin anywhere. Our kernels read them there; torch's int8 kernel for CPUs crashes
-        # on codes that are not aligned, and gets a copy in torch's own memory.
+        # Tensors in the memory-mapped file may be unaligned. Our kernels can read them in place; torch's int8 kernel
+        # for CPUs crashes on unaligned codes, so it gets a copy in memory that torch allocates.
         return tensors if packed or device.type != "cpu" else {key: tensors.pop(key).clone() for key in list(tensors)}
     except (OSError, SafetensorError):
         return None

@@ -28,7 +28,7 @@ from .fingerprint import plain_name
 from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, stored_tensors, supported_config
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 
-# What each format's tensors of a map are called; the first is the one that says that a map is quantised.
+# Tensor names of a quantised map by format; the first name marks a map as quantised.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")
 PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 WHOLE = ("weight_scale", "weight", "weight_zero_point", "weight_g_idx")
@@ -40,13 +40,13 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "float-quantized": WHOLE[:2],
     "fp8": ("weight_scale_inv", "weight"),
 }
-BIAS = "bias"  # GPTQ's files also have one, of zeros, when the model has none.
+BIAS = "bias"  # GPTQ files store a bias of zeros even where the model has no bias.
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of eight that a word's codes are for, lowest bits first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Outputs (of eight) of the 4-bit codes in an AWQ word, from the lowest bits up.
 
 LIBRARY = "bitsandbytes"
 MARKS = {"int8": ".SCB", "nf4": ".quant_state.bitsandbytes__nf4", "fp4": ".quant_state.bitsandbytes__fp4"}
-PACKED_ROWS = 32  # outputs that a block of the library's own layout for CPUs has
+PACKED_ROWS = 32  # Outputs per block of bitsandbytes' own weight layout for CPUs.
 
 
 def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep) -> tuple[Any, int]:
@@ -82,7 +82,7 @@ def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: O
                     " the model again"
                 ) from None
             if name == "lm_head":
-                model.config.tie_word_embeddings = False  # it has weights of its own
+                model.config.tie_word_embeddings = False  # The quantised LM head has its own weights, so do not tie it.
             model.set_submodule(name, made)
         _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, dtype_asked, folder)
     model.tie_weights()
@@ -99,7 +99,7 @@ def _none_stored(folder: Path, scheme: Scheme) -> ModelNotFound:
 
 
 def empty_model(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
-    """Return the model without memory, as if it were not quantised, and its dtype."""
+    """Return the unquantised model on the meta device (without weights), and its dtype."""
     from accelerate import init_empty_weights
 
     config = supported_config(folder)
@@ -128,7 +128,8 @@ def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) ->
 def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     for name, value in values.items():
-        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:  # which needs a scale
+        # 8-bit floats would need a scale.
+        if value.shape != shapes[name] or not value.is_floating_point() or value.itemsize == 1:
             raise ModelNotFound(
                 f"{name} in {folder} is {value.dtype} of shape {list(value.shape)}, and a model of its config.json has"
                 f" floating-point numbers of shape {list(shapes[name])} there: download or copy the model again"
@@ -137,11 +138,11 @@ def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class _Mismatch(Exception):
-    """What a map's tensors are and should not be."""
+    """A map's stored tensors do not fit the config; the message says how."""
 
 
 def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch.dtype) -> CodedLinear | nn.Linear:
-    """Return what computes a map in place of the model's empty `module`."""
+    """Return the module with weights that replaces the model's empty `module`."""
     shape = tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
     bias = _bias(parts, shape[0], needed=module.bias is not None)
     if scheme.is_float:
@@ -189,7 +190,7 @@ def _read_codes(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, Tens
 
 
 def _bias(parts: Mapping[str, Tensor], n_out: int, needed: bool) -> Tensor | None:
-    """The bias (out,) of a map; None where there is none, or one of zeros and the model has none."""
+    """Return a map's bias (out,); None if it has none, or only zeros where the model has no bias."""
     bias = parts.get(BIAS)
     if bias is None and needed:
         raise _Mismatch("it lacks its bias")
@@ -202,7 +203,7 @@ def _bias(parts: Mapping[str, Tensor], n_out: int, needed: bool) -> Tensor | Non
 
 def _gptq(scheme: Scheme, n_out: int, n_in: int, n_groups: int, parts: Mapping[str, Tensor]) -> _Read:
     per_word = 32 // scheme.bits
-    words = _shaped(parts, "qweight", -(-n_in // per_word), n_out)  # packed along the inputs
+    words = _shaped(parts, "qweight", -(-n_in // per_word), n_out)  # Codes are packed along the inputs.
     zeros = _codes(_shaped(parts, "qzeros", n_groups, -(-n_out // per_word)), scheme.bits)
     if scheme.minus_one:
         zeros = (zeros + 1) & ((1 << scheme.bits) - 1)
@@ -245,7 +246,8 @@ def _compressed(scheme: Scheme, n_out: int, n_in: int, n_groups: int, parts: Map
     return codes, scales, zeros, parts.get("weight_g_idx")
 
 
-_Read = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes (out, in); scales, zeros (out, groups); groups of inputs
+# Codes (out, in); scales and zeros (out, groups); the group index of each input, or None.
+_Read = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _READERS: dict[CheckpointFormat, Callable[[Scheme, int, int, int, Mapping[str, Tensor]], _Read]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -274,10 +276,10 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _order(index: Tensor, n_in: int, group: int) -> Tensor | None:
-    """The inputs group by group, by the group of each; None where they lie so."""
+    """Return the order that sorts the inputs by group; None if they are already sorted."""
     if index.shape != (n_in,) or index.dtype not in (torch.int32, torch.int64):
         raise _Mismatch(f"its g_idx is {index.dtype} of shape {list(index.shape)} for {n_in} inputs")
-    if (index < 0).all():  # compressed-tensors' word for none
+    if (index < 0).all():  # compressed-tensors stores negative indices when inputs are not reordered.
         return None
     in_order = torch.arange(n_in) // group
     order = index.long().argsort(stable=True)
@@ -292,7 +294,7 @@ def is_by_library(module: nn.Module) -> bool:
 
 
 def check_library(folder: Path, scheme: Scheme) -> None:
-    """Check, before anything is loaded, that the library is here and the files hold what the config says.
+    """Check before loading that the library is installed and that the files are quantised as the config says.
 
     Raises: UnsupportedModel: it is not installed. ModelNotFound: no map is stored in that way.
     """
@@ -301,14 +303,14 @@ def check_library(folder: Path, scheme: Scheme) -> None:
             f"{folder} is quantised ({scheme.words}), and the library {LIBRARY} is not installed here: pip install"
             " 'swiftopt[quantised]'"
         )
-    logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # it warns of each cast, in every pass
+    logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # bitsandbytes warns of each cast in every pass.
     with stored_tensors(folder) as tensors:
         if not any(name.endswith(MARKS[str(scheme.kind)]) for name in tensors.shapes()):
             raise _none_stored(folder, scheme)
 
 
 def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
-    """Check the maps that transformers has loaded, and let a row's result depend on that row alone.
+    """Check the maps that transformers has loaded, and make a row's result independent of other rows.
 
     Args:    dtype: as `models.loading.load`, of all that is not quantised, and in which 4-bit maps compute; "auto": as
              the config says.
@@ -330,7 +332,8 @@ def take_maps(model: Any, scheme: Scheme, dtype: str, folder: Path) -> int:
     for parameter in model.parameters():
         n_parameters += sizes.get(id(parameter), parameter.numel())
         if id(parameter) not in sizes:
-            parameter.data = parameter.data.to(dtype_asked)  # transformers leaves them as they are stored
+            # transformers leaves these parameters in their stored dtype.
+            parameter.data = parameter.data.to(dtype_asked)
     return n_parameters
 
 
@@ -348,7 +351,8 @@ def _check(name: str, module: Any, model: Any, scheme: Scheme, folder: Path) -> 
         )
     state = getattr(module.weight, "quant_state", None)
     if state is not None and module.in_features % state.blocksize and module.weight.device.type == "cpu":
-        # Seen in 0.50.2: its kernel for CPUs begins a block with every row, where the codes' blocks go on.
+        # Seen in bitsandbytes 0.50.2: the CPU kernel starts a new block at every row, but the stored blocks run across
+        # rows.
         raise UnsupportedModel(
             f"{name} in {folder} has {module.in_features} inputs, which blocks of {state.blocksize} do not divide,"
             f" and {LIBRARY} reads such a map wrongly on a CPU: use --device cuda"
@@ -371,8 +375,8 @@ def _is_whole(module: Any, scheme: Scheme) -> bool:
 def _set_compute_dtype(module: Any, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         module.compute_dtype, module.compute_type_is_set = dtype, True
-    # On CPUs with bfloat16 products the library transposes weights at the first pass and computes in bfloat16,
-    # whatever the dtype, and crashes on outputs that do not fill its blocks.
+    # On CPUs with bfloat16 instructions bitsandbytes transposes the weights at the first pass, computes in bfloat16
+    # whatever the dtype, and crashes if the number of outputs is not a multiple of PACKED_ROWS.
     fits = module.out_features % PACKED_ROWS == 0
     module.support_avx512bf16_for_cpu &= fits and module.compute_dtype == torch.bfloat16
 

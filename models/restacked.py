@@ -1,4 +1,4 @@
-"""A layer set as a checkpoint with fewer layers, which engines load that know nothing of skipped sub-layers.
+"""Writes a layer set as a checkpoint with fewer layers, for engines that cannot skip sub-layers.
 
 A sub-layer carries its own norm and adds to the residual stream, so layer i's attention followed by layer j's MLP is an
 ordinary decoder layer. Where what a set leaves alternates attention, MLP, attention, MLP, …, it is a whole model. The
@@ -25,26 +25,28 @@ from .coded import PackedForm, packed_form
 from .families import FAMILIES, Family
 from .saved import StoredTensors, stored_tensors, supported_config, supported_type
 
-Pair = tuple[int | None, int | None]  # the layers that a new layer's attention and its MLP come from; None: it has none
-MOST_NEAREST = 16  # sets at equal distance that are listed
-SHARD_BYTES = 4 << 30  # The size of a file of weights, and of what is in memory at a time.
+# Source layers of a new layer's attention and MLP; None: the new layer lacks that half.
+Pair = tuple[int | None, int | None]
+MOST_NEAREST = 16  # Maximum number of equally near layer sets returned.
+SHARD_BYTES = 4 << 30  # Maximum size of a weight file, and so of the tensors held in memory at once.
 STATES = (
     "nothing",
     "mlp next",
     "attn next",
-)  # States of a row of sub-layers: not begun, within a new layer, after one.
-SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # settings and tokenizer
-NO_OPS_CODE = Path(__file__).with_name("configuration_no_ops.py")  # goes beside weights with layers of one half
+)  # States while walking through the sub-layers: no layer begun, inside a new layer, after a complete layer.
+SMALL_FILES = (".json", ".jinja", ".txt", ".model")  # Suffixes of settings and tokenizer files, copied unchanged.
+# Config class copied into checkpoints whose layers may lack attention or MLP.
+NO_OPS_CODE = Path(__file__).with_name("configuration_no_ops.py")
 NO_OPS_MAP = {"AutoConfig": f"{NO_OPS_CODE.stem}.NoOpsConfig"}
 NO_OPS_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "hidden_act", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
     *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "quantization_config"),
-)  # Fields of a config that mean the same in DeciLM.
+)  # Config fields that have the same meaning in DeciLM.
 
 
 def pairs_of(layer_set: LayerSet, parallel: bool = False, no_ops: bool = False) -> tuple[Pair, ...]:
-    """Return the new layers, in order, that compute what the set leaves of a model.
+    """Return the layers of the new checkpoint, in order, that hold the sub-layers which the set keeps.
 
     Args:   parallel: a layer's attention and MLP read the same residual, so that both have to stay together.
             no_ops: a layer may lack one half. The first must have attention: DeciLM cannot begin without.
@@ -104,7 +106,8 @@ def nearest(layer_set: LayerSet, parallel: bool = False, most: int = MOST_NEARES
             yield True, "mlp next" if here[0][0] == "attn" else "attn next", 1 - n_kept
         yield False, state, n_kept
 
-    least: list[dict[str, float]] = [{"attn next": 0.0}]  # the fewest changes from each step on, by state
+    # Per step: the fewest changes from there to the end, by state.
+    least: list[dict[str, float]] = [{"attn next": 0.0}]
     for step in reversed(range(len(steps))):
         behind = least[0]
         costs = {s: min(n + behind.get(after, inf) for _, after, n in choices(step, s)) for s in STATES}
@@ -127,7 +130,7 @@ def distance(one: LayerSet, other: LayerSet) -> int:
 
 
 def check_restackable(config: Any) -> None:
-    """Raises: UnsupportedModel: by the transformers config, something depends on a layer's index."""
+    """Raises: UnsupportedModel: a layer's computation depends on its index, according to the config."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if len(kinds) > 1 or FAMILIES[config.model_type].rotary_by_type:
         raise UnsupportedModel(
@@ -159,7 +162,7 @@ def takes_no_ops(folder: Path) -> bool:
 
 
 def has_no_ops(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has layers of one half, and its config's code is ours, byte by byte."""
+    """Return whether a checkpoint has layers without attention or MLP, and its config code is exactly swiftopt's."""
     try:
         code, config = (checkpoint / NO_OPS_CODE.name).read_bytes(), (checkpoint / "config.json").read_bytes()
         return code == NO_OPS_CODE.read_bytes() and json.loads(config)["auto_map"] == NO_OPS_MAP
@@ -261,7 +264,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path) -> list[_Placed]:
-    inner = family.layers.partition(".")[2]  # files of a bare decoder lack the first word
+    inner = family.layers.partition(".")[2]  # Checkpoints of a base model lack the first name component.
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
     parts = {
         "attn": (family.attn, family.attn_norm, family.attn_post_norm),

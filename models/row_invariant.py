@@ -1,6 +1,6 @@
 """Passes on a CUDA device by our Triton kernels: norms alone, or all sums, so that no row depends on others.
 
-A drafted completion has plain decoding's bits then, in bfloat16, too. What is left to torch works element by element.
+A drafted completion then equals plain decoding's in bfloat16, too. Torch computes only element-wise operations.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
 HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # A layer's norms.
+NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # Names of a layer's norm modules.
 
 
 def make_row_invariant(runtime: Runtime) -> str | None:
     """Compute a runtime's passes by the row-invariant kernels; return why they cannot, or None.
 
-    Nothing has changed where they cannot. The model's modules compute so wherever they are called, but where a gradient
-    is wanted.
+    If they cannot, nothing is changed. The model's modules use these kernels wherever they are called, except for
+    inputs that require a gradient.
     """
     if reason := device.obstacle():
         return reason
@@ -41,7 +41,7 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     modules: dict[Any, Callable[[Tensor], Tensor]] = {}
     try:
         for norm, width, place in _norms(runtime):
-            if isinstance(norm, nn.Module):  # neither none nor fused
+            if isinstance(norm, nn.Module):  # Skip absent and fused norms.
                 modules[norm] = _norm(norm, width, runtime.dtype, place)
         for module in runtime.hf_model.modules():
             if is_by_library(module):
@@ -58,7 +58,7 @@ def make_row_invariant(runtime: Runtime) -> str | None:
 
 
 def fuse_norms(runtime: Runtime) -> None:
-    """Compute a runtime's norms by one kernel each, not by torch's eight; the model's modules stay as they are."""
+    """Compute each of a runtime's norms by one kernel instead of torch's eight; the model's modules do not change."""
 
     def fused(norm: Any, width: int, place: torch.device) -> Any:
         with suppress(Unsupported):

@@ -1,4 +1,4 @@
-"""The rows of a pass, and what its layers share of them: by sequence for torch, as one table for our kernels.
+"""The rows of a pass in the form that its layers share: by sequence for torch, as one table for our kernels.
 
 Subsets by layer set, rotations and masks are made once per pass. A table (`RowTable`) is for kernels that read the
 buffers of any number of sequences in one call, and nothing in it depends on the context: a row sees a run of slots,
@@ -26,12 +26,12 @@ from .buffer import KVBuffer
 from .kernels import device as kernels
 
 Table = NDArray[np.int64]
-Seen = tuple[int, int, list[int]]  # first slot, slots from there on, and slots behind these
+Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
 PassKind = Literal["check", "draft", "beside"]
 
 
 class PassRunner(Protocol):
-    """What passes need of a model; `models.runtime.Runtime` has it."""
+    """Interface of a model that runs passes; implemented by `models.runtime.Runtime`."""
 
     n_layers: int
     windows: tuple[int | None, ...]
@@ -42,7 +42,7 @@ class PassRunner(Protocol):
 
     @property
     def n_first(self) -> int:
-        """How many passes so far took longer than later ones of their kind will, which are replayed."""
+        """Number of passes so far that were slow because they were not yet replayed as CUDA graphs."""
 
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the wanted logits (rows, vocab) of each pass."""
@@ -89,7 +89,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """Rows of one sequence that are to be run through a model.
+    """Rows of one sequence to run through a model.
 
     `buffer` holds the sequence's keys and values; `wanted` are the rows that logits are wanted of (None: all);
     `capture` is as in `Runtime.forward`. `layers` (first, last): the rows, whose states (rows, hidden_size) after
@@ -108,11 +108,12 @@ class Pass:
     kind: PassKind = "check"
 
     def run(self) -> Generator[Pass, Tensor, Tensor]:
-        """Demand the pass of whoever runs the calling generator; return its logits (rows, vocab)."""
+        """Yield this pass to the driver of the calling generator; return its logits (rows, vocab)."""
         return (yield self)
 
 
-Groups = tuple[tuple[str | None, frozenset[int]], ...]  # weight format (None: the model's own), and variants
+# Weight format (None: the model's own), and the indices of its variants.
+Groups = tuple[tuple[str | None, frozenset[int]], ...]
 
 
 @lru_cache(maxsize=64)
@@ -131,11 +132,11 @@ def _groups(kind: Kind, layer: int, sets: Sequence[LayerSet]) -> Groups:
 
 
 class PassPlan:
-    """What the layers of one pass share: row subsets, rotations and masks, each made once."""
+    """Data shared by the layers of one pass: row subsets, rotations and masks, each computed once."""
 
     def __init__(self, runtime: PassRunner, rows: Rows, buffer: KVBuffer | None = None, first: int = 0) -> None:
         self.runtime, self.rows, self.buffer = runtime, rows, buffer
-        self.first = first  # row of the forward pass that its own rows begin with
+        self.first = first  # Index in the forward pass of this pass's first row.
         self.n = len(rows.token_ids)
         self.end = rows.first_slot + self.n
         self.every = frozenset(range(max(1, len(rows.variants))))
@@ -189,11 +190,11 @@ class PassPlan:
         return 0, self.mask(block.window, block.device)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """What is added to the scores of all slots, (rows, end): 0 where a row sees the slot."""
+        """Return the additive attention mask over all slots, (rows, end): 0 where a row sees the slot."""
         visible = self.rows.seen(device)
         if visible is None:
             visible = torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
-        if window is not None:  # slots whose *position* is less than `window` behind the row's
+        if window is not None:  # Keep slots whose position is less than `window` before the row's.
             row_positions = self.positions(device)
             slots = torch.cat((torch.arange(self.rows.first_slot, device=device), row_positions))
             visible = visible & (slots[None] > row_positions[:, None] - window)
@@ -210,11 +211,11 @@ def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     return plans
 
 
-Member = tuple[PassPlan, frozenset[int]]  # a pass, and those of its variants that run a sub-layer
+Member = tuple[PassPlan, frozenset[int]]  # A pass, and the indices of its variants that run a sub-layer.
 
 
 class BufferPlan:
-    """What the layers of a forward pass share where torch reads each sequence's buffer."""
+    """Data shared by the layers of a forward pass when torch computes attention per sequence."""
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, BufferRows] = {}
@@ -234,7 +235,7 @@ def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64
     tensor = torch.as_tensor(values).to(dtype)
     if device.type == "cpu" or tensor.device == device:
         return tensor
-    if tensor.device.type == "cpu" and torch.cuda.is_available():  # another GPU's cannot be pinned
+    if tensor.device.type == "cpu" and torch.cuda.is_available():  # Only CPU memory can be pinned.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -247,12 +248,12 @@ def read_together(*parts: Tensor | None) -> list[list[float]]:
 
 def best_of(logits: Tensor) -> Tensor:
     """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,), on the device."""
-    return logits.max(dim=-1).indices  # as argmax; on a CPU in bfloat16 4 to 7 times faster
+    return logits.max(dim=-1).indices  # Same as argmax, but 4 to 7 times faster in bfloat16 on a CPU.
 
 
 def fetched(values: Tensor) -> Callable[[], Any]:
-    """Begin to move numbers from their device; return what waits for them, not for later work, and gives their list."""
-    here = values.to("cpu", non_blocking=True)  # from a GPU to pinned memory
+    """Start copying values to the CPU; return a function that waits for this copy only and returns them as a list."""
+    here = values.to("cpu", non_blocking=True)  # Torch copies from a GPU to pinned memory.
     if values.device.type != "cuda":
         return here.tolist
     moved = cast(Any, torch.cuda.Event)()
@@ -266,7 +267,7 @@ def fetched(values: Tensor) -> Callable[[], Any]:
 
 
 class TableFullError(ValueError):
-    """Rows, or the slots that one of them sees, are more than a table of fixed size holds."""
+    """A table of fixed size has no room for all rows, or for all slots that a row sees."""
 
 
 class RowTable:
@@ -346,7 +347,7 @@ class _Rows:
     def __init__(self, plan: PassPlan, chosen: NDArray[np.int64]) -> None:
         assert plan.buffer is not None
         rows, self.buffer, self.chosen, self.first = plan.rows, plan.buffer, chosen, plan.rows.first_slot
-        # Tokens that are on the device already are never read from it.
+        # Token ids given as a tensor stay on the device; reading them would wait for the GPU.
         self.rows, self.tokens = rows, 0 if isinstance(rows.token_ids, Tensor) else np.array(rows.token_ids)[chosen]
         given = np.arange(self.first, plan.end) if rows.positions is None else np.array(rows.positions)
         self.positions = given.astype(np.int64)
@@ -360,7 +361,7 @@ class _Rows:
         older = max(0, self.first + len(self.positions) - visible.shape[1])
         n_read = older if self.rows.n_read is None else min(older, self.rows.n_read)
         runs = np.full(len(visible), n_read)
-        if n_read == older:  # the newest slots that follow are part of the run
+        if n_read == older:  # No gap before the newest slots: visible ones extend the run.
             runs += np.logical_and.accumulate(visible, axis=1).sum(axis=1)
         views: list[Seen] = []
         for row in self.chosen:
@@ -381,7 +382,7 @@ def _chosen(plan: PassPlan, variants: frozenset[int]) -> NDArray[np.int64]:
 
 
 class TableRows:
-    """Rows as kernels read them for the layers of one device, window and kind of rotation; see `blocks.LayerRows`.
+    """Rows in a table for the kernels, for layers with the same device, window and rotation; see `blocks.LayerRows`.
 
     The kernel that writes the keys rotates them, and the queries.
     """
@@ -405,7 +406,7 @@ class TableRows:
 
 
 class TablePlan:
-    """What the layers of a forward pass share where kernels read a table: for each subset of its rows one table.
+    """Data shared by the layers of a forward pass when kernels read tables: one table per subset of its rows.
 
     Args: table, data: one made before, which is used for all subsets.
     """
@@ -431,4 +432,4 @@ class TablePlan:
         return self._tables[key]
 
 
-SharedRows = BufferPlan | TablePlan  # what the layers of a forward pass share
+SharedRows = BufferPlan | TablePlan  # Row data shared by all layers of a forward pass.

@@ -1,7 +1,7 @@
-"""The one primitive on a model: a pass over rows. Prefill, plain step, draft step, tree and candidates are all it.
+"""Runs passes over rows: the one operation behind prefill, plain and draft steps, tree verification and candidates.
 
 A row is a token with its position, the buffer slot its keys and values go to, the slots it may attend to, and the
-sub-layers it leaves out. The layer set is an argument of the pass; nothing is ever installed on the model.
+sub-layers it leaves out. The layer set is an argument of the pass; the model itself is never changed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .rows import (
     uploaded,
 )
 
-PREFILL_ROWS = 512  # rows per prefill pass, so that its mask stays small
-PREFILL_ROWS_BESIDE = 128  # Rows of a prefill pass while other sequences wait for its end.
+PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
+PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are waiting for it to finish.
 
 
 class CapturedPasses(Protocol):
-    """Passes that are replayed; `models.graphs`."""
+    """Interface of passes captured as CUDA graphs; implemented in `models.graphs`."""
 
     n_first: int
 
@@ -51,10 +51,10 @@ class CapturedPasses(Protocol):
 
 
 class KernelPasses(Protocol):
-    """Passes that our kernels compute; `models.kernels.native`."""
+    """Interface of passes computed by our C++ kernels; implemented in `models.kernels.native`."""
 
     level: str
-    library: str  # with a digest of its sources
+    library: str  # The library's file name, which contains a digest of its sources.
 
     def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
 
@@ -105,36 +105,36 @@ class Runtime:
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device, self.dtype, _ = weight_form(self._embed)
         self._head_device, _, head_shape = weight_form(self._head)
-        self.vocab_size = head_shape[0]  # logits of a row
+        self.vocab_size = head_shape[0]  # Number of logits per row.
         ends = {self.device, self.norm_device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
-        self.reads_late = self.device.type == "cuda"  # what is computed is waited for when it is read
+        self.reads_late = self.device.type == "cuda"  # CUDA runs asynchronously: reading a result waits for it.
         self.rotation: RotationTables = rotation_tables(rotary, self.dtype, self.max_positions)
         self.speed = "eager"
-        self.graphs: CapturedPasses | None = None  # what passes are replayed by, see models.loading.at_speed
-        self.native: KernelPasses | None = None  # what passes are computed by in place of torch, likewise
-        self.row_invariant = False  # torch's modules sum row by row in one order, likewise
-        self.by_table = False  # attention over several buffers is one call of a kernel, likewise
+        self.graphs: CapturedPasses | None = None  # Captured CUDA graphs, if used; set by models.loading.at_speed.
+        self.native: KernelPasses | None = None  # The C++ kernels for CPUs, if used; set by at_speed.
+        self.row_invariant = False  # Whether each row is summed in the same order in any batch; set by at_speed.
+        self.by_table = False  # Whether one kernel call computes attention over several KV buffers; set by at_speed.
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as figures are stored under it, for example "bfloat16"."""
+        """Name of the dtype in stored results, for example "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def exact(self) -> bool:
-        """Whether a row's logits are the same bits whatever rows are beside it, so that drafting changes no bit."""
+        """Whether a row's logits have the same bits in any batch, so that drafting changes no bit."""
         return self.native is not None or self.row_invariant
 
     @property
     def norm_device(self) -> torch.device:
-        """Where the final norm computes: one without weights, where the last layer does."""
+        """Device of the final norm; a norm without weights runs on the last layer's device."""
         norm = submodule(self.hf_model, self.family.norm)
         return next((weight.device for weight in norm.parameters()), self.blocks[-1].device)
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of one slot of a buffer: a key and a value per layer."""
+        """Bytes of one KV buffer slot: a key and a value per layer."""
         heads = self.blocks[0].heads
         return 2 * self.n_layers * heads.n_kv_heads * heads.width * self.dtype.itemsize
 
@@ -143,7 +143,7 @@ class Runtime:
         return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
 
     def weights_moved(self) -> None:
-        """Forget the captured passes, which hold addresses of weights that have moved or are gone."""
+        """Drop the captured passes: they hold addresses of weights that have moved or been freed."""
         for passes in (self.graphs, self.native):
             if passes is not None:
                 passes.forget()
@@ -249,13 +249,13 @@ class Runtime:
         """
         if self.device.type == "cpu":
             best = [best_of(rows) if self.native is None else self.native.best(rows) for rows in logits]
-        else:  # in as few launches as can be
+        else:  # Concatenate first, to launch as few kernels as possible.
             best = list(torch.split(best_of(torch.cat(list(logits))), [len(rows) for rows in logits]))
         read = read_together(*best, *unread)
         return [tokens + numbers for tokens, numbers in zip(read[: len(best)], read[len(best) :], strict=True)]
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
-        # Made before the layers run: on a GPU, a transfer waits for all earlier work.
+        # Upload the row indices before the layers are launched: on a GPU, a transfer waits for all earlier work.
         rows_and_heads = [self._wanted(pass_) for pass_ in passes]
         plans = plans_of(self, passes)
         formats = [name for _, names in rows_and_heads for name in names]
@@ -280,7 +280,7 @@ class Runtime:
         return list(torch.split(logits, [len(pass_rows) for pass_rows, _ in rows_and_heads]))
 
     def _begun(self, passes: Sequence[Pass], plans: Sequence[PassPlan]) -> Tensor:
-        """The states (rows, hidden_size) that passes begin with; our kernels write over them."""
+        """Return the states (rows, hidden_size) that passes begin with; our kernels overwrite them."""
         if all(pass_.hidden is None for pass_ in passes):
             return self._embedded(plans)
         begun = [
@@ -292,7 +292,7 @@ class Runtime:
         return begun[0] if self.native is None else begun[0].clone()
 
     def _wanted(self, one: Pass) -> tuple[Sequence[int], list[str | None]]:
-        """The rows of a pass that logits are wanted of, and the format of the head for each."""
+        """Return the rows of a pass whose logits are wanted, and the LM head's format for each."""
         n, names = len(one.rows.token_ids), [variant.format_of("head") for variant in one.rows.variants] or [None]
         rows_read = range(n) if one.wanted is None else one.wanted
         if len(rows_read) > n or not all(0 <= row < n for row in rows_read):
@@ -307,7 +307,7 @@ class Runtime:
     def _between(
         self, hidden: Tensor, passes: Sequence[Pass], plans: Sequence[PassPlan], first: int, last: int
     ) -> Tensor:
-        """The states after layers first … last - 1, noted on the way where passes want them."""
+        """Return the states after layers first … last - 1; record intermediate states that passes ask for."""
         stops = sorted({depth for pass_ in passes for depth in pass_.capture or () if first < depth <= last})
         by_table = self.row_invariant or (self.by_table and len(plans) > 1)
         shared: SharedRows = TablePlan(self) if by_table else BufferPlan()
@@ -315,7 +315,7 @@ class Runtime:
             if self.native is None:
                 hidden = self.through(hidden, plans, shared, first, stop)
             else:
-                self.native.run_layers(hidden, passes, first, stop)  # which writes over them
+                self.native.run_layers(hidden, passes, first, stop)  # The kernels update `hidden` in place.
             first = stop
             if stop not in stops:
                 continue
@@ -396,7 +396,7 @@ class Runtime:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows) -> Tensor:
-        """One decoder layer, each sub-layer for the rows whose layer set keeps it, in the format that it names."""
+        """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's format."""
         source = hidden
         for kind in KINDS:
             if kind == "mlp" and not self.parallel:
@@ -422,7 +422,7 @@ def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | 
 
 
 def _rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
-    """int64, the rows of the members in the forward pass; None where that is every row."""
+    """Return the members' row indices in the forward pass, int64; None for all rows."""
     if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
         return None
     indices = [plan.row_index(variants, device) + plan.first for plan, variants in members]

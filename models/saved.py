@@ -1,4 +1,4 @@
-"""Folders of saved models: whether one is complete, supported and quantised; reading it in silence; the cache for them.
+"""Reads folders of saved models, checks that they are complete and supported, and manages the cache.
 
 Nothing here needs torch before tensors are read.
 """
@@ -27,8 +27,8 @@ from .schemes import Scheme, scheme_in
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-# Tensors that no text of ours depends on: masks and tables that older versions of transformers wrote, and scales for
-# keys and values in 8 bits, which are kept in the model's dtype here.
+# Name endings of stored tensors that may be ignored: attention masks and rotary tables written by older versions of
+# transformers, and scales of an 8-bit KV cache (swiftopt keeps keys and values in the model's dtype).
 LEFTOVERS = (
     *("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias"),
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
@@ -36,22 +36,22 @@ LEFTOVERS = (
 )
 MERGE = "merge it into the model by peft's merge_and_unload, save that with its tokenizer, and name the new folder"
 ADAPTER = "adapter_config.json"
-# Files of which the model's text, or what it is for, depends beside its weights, and which nothing here reads.
+# Files that change what a model computes and that swiftopt cannot load: a folder with one of them is refused.
 UNREAD_FILES = {
     ADAPTER: ("an adapter", MERGE),
     "value_head.safetensors": ("the head of a reward model", "use a model that writes text"),
     "value_head.bin": ("the head of a reward model", "use a model that writes text"),
     "modules.json": ("the layers of an embedding model", "use a model that writes text"),
 }
-# Files that say how weights are quantised where config.json does not.
+# Files that may describe the quantisation when config.json does not.
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-STALE_S = 24 * 3600  # age from which unfinished files of other processes in the cache are removed
-PART = ".part"  # The end of a file's name while it is being written.
-CONVERSION = "4"  # part of every converted GGUF file's folder; raise it when the conversion changes
-GGUF_WEIGHTS = "model.gguf"  # The link to a GGUF file in the folder of its settings.
-N_SAMPLES = 9  # places of a GGUF file that its folder's name covers
+STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
+PART = ".part"  # Suffix of a file that is still being written.
+CONVERSION = "4"  # Version hashed into the folder names of GGUF files; raise it when the conversion changes.
+GGUF_WEIGHTS = "model.gguf"  # Name of the link to the GGUF file in the folder of its extracted settings.
+N_SAMPLES = 9  # Positions in a GGUF file whose bytes are hashed into its folder's name.
 SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
-REPORT_S = 1.0  # between two reports of how much of the weights is read
+REPORT_S = 1.0  # Shortest time between two progress reports while weights are read.
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
 
@@ -63,10 +63,11 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     bars: Any = transformers_logging
-    bars.get_verbosity()  # sets its logger up, which later would undo our level
+    # Make transformers set up its logger now: done later, this would reset the level set here.
+    bars.get_verbosity()
     levels = {name: logging.getLogger(name).level for name in _LOUD}
     had_bars, had_hub_bars = bars.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    reader: Any = modeling_gguf_pytorch_utils  # its bar has no switch of its own
+    reader: Any = modeling_gguf_pytorch_utils  # transformers cannot disable this module's progress bar.
     bar = reader.tqdm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,8 +93,8 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
     from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
-    class Bar(tqdm):  # type: ignore[misc,type-arg,unused-ignore]  # untyped
-        monitor_interval = 0  # no thread that redraws a bar that does not move
+    class Bar(tqdm):  # type: ignore[misc,type-arg,unused-ignore]  # tqdm has no type hints.
+        monitor_interval = 0  # Start no monitor thread, which would redraw stalled bars.
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Report the share instead of drawing it; tqdm clears a bar with an empty `msg`."""
@@ -119,7 +120,7 @@ def cache_root() -> Path:
 
 
 def converted_folder(gguf: Path) -> Path:
-    """Return where the cache keeps a GGUF file once it is converted, whether it is or not.
+    """Return the cache folder for a converted GGUF file, whether or not it exists yet.
 
     Raises: ModelNotFound: the file cannot be read.
     """
@@ -148,18 +149,18 @@ def refuse_other_file(gguf: Path) -> None:
 
 
 def remove_stale(leftovers: Iterable[Path]) -> None:
-    """Remove those files and folders that processes left unfinished in the cache when they crashed long ago."""
+    """Remove unfinished files and folders in the cache that are older than STALE_S: their processes have crashed."""
     for left in leftovers:
-        with suppress(OSError):  # another process has just finished, or removed, it
+        with suppress(OSError):  # Another process may have just finished or removed it.
             if time.time() - left.stat().st_mtime > STALE_S:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield the path of a new file beside `path`, which takes its name once the block has ended without an error.
+    """Yield a temporary path next to `path`; the file is renamed to `path` if the block ends without an error.
 
-    Files that crashed processes left unfinished beside it are removed. `mode`: another user may share the cache.
+    Unfinished files of crashed processes are removed. `mode`: permissions, as another user may share the cache.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent.glob(f"*{PART}"))
@@ -270,7 +271,7 @@ def check_files(names: Collection[str], where: object) -> None:
 
 
 def refuse_unread_files(names: Collection[str], where: object) -> None:
-    """Raises: UnsupportedModel: a file says that there is more than a model."""
+    """Raises: UnsupportedModel: one of `UNREAD_FILES` is there."""
     for name, (what, advice) in UNREAD_FILES.items():
         if name in names:
             raise UnsupportedModel(f"{where} holds {what} ({name}), which would be left out: {advice}")
@@ -341,7 +342,7 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
 def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
     """Raises: UnsupportedModel: a config names a class that is no causal language model of its type."""
     stem = model_type.removesuffix("_text").replace("_", "")
-    # A bare decoder's class stands for weights whose head is the embedding.
+    # Checkpoints with a tied LM head may name the base model's class (model, textmodel) instead of the causal LM's.
     known_names = {f"{stem}{kind}" for kind in ("forcausallm", "lmheadmodel", "model", "textmodel")}
     for name in named if isinstance(named, list) else ():
         if str(name).replace("_", "").lower() not in known_names:
@@ -361,7 +362,7 @@ def supported_config(folder: Path) -> Any:
     supported_type(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # config classes check their values, each with errors of its own
+    except Exception as error:  # Config classes raise various exceptions for invalid values.
         raise _no_config(folder / "config.json", error) from error
     family_of(config)
     return config
@@ -397,10 +398,11 @@ def refuse_unread(names: Iterable[str], where: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of another library says, cut to fit into a sentence."""
+    """Return the first line of another library's error message, shortened for use in a sentence."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without its number and its paths
-    words = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)  # it is a key alone
+        return error.strerror  # Leave out the errno and the paths.
+    # str() of a KeyError is only the key, so put the error's class before it.
+    words = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
     lines = words.strip().splitlines() or [type(error).__name__]
     return lines[0].strip().rstrip(".:")[:160]
 

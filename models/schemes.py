@@ -1,4 +1,4 @@
-"""How the linear maps of a checkpoint are quantised, by what its config says."""
+"""Reads from a checkpoint's config how its linear maps are quantised."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ COMPRESSED = {
     "pack-quantized": "int",
     "int-quantized": "int",
     "float-quantized": "float",
-}  # Schemes of compressed-tensors, and their type of weights.
+}  # compressed-tensors formats and the number type of their codes.
 SUPPORTED = (
     "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
     " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
 )
-CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one
-EIGHT = 8  # groups come in multiples of it
+CONFIG_KEYS = ("quantization_config", "compression_config")  # compression_config: the former key of compressed-tensors.
+EIGHT = 8  # Group sizes must be multiples of 8.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Scheme:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are 8-bit floats, which nothing here computes with: the maps are de-quantised."""
+        """Whether codes are 8-bit floats: no kernel here supports them, so the maps are de-quantised when loaded."""
         return self.format in ("float-quantized", "fp8")
 
     @property
@@ -97,7 +97,7 @@ def scheme_in(config: Mapping[str, Any], path: Path) -> Scheme | None:
 
 
 class _Refused(Exception):
-    """What is not supported."""
+    """The quantisation is not supported; the message says what."""
 
 
 def _group(size: Any) -> int | None:
@@ -135,7 +135,8 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
         raise _Refused("sparse weights in compressed-tensors")
     transforms = (found.get("transform_config") or {}).get("config_groups") or {}
     places = {place["location"] for transform in transforms.values() for place in transform["apply"]}
-    if not places <= {"weight_input", "weight_output"}:  # those are in the weights already
+    # Transforms at weight_input and weight_output are already folded into the stored weights.
+    if not places <= {"weight_input", "weight_output"}:
         raise _Refused("transformed activations in compressed-tensors")
     kind, symmetric = weights.get("type", "int"), bool(weights.get("symmetric", True))
     if COMPRESSED.get(stored) != kind or (kind == "float" and not symmetric):

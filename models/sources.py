@@ -1,4 +1,4 @@
-"""From a name to a folder on this machine: alias (one table holds them), folder, GGUF file or hub id.
+"""Resolves a model name (alias, folder, GGUF file or hub id) to a folder on this machine.
 
 A hub model is downloaded and a GGUF file converted, once; every model is then loaded from its folder alone, without the
 network. Nothing here needs torch before a folder has to be made.
@@ -36,7 +36,7 @@ from .saved import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
-HUB_TIMEOUT_S = 10  # The wait for the hub's first answer.
+HUB_TIMEOUT_S = 10  # Longest wait for the hub's first response.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _DEVICE = re.compile(r"auto|cpu|auto-map|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -134,12 +134,13 @@ class Source:
 
 
 def resolve(name: str) -> Source:
-    """Find what `name` stands for, without torch and without the network.
+    """Resolve a model's name, without torch and without the network.
 
     Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias or hub id. UnsupportedModel: it is an
         adapter's folder.
     """
-    path = os.path.expanduser(name)  # os.path, for it answers False where pathlib raises (a name too long, a NUL)
+    # Use os.path: it returns False for names on which pathlib raises (too long, or with a NUL).
+    path = os.path.expanduser(name)
     if os.path.isfile(os.path.join(path, "config.json")):
         return _local(name, "folder", path)
     if path.lower().endswith(".gguf"):
@@ -213,7 +214,8 @@ def local_copies() -> dict[str, LocalCopy]:
         if (gguf := _wheel_gguf(alias)) is not None:
             copies[name] = LocalCopy("wheel", str(gguf))
         elif not Path(HF_HUB_CACHE, f"models--{alias.hub_id.replace('/', '--')}").is_dir():
-            continue  # what the hub's client would say, too, after a second's imports
+            # The hub's client would also find no copy, but importing it takes a second.
+            continue
         elif (folder := _cached(alias.hub_id)) is not None:
             copies[name] = LocalCopy("cached", str(folder))
     return copies
@@ -227,7 +229,7 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "gguf":
-        from .gguf_files import converted  # needs torch
+        from .gguf_files import converted  # Imported here because it needs torch.
 
         return converted(Path(source.location), on_step)
     alias = find_alias(source.name)
@@ -260,7 +262,7 @@ def check_device(device: str) -> None:
 
 
 def check_placement(dtype: str, device: str, speed: Speed = "auto") -> None:
-    """Raises: SettingsError: dtype or device is no name of one, or the speed is never for them."""
+    """Raises: SettingsError: the dtype or device name is unknown, or the speed cannot be used with them."""
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is unknown: use one of {', '.join(DTYPES)}", "dtype")
     if not _DEVICE.fullmatch(device):
@@ -304,7 +306,7 @@ def _wheel_gguf(alias: Alias) -> Path | None:
 
 
 def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
-    """Return the model's snapshot; a complete one in the hub's cache is taken as it is, without asking the network.
+    """Return the model's snapshot folder; a complete one in the hub's cache is used without network access.
 
     `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
 
@@ -328,7 +330,7 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=needed, etag_timeout=HUB_TIMEOUT_S))
     except (ModelNotFound, UnsupportedModel):
         raise
-    except Exception as error:  # whatever the hub's client and the HTTP library under it raise
+    except Exception as error:  # The hub's client and its HTTP library raise many exception types.
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             raise OutputError(
                 f"{hub_id} cannot be kept in {HF_HUB_CACHE} ({first_line(error)}): make room there or set HF_HOME"

@@ -9,8 +9,8 @@ from ..core.serialization import Record
 from ..core.types import LayerSet, SubLayer, Trial
 from ..decoding.events import Round
 
-FINALISTS = 4  # challengers that are kept
-FINAL_WINDOWS = 2  # windows, besides the one that brought it here, over which a challenger must win
+FINALISTS = 4  # Maximum challengers kept at a time.
+FINAL_WINDOWS = 2  # Windows that a challenger must win in addition to the one where it entered.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Incumbent:
     rounds: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, trial: Trial) -> None:
-        """Count in its trial on one more window."""
+        """Add its trial on one more window to the means."""
         self.n += 1
         self.score += (trial.score - self.score) / self.n
         self.matchness += (trial.matchness - self.matchness) / self.n
@@ -65,7 +65,7 @@ class Finalist:
 
     @property
     def lead(self) -> float:
-        """Mean lead over the windows on which both were scored."""
+        """Mean lead over the set in use, on the windows where both were scored."""
         return sum(self.leads) / max(1, len(self.leads))
 
 
@@ -78,10 +78,10 @@ class Finals:
     """
 
     finalists: list[Finalist] = field(default_factory=list)
-    latest: WindowStart | None = None  # of the latest final
+    latest: WindowStart | None = None  # Window on which finalists were last scored.
 
     def enter(self, challengers: Mapping[LayerSet, float], place: WindowStart, bar: float) -> None:
-        """Keep those of a window that are rated above `bar`, the best of all where there are too many."""
+        """Add a window's challengers rated above `bar`; keep the `FINALISTS` best finalists."""
         entered = {finalist.layer_set for finalist in self.finalists}
         for layer_set, rating in challengers.items():
             if rating > bar and layer_set not in entered:
@@ -90,13 +90,13 @@ class Finals:
         del self.finalists[FINALISTS:]
 
     def due(self, place: WindowStart, window: int) -> list[LayerSet]:
-        """Return the sets to score beside the one in use, on the window there."""
+        """Return the finalists to score, together with the set in use, on the window at `place`."""
         if self.latest is not None and not place.is_new_after(self.latest, window):
             return []
         return [finalist.layer_set for finalist in self.finalists if place.is_new_after(finalist.place, window)]
 
     def settle(self, place: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
-        """Add the leads of those who were due; return the winner, if there is one."""
+        """Add the finalists' leads on a window; return the winner, if any."""
         scored = [finalist for finalist in self.finalists if finalist.layer_set in leads]
         waiting = [finalist for finalist in self.finalists if finalist.layer_set not in leads]
         judged = [
@@ -129,11 +129,11 @@ class Contest(Record):
     n_at_gain: int = 0
 
     def is_news(self, place: WindowStart, window: int) -> bool:
-        """Tell whether at least half of that window is text that the latest pass did not see."""
+        """Tell whether at least half of the window is text that the latest pass did not score."""
         return self.looked is None or place.is_new_after(self.looked, window)
 
     def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
-        """Use the set with the highest score so far (SWIFT 4.1); return its trial, if it was not in use before."""
+        """Adopt the set with the highest score so far (SWIFT 4.1); return its trial if the set is new."""
         best, before = max(trials, key=lambda trial: trial.score), self.incumbent
         if before.n and best.score <= before.score:
             return None
@@ -144,7 +144,7 @@ class Contest(Record):
         return None
 
     def take_best(self, best: LayerSet, trials: Sequence[Trial], earlier: Sequence[Trial]) -> Trial | None:
-        """Use the set with the best estimate by all trials, if this pass scored it; return its trial, if it is new.
+        """Adopt the set with the best estimate by all trials if this pass scored it; return its trial if it is new.
 
         One that was only scored in an earlier pass is scored again first.
         """
@@ -154,7 +154,7 @@ class Contest(Record):
         return self._adopt(decided, [trial for trial in (*earlier, decided) if trial.layer_set == best])
 
     def judge(self, place: WindowStart, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
-        """Count in the scores of the set in use and of those beside it; return the trial of a winner, now in use."""
+        """Add the scores of the set in use and of finalists; adopt a winner and return its trial."""
         if self.incumbent.n == 0:
             self.n_at_gain = held.step + 1
         self.incumbent.add(held)
@@ -164,18 +164,19 @@ class Contest(Record):
         if won is None:
             return None
         decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)
-        score = self.incumbent.score + won.lead  # its own windows were fewer, and maybe easier
+        # The winner was scored on fewer, perhaps easier windows, so derive its score from the lead over the set in use.
+        score = self.incumbent.score + won.lead
         return self._adopt(decided, [replace(decided, score=score)])
 
     def take(self, layer_set: LayerSet, trials: Sequence[Trial]) -> None:
-        """Use a set, which has the scores of its own among the trials."""
+        """Put a set in use, with its mean score over `trials`."""
         self.incumbent = Incumbent(layer_set)
         for trial in trials:
             if trial.layer_set == layer_set:
                 self.incumbent.add(trial)
 
     def _adopt(self, decided: Trial, scored: Sequence[Trial]) -> Trial:
-        """Use the set of `decided`, whose trials so far are `scored`."""
+        """Put the set of the trial `decided` in use; `scored` are the set's trials so far."""
         self.take(decided.layer_set, scored)
         self.n_at_gain = decided.step + 1
         return replace(decided, adopted=True)

@@ -1,4 +1,4 @@
-"""How a task's drafts are made: the method, the format of the weights, SWIFT's stop threshold and branching."""
+"""Choice of a task's drafting method, format of weights, stop threshold and branching."""
 
 from __future__ import annotations
 
@@ -25,44 +25,46 @@ from ..models.runtime import Runtime
 from .evaluation import WindowScore, adaptive_speedup, score_window, swift_speedup
 from .verdict import ERROR, Timed, speed, speed_interval
 
-ADAPTIVE = AdaptiveSettings(draft_format=STORED)  # the layer set names the format of every part
+ADAPTIVE = AdaptiveSettings(draft_format=STORED)  # STORED: take the format of each sub-layer from its layer set.
 
-FEWEST_WINDOWS = 2  # below it the settings stay as they are
-GAIN = 1.01  # factor by which other settings must be better than those in use
-MOST_WINDOWS = 12  # latest windows of the set in use that are kept for the replays
-WIDTHS = (1, 2, 3, 5, 10)  # candidates that the least certain position offers
+FEWEST_WINDOWS = 2  # Minimum windows scored before the draft settings are searched.
+GAIN = 1.01  # Minimum ratio of expected speedups for replacing the settings in use.
+MOST_WINDOWS = 12  # Maximum windows of the set in use that are kept for replays.
+WIDTHS = (1, 2, 3, 5, 10)  # Candidate branching widths at the lowest confidence.
 THRESHOLDS = [percent / 100 for percent in range(5, 96)]
-# On 100 random replays two sweeps come to 0.9999 of the best known on average and to 0.995 at worst; 48 trials of
-# Optuna's TPE came to 0.996 and 0.937.
+# Two sweeps reach 0.9999 of the best known speedup on average and 0.995 at worst, over 100 random replays. Optuna's TPE
+# with 48 trials reached 0.996 and 0.937.
 N_SWEEPS = 2
 
-CANDIDATES = ("int4", "int8")  # formats, the cheaper one first
+CANDIDATES = ("int4", "int8")  # Draft formats to try on a CPU, the cheapest first.
 GPU_CANDIDATES = ("int4", "fp8", "int8")
-ENOUGH = 2.5  # expected speedup that 8 bits, which are half of the weights, can hardly reach
-WORTH_IT = 1.05  # below this expected speedup copies are not worth their memory
-N_PROMPTS, N_WINDOWS = 2, 2  # texts that a format is tried on, and windows of each
+# Expected speedup at which no further format is tried: 8 bits, half of the weights' bytes, hardly reach it.
+ENOUGH = 2.5
+WORTH_IT = 1.05  # Minimum expected speedup that justifies the memory of quantised copies.
+N_PROMPTS, N_WINDOWS = 2, 2  # Prompts on which each format is tried, and windows per prompt.
 
-# Two formats whose estimates are nearer than this factor are timed: SmolLM2's estimates were 1.15 times what it made
-# with 4 bits, and 1.26 times with 8.
+# Time two formats if their estimated speedups differ by less than this factor. For SmolLM2 the estimate was 1.15 times
+# the measured speedup with 4 bits, and 1.26 times with 8 bits.
 DOUBT = 1.25
-# Prompts that drafts are timed on, and their share of a stream. All tokens count: on the first 64 of 96 tokens int4 was
-# ahead of int8 by 2 %, on all by 9 % (SmolLM2).
+# Minimum and maximum prompts on which formats are timed, and their share of the stream. Whole completions are timed:
+# for SmolLM2 int4 led int8 by 2 % on the first 64 of 96 tokens, and by 9 % on all 96.
 FEWEST_TIMED, MOST_TIMED, TIMED_SHARE = 3, 10, 0.25
-STANDARD_ERROR = 0.32  # The error of an interval of one standard error either way.
+STANDARD_ERROR = 0.32  # Error probability of an interval of ±1 standard error.
 
-Trying = FormatTried | PhaseChanged  # a window or a prompt that a format was tried on
-MeasureFormats = Callable[..., CostProfile]  # (*formats): the costs here with theirs; their copies are then made
+Trying = FormatTried | PhaseChanged  # Progress events while formats are tried.
+# Called as (*formats); returns costs that include them, and makes their copies.
+MeasureFormats = Callable[..., CostProfile]
 
 
 def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSource | None) -> Method:
-    """Build the method of `settings`, drafting with `draft`; without costs there is nothing to adapt by."""
+    """Build the method of `settings`, drafting with `draft`; SWIFT if there are no costs for adaptive drafts."""
     if settings.method == "adaptive" and costs is not None:
         return adaptive(draft, costs, ADAPTIVE)
     return swift(draft, settings)
 
 
 def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, chooses_size: bool) -> LayerSet:
-    """Return the set a search begins with: evenly spaced sub-layers, or nothing skipped of a quantised draft."""
+    """Return a search's first set: evenly spaced skipped sub-layers, or a quantised draft that skips nothing."""
     if chooses_size and settings.draft_format != STORED:
         return LayerSet(n_layers).filled(settings.draft_format)
     return LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio)).filled(settings.draft_format)
@@ -107,7 +109,7 @@ def choose_format(
     costs: CostProfile,
     measured: MeasureFormats,
 ) -> Generator[Trying, None, tuple[str, CostProfile]]:
-    """Choose the format in which drafts of all sub-layers are fastest: by expected speedup, and near ones by time.
+    """Choose the fastest format for drafts with all sub-layers: by expected speedup; close formats are timed.
 
     Copies that are not chosen are dropped.
 
@@ -136,7 +138,7 @@ def choose_format(
 def _estimated(
     session: Session, prompts: Sequence[Prompt], window: int, measured: MeasureFormats
 ) -> Generator[Trying, None, dict[str, tuple[float, FormatTried, CostProfile]]]:
-    """Return the formats that may be the fastest, each with its expected speedup, its event, and the costs with it."""
+    """Return the formats that may be fastest, each with its expected speedup, its event, and costs including it."""
     runtime = session.runtime
     tried: dict[str, tuple[float, FormatTried, CostProfile]] = {}
     for name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
@@ -144,7 +146,8 @@ def _estimated(
         try:
             format_costs = measured(name)
             score = yield from _scored(session, prompts, window, name, draft, format_costs)
-        except (RuntimeError, MemoryError, SettingsError) as error:  # a device without such a kernel, or without room
+        except (RuntimeError, MemoryError, SettingsError) as error:
+            # The device has no kernel for the format or not enough memory.
             yield FormatTried(name, None, None, (str(error) or type(error).__name__).splitlines()[0])
             _drop_copies(runtime, {name})
             continue
@@ -169,7 +172,7 @@ def _drop_copies(runtime: Runtime, formats: Iterable[str]) -> None:
 def timed_by_turns(
     session: Session, prompts: Sequence[Prompt], methods: Sequence[Method], phase: PhaseChanged
 ) -> Generator[PhaseChanged, None, list[list[Timed]]]:
-    """Decode the same prompts with each of the methods by turns, until one is surely ahead, or a share of them is done.
+    """Decode the same prompts with each method in turn, until one is significantly faster or enough are decoded.
 
     Only first turns are decoded.
 
@@ -194,9 +197,9 @@ def timed_by_turns(
 
 
 def unbeaten(runs: Sequence[Sequence[Timed]], error: float = STANDARD_ERROR) -> list[int]:
-    """Return the numbers of the methods that no other one leads, by runs of the same prompts; at least one.
+    """Return the indices of the methods that no other one beats significantly on the same prompts; at least one.
 
-    Where time does not tell, use the first of them: what takes less memory, or what the search has rated higher.
+    If several remain, use the first: it takes less memory, or the search rated it higher.
     """
 
     def leads(fast: Sequence[Timed], slow: Sequence[Timed]) -> bool:
@@ -213,7 +216,7 @@ def prepared(
     settings: SwiftSettings,
     measured: MeasureFormats,
 ) -> Generator[Trying, None, tuple[SwiftSettings, CostProfile]]:
-    """Return the settings with the format of drafts, chosen here where they leave it open, and the costs with it.
+    """Return the settings with a draft format, chosen here if it is "auto", and the costs including that format.
 
     Makes its copies.
     """
@@ -229,10 +232,10 @@ def prepared(
 def _scored(
     session: Session, prompts: Sequence[Prompt], window: int, name: str, draft: LayerSet, costs: CostProfile
 ) -> Generator[PhaseChanged, None, WindowScore]:
-    """Return what the draft predicts over windows of the model's completions, which it drafts, as one window."""
+    """Return the draft's predictions over several windows of the model's completions, joined to one window."""
     scores: list[WindowScore] = []
     for prompt in prompts:
-        # A window is scored after a round, which may have passed its end by a whole draft.
+        # Windows are scored after a round, which may pass the end of the window by a whole draft.
         enough = N_WINDOWS * (window + ADAPTIVE.max_draft_length) + 1
         short = replace(prompt, turns=prompt.turns[:1], max_new_tokens=min(session.room(prompt), enough))
         method = adaptive(SkippedTarget(draft), costs, ADAPTIVE)
@@ -249,7 +252,7 @@ def _scored(
                     if len(prompt_scores) == N_WINDOWS:
                         break
         scores += prompt_scores
-    if not scores:  # answers shorter than a window say nothing against the draft
+    if not scores:  # All answers were shorter than a window: assume a perfect draft.
         return WindowScore((0,), (1.0,))
     ranks, confidences = zip(*((score.ranks, score.confidences) for score in scores), strict=True)
     return WindowScore(tuple(chain(*ranks)), tuple(chain(*confidences)), scores[0].reads_late)

@@ -1,4 +1,4 @@
-"""Scores of candidate layer sets on generated text: several in one pass, and what each one's predictions are worth."""
+"""Scoring candidate layer sets on generated text, several in one pass, and estimating their speedups."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..decoding.work import PassGenerator
 from ..models.rows import Pass, Rows
 from .strategies import MOST
 
-LONGEST_CHAIN = 24  # tokens of an adaptive draft
+LONGEST_CHAIN = 24  # Maximum tokens of an adaptive chain in a replay.
 LAMBDA_ROUNDS = 4
-LONGEST_PASS_S = (
-    1.0  # A pass that scores several candidates may take so long, or twice as long as one's: decoding waits.
-)
-SEARCH_SHARE = 0.03  # The search's share of the seconds of decoding a stream.
-FEWEST = 36  # candidates that a search may score, however short the stream is
-FEWEST_AGAIN = 5  # likewise after a shift: the set in use, known ones, and the first of the search
-USUAL_SPEEDUP = 3.0  # The expected speed-up of that decoding.
-BATCH_GAIN = 0.95  # a larger batch must cut the seconds per candidate to this share or less
+# Maximum seconds of a pass that scores candidates, as decoding waits for it; twice one candidate's pass if longer.
+LONGEST_PASS_S = 1.0
+SEARCH_SHARE = 0.03  # Maximum share of a stream's decoding time that the search may take.
+FEWEST = 36  # Candidates that a search may always score, even on a short stream.
+# Candidates that may always be scored after a shift: the set in use, known sets, and the first new ones.
+FEWEST_AGAIN = 5
+USUAL_SPEEDUP = 3.0  # Expected speedup over plain decoding, for estimating the time of a stream.
+BATCH_GAIN = 0.95  # A larger batch must cut the time per candidate to at most this share.
 
 
 @dataclass(frozen=True, slots=True)
 class WindowScore:
-    """What a candidate predicted over a window, one entry per position.
+    """A candidate's predictions over a window, one entry per position.
 
     `ranks[i]`: how many tokens the draft held more probable than the generated one (0: it is the argmax);
     `confidences[i]`: the draft's top-1 probability. `reads_late`: drafts are read while their next step runs there.
@@ -60,18 +60,18 @@ def score_window(
     """
     n_slots = context.root_slot + window * len(layer_sets)
     assert n_slots <= context.buffer.capacity, f"{n_slots} slots of {context.buffer.capacity}"
-    # Position of the token from which the window's first one is predicted.
+    # Position of the token that predicts the first token of the window.
     first = (len(context.token_ids) - window if start is None else start) - 1
     inputs, n = context.token_ids[first : first + window], len(layer_sets)
     visible = torch.eye(n, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
     positions = list(range(first, first + window)) * n
     rows = Rows(inputs * n, context.root_slot, positions, visible, tuple(layer_sets), n_read=first)
-    logits = yield Pass(context.runtime, rows, context.buffer, kind="beside")  # (n * window, vocab)
+    logits = yield Pass(context.runtime, rows, context.buffer, kind="beside")  # Shape (n * window, vocab).
     return [_window_score(context, set_logits, first) for set_logits in logits.reshape(n, window, -1).unbind()]
 
 
 def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
-    """Return what logits (window, vocab) say of the tokens after position `first`.
+    """Return the score of logits (window, vocab) for the tokens after position `first`.
 
     One candidate at a time: all scores in float32 would fill a memory that holds the logits of all candidates.
     """
@@ -86,7 +86,8 @@ def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
     next_tokens = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
     top, argmax = scores.max(dim=-1)
     ranks = (scores > scores.gather(1, next_tokens[:, None])).sum(dim=-1)
-    ranks += (ranks == 0) & (argmax != next_tokens)  # of equal scores, frequent in 16 bits, the draft takes one
+    # Scores often tie in 16 bits. If the draft's argmax is another token of equal score, the rank is 1.
+    ranks += (ranks == 0) & (argmax != next_tokens)
     confidences = (top - scores.logsumexp(dim=-1)).exp()
     return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()), context.reads_late)
 
@@ -101,7 +102,7 @@ class Replay:
 
 
 def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
-    """Replay SWIFT's rounds over windows, one from every position of each, a window taken as a ring.
+    """Replay SWIFT's rounds over windows, one round from every position; windows wrap around.
 
     A position is accepted if the generated token is the draft's argmax, or, as a side leaf that ends the round, among
     the candidates that its confidence offers. Starting everywhere, not where the last round ended, makes as many rounds
@@ -142,7 +143,7 @@ def swift_speedup(
 
 
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
-    """Return the speedup of adaptive chains over a window, one from every position, the window taken as a ring.
+    """Return the speedup of adaptive chains over a window, one chain from every position; the window wraps around.
 
     A chain continues while the chance that its next token is accepted exceeds λ times that step's cost; λ is the
     speedup of such chains, found by fixed-point iteration. Where drafts are read late, the latest token's chance is not
@@ -157,7 +158,8 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     for _ in range(LAMBDA_ROUNDS):
         tokens, spent = 0, 0.0
         for start in range(n):
-            length, right, alive, expected = 0, True, 1.0, ahead  # expected: that the next token is accepted
+            # `expected` is the chance that the next token is accepted.
+            length, right, alive, expected = 0, True, 1.0, ahead
             while length < min(n, LONGEST_CHAIN):
                 step = prices.draft(1) + prices.verify(length + 2) - prices.verify(length + 1)
                 if expected < rate * step:
@@ -175,7 +177,7 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
 
 
 def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile | None) -> float:
-    """Return what a search maximises: matchness (SWIFT), or tokens per measured time relative to plain decoding."""
+    """Return the score to maximise: matchness (SWIFT), or expected speedup over plain decoding."""
     if settings.objective == "matchness" or costs is None:
         return score.matchness
     if settings.method == "adaptive":
@@ -184,7 +186,7 @@ def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, 
 
 
 def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
-    """Return how many candidates one pass should score: as many as make each cheaper, by the measured cost of rows.
+    """Return the number of candidates per pass with the lowest measured cost per candidate.
 
     Measured widths end where more rows make none cheaper (`models.costs`).
     """
@@ -199,12 +201,12 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
 
 
 def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
-    """Return how many candidates a search over a stream of `n_tokens` may score, by measured costs."""
+    """Return the number of candidates that a search may score in a stream of `n_tokens`, by measured costs."""
     return max(FEWEST, min(MOST, in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP)))
 
 
 def in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
-    """Return how many candidates fit in a search's share of the time of so many plain passes; 0 without costs.
+    """Return the number of candidates that take `SEARCH_SHARE` of the time of `n_passes` plain passes; 0 without costs.
 
     A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use beside it.
     """

@@ -23,20 +23,20 @@ from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
 from .strategies.base import Bits
 
-PAIRED = 2  # candidates that are scored beside the set in use, where every pass scores that, too
-TOKENS = 4  # The knapsack follows the states of so many tokens of the window.
-BUCKETS = 24  # saved costs that it tells apart
-LARGEST_SHARE = 0.6  # At most this share of all searchable sub-layers' cost is saved.
+PAIRED = 2  # Minimum candidates per pass for strategies that score the set in use in every pass.
+TOKENS = 4  # Tokens of the window whose hidden states the knapsack follows.
+BUCKETS = 24  # Number of buckets to which the knapsack rounds saved costs.
+LARGEST_SHARE = 0.6  # Maximum share of the searchable sub-layers' cost that the knapsack may save.
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
-    """Tell whether the strategy chooses how many sub-layers are skipped, which takes measured costs."""
+    """Tell whether the strategy chooses the number of skipped sub-layers; this needs measured costs."""
     by_speed = settings.objective == "expected_speedup" and costs is not None
     return strategy_info(settings.strategy).chooses_size and by_speed
 
 
 def savings_of(costs: CostProfile, base: LayerSet) -> tuple[float, ...]:
-    """Return the plain passes that skipping each searchable sub-layer saves in a draft in the formats of `base`."""
+    """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`."""
     size = range(len(base.bits()))
     whole = costs.draft_cost(base.with_bits([0 for _ in size]))
     singles = (costs.draft_cost(base.with_bits([int(i == at) for i in size])) for at in size)
@@ -64,7 +64,7 @@ class Proposer:
         self.patience = settings.patience
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
-        self.rows_run = 0.0  # by studies, in rows of the full model
+        self.rows_run = 0.0  # Rows run by studies, in rows of the full model.
         self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
         self._savings = (1.0,) * len(base.bits()) if savings is None else savings
@@ -81,18 +81,18 @@ class Proposer:
         self.strategy = info.make(problem)
 
     def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
-        """Return how many candidates a pass scores beside `n_due` sets: maybe the one in use, and the finalists."""
+        """Return the number of new candidates for a pass that also scores `n_due` sets, including finalists."""
         if self.paired:
             return max(1, max(batch, PAIRED) - n_finalists)
         return 0 if n_finalists else batch - n_due
 
     def study_ahead(self, prompt_id: str) -> int:
-        """Return the rows of the model that a study beside this prompt would run at most; 0 where none is due."""
+        """Return the maximum rows of the model that a study on this prompt would run; 0 if no study is due."""
         kind = self.strategy.wants(prompt_id)
         return 0 if kind is None else most_study_rows(kind, self._window, self._n_layers)
 
     def proposed(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
-        """Return the next candidates, after a study of the model where the strategy wants one."""
+        """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
             studied = study(context, kind, self._window, self._savings, self._ratio)
@@ -103,7 +103,7 @@ class Proposer:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Sub-layers that are skipped together, and the weight of that; an item of weight 0 is always kept."""
+    """Sub-layers that are skipped together, and the cost weight saved; items of weight 0 are never skipped."""
 
     sub_layers: tuple[SubLayer, ...]
     weight: int
@@ -111,7 +111,7 @@ class Item:
 
 @dataclass(slots=True)
 class _Paths:
-    """The paths through the layers so far that are kept, one per saved weight, in rising order.
+    """The best paths through the layers so far, one per saved weight, in ascending order.
 
     `hidden`, `entered`: (paths, tokens, hidden_size), now and at the start of the current layer.
     """
@@ -135,12 +135,12 @@ class StudyPass:
         first = len(context.token_ids) - window - 1
         self.inputs = context.token_ids[first:-1]
         self.positions = list(range(first, first + window))
-        self.n_rows = 0.0  # that were run, in rows of the whole model
+        self.n_rows = 0.0  # Rows run so far, in rows of the full model.
         self._plans: dict[tuple[int, ...], PassPlan] = {}
         self._n_parts = 2 * self.runtime.n_layers
 
     def own_states(self) -> list[Tensor]:
-        """Return the states (window, hidden_size) before the first sub-layer and after each, in order of depth."""
+        """Return the hidden states (window, hidden_size) before the first sub-layer and after each, by depth."""
         hidden = self.runtime.embed(self.inputs, self.positions[0])
         states = [hidden]
         for layer, block in enumerate(self.runtime.blocks):
@@ -151,7 +151,7 @@ class StudyPass:
         return states
 
     def delta(self, sub_layer: SubLayer, hidden: Tensor, entered: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return what a sub-layer adds to `hidden` (rows, hidden_size), the rows standing at those positions."""
+        """Return a sub-layer's output to be added to `hidden` (rows, hidden_size); the rows have these positions."""
         kind, layer = sub_layer
         block = self.runtime.blocks[layer]
         self.n_rows += len(positions) / self._n_parts
@@ -192,13 +192,13 @@ def study(context: Context, kind: StudyKind, window: int, saved: Sequence[float]
 
 
 def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
-    """Return how many buffer slots `study` writes at most."""
+    """Return the maximum number of buffer slots that `study` writes."""
     paths = {"similarity": 0, "knapsack": BUCKETS + 1, "clasp": n_layers}[kind]
     return max(window, paths * (1 if kind == "clasp" else TOKENS))
 
 
 def most_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
-    """Return how many rows of the model `study` runs at most: the window's own, and those of each program's paths."""
+    """Return the maximum rows of the model that `study` runs: the window's, and those of the paths it follows."""
     programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
     paths = {"knapsack": (BUCKETS + 1) * TOKENS, "clasp": n_layers}
     return window + sum(paths[program] for program in programs)
@@ -230,7 +230,7 @@ def clasp_items(n_layers: int, skip_ratio: float) -> tuple[list[Item], int]:
 def _family(
     run: StudyPass, states: Sequence[Tensor], program: tuple[list[Item], int], tokens: Sequence[int]
 ) -> list[Bits]:
-    """Return the best set of each saved weight but 0."""
+    """Return the best set for each saved weight except 0."""
     order = searchable(run.runtime.n_layers)
     paths = follow(run, states, *program, tokens)
     return [tuple(int(sub in skipped) for sub in order) for skipped in paths.skipped if skipped]
@@ -239,7 +239,7 @@ def _family(
 def follow(
     run: StudyPass, states: Sequence[Tensor], items: Sequence[Item], capacity: int, tokens: Sequence[int]
 ) -> _Paths:
-    """Run the dynamic program: every path goes through an item and around it; of equal weight the nearest is kept.
+    """Run the dynamic program: extend each path by keeping or skipping an item; keep the nearest path per weight.
 
     Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
     need not lead to the nearest at the end.
@@ -265,7 +265,7 @@ def _nearest(paths: _Paths, item: Item, capacity: int, around: Tensor, through: 
     both = torch.cat((through, around))
     near = F.cosine_similarity(both.float(), own.float()[None].to(both.device), dim=-1).mean(dim=1).tolist()
     n = len(paths.weights)
-    best: dict[int, int] = dict(zip(paths.weights, range(n), strict=True))  # saved weight -> row of `both`
+    best: dict[int, int] = dict(zip(paths.weights, range(n), strict=True))  # Saved weight -> its row in `both`.
     for row, weight in enumerate(paths.weights, n):
         saved = weight + item.weight
         if item.weight and saved <= capacity and (saved not in best or near[row] > near[best[saved]]):

@@ -1,4 +1,4 @@
-"""One task's search: which layer set drafts now, what was tried, and when the search is over (SWIFT 4.1, B.2, C.2)."""
+"""One task's search: the layer set in use, the trials, and the stopping rules (SWIFT 4.1, B.2, C.2)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Search:
         parallel: bool = False,
     ) -> None:
         self.task, self.settings, self._cost_source = task, settings, costs
-        self._longest_draft = settings.max_draft_length  # the bound of what is chosen later
+        self._longest_draft = settings.max_draft_length  # Upper bound for draft lengths that the search chooses.
         self.skip_ratio, self.n_layers, self._parallel = skip_ratio, n_layers, parallel
         profile = self.costs
         start = self._allowed(start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile)))
@@ -67,26 +67,26 @@ class Search:
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
         self.batch = settings.candidates or candidates_per_pass(profile, settings.context_window)
-        self._windows: list[WindowScore] = []  # what the set in use predicted, the latest last
+        self._windows: list[WindowScore] = []  # Latest windows predicted by the set in use, oldest first.
         self.stopped_because = self._switched_off
-        self._most = settings.max_steps  # candidates of one search
+        self._most = settings.max_steps  # Maximum candidates scored in one search.
         self._sparing = n_tokens is not None and strategy_info(settings.strategy).chooses_size
         if n_tokens is not None and self._sparing:
             self._most = min(self._most, affordable(profile, start, settings.context_window, n_tokens))
         self._contest = Contest(Incumbent(start))
         self._candidate_rows = 0
-        self._n_rounds = 0  # of all requests
+        self._n_rounds = 0  # Rounds of all requests so far.
         self._proposer = self._new_proposer()
         self._scoring = False
 
     @property
     def layer_set(self) -> LayerSet:
-        """The set in use."""
+        """The layer set in use."""
         return self._contest.incumbent.layer_set
 
     @property
     def optimising(self) -> bool:
-        """Whether the search still goes on."""
+        """Whether the search is still running."""
         return not self.stopped_because
 
     @property
@@ -96,20 +96,21 @@ class Search:
 
     @property
     def scratch_rows(self) -> int:
-        """Buffer slots behind the committed ones that `score` writes, if there are as many."""
+        """Buffer slots after the committed ones that `score` needs for a full batch."""
         return self._scratch_rows(self.batch) if self.optimising else 0
 
     def _scratch_rows(self, batch: int) -> int:
-        n_sets = 1 + max(batch, FINALISTS + 1)  # the set in use, and candidates or finalists with one candidate
+        # The set in use, plus either a batch of candidates or all finalists and one candidate.
+        n_sets = 1 + max(batch, FINALISTS + 1)
         return max(self.settings.context_window * n_sets, self._proposer.scratch_rows)
 
     @property
     def rows_run(self) -> float:
-        """Rows of the full model that the search has cost; studies count by the share of the model that they ran."""
+        """Cost of the search so far in rows of the full model; studies count by the share of the model they ran."""
         return self._candidate_rows + self._proposer.rows_run
 
     def rows_ahead(self, prompt_id: str) -> int:
-        """Rows that the next look at candidates runs beside this prompt, those of a study included where one is due."""
+        """Maximum rows that the next scoring pass runs on this prompt, including those of a study if one is due."""
         n_sets = 1 + max(self.batch, PAIRED)
         return self.settings.context_window * n_sets + self._proposer.study_ahead(prompt_id)
 
@@ -135,7 +136,8 @@ class Search:
         Args: on_event: gets each event of the request, and what comes of it before the search looks at the request, and
               each event of that look.
         """
-        has_room = bool(self.scratch_rows)  # a search that is opened meanwhile has none behind this request
+        # Scratch slots are reserved when a request starts: a search that starts later cannot use this request.
+        has_room = bool(self.scratch_rows)
 
         def follow(event: WorkEvent) -> Work[None]:
             if isinstance(event, Round):
@@ -162,8 +164,8 @@ class Search:
         room = context.buffer.capacity - context.root_slot
         if room < self._scratch_rows(1):
             return ()
-        batch = min(self.batch, room // window - 1)  # beside the set in use
-        context.searched = True  # a request that is resumed from here is not searched again
+        batch = min(self.batch, room // window - 1)  # One window of scratch slots is for the set in use.
+        context.searched = True  # If this request is interrupted and resumed, it is not searched again.
         start = context.n_prompt if settings.window_at == "first" else len(context.token_ids) - window
         place = WindowStart(prompt_id, start)
         if self._proposer.paired and not self._contest.is_news(place, window):
@@ -175,7 +177,7 @@ class Search:
             context.tally.optimise_s += perf_counter() - clock
 
     def _look(self, context: Context, place: WindowStart, batch: int) -> PassGenerator[list[Event]]:
-        """Score up to `batch` candidates beside the set in use; return the events that come of it."""
+        """Score up to `batch` candidates together with the set in use; return the resulting events."""
         clock, incumbent, window = perf_counter(), self._contest.incumbent, self.settings.context_window
         self._scoring = True
         try:
@@ -185,19 +187,20 @@ class Search:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.batch = batch // 2  # the request continues, and later passes are smaller
+            self.batch = batch // 2  # Later passes use a smaller batch; this request goes on decoding.
             if not self.batch:
                 self.finish("the memory is too small for the pass of a candidate")
             return []
         finally:
             self._scoring = False
-        if self.stopped_because or self._contest.incumbent is not incumbent:  # meanwhile: by a request beside this one
+        # A concurrent request has ended the search or replaced the set in use during this pass, so discard the scores.
+        if self.stopped_because or self._contest.incumbent is not incumbent:
             return []
         self._candidate_rows += window * len(sets)
         return self._settle(place, self._trials_of(place, sets, scores, clock), scores)
 
     def lower(self, round_: Round) -> Iterator[Event]:
-        """Lower the skip ratio, unless the strategy chooses the size, where acceptance stays too low (SWIFT C.2)."""
+        """Lower the skip ratio if acceptance stays too low (SWIFT C.2), unless the strategy chooses the size."""
         if not self.optimising or self._proposer.chooses_size:
             return
         settings, n_now = self.settings, self.layer_set.n_skipped
@@ -205,7 +208,8 @@ class Search:
         if acceptance is None or acceptance >= settings.min_acceptance:
             return
         lowered = self.skip_ratio - settings.skip_ratio_step
-        while 0 < n_now <= n_skipped_for(self.n_layers, lowered):  # one step may keep no further sub-layer
+        # A single step of the ratio may not change the number of skipped sub-layers.
+        while 0 < n_now <= n_skipped_for(self.n_layers, lowered):
             lowered -= settings.skip_ratio_step
         n_skipped = n_skipped_for(self.n_layers, lowered)
         if 0 < n_skipped < n_now:
@@ -217,7 +221,7 @@ class Search:
             yield SkipRatioLowered(self.task, lowered, acceptance)
 
     def reopen(self, first: Sequence[LayerSet] = ()) -> bool:
-        """Search again, as if anew, from the set in use; the sets of `first` are scored before any other.
+        """Restart the search from the set in use; the sets of `first` are scored before any other.
 
         The set that the search began with follows them: what was thinned out for one text may be too thin for the next,
         and a search that only goes on from there takes long to return. Nothing that was tried before counts, as the
@@ -247,13 +251,13 @@ class Search:
 
     @property
     def contenders(self) -> list[LayerSet]:
-        """The sets that only estimates have told apart, the one in use first; none where scores alone decide."""
+        """Sets ranked by estimates only, to be compared by time, the one in use first; [] if scores decide."""
         by_estimate = self._proposer.chooses_size and self.settings.adoption == "finals"
         sets = list(dict.fromkeys([self.layer_set, self._start]))
         return sets if by_estimate and not self.settings.deterministic and len(sets) > 1 else []
 
     def take(self, layer_set: LayerSet) -> None:
-        """Use a set that has proved faster than the one in use."""
+        """Put a set in use that was measured to be faster."""
         if layer_set != self.layer_set:
             self._contest.take(layer_set, self.trials[self._contest.opened_at :])
             self._draft_with_incumbent()
@@ -283,7 +287,7 @@ class Search:
         self.method = drafting_with(self._draft, settings, self._cost_source)
 
     def close(self) -> None:
-        """Free what the strategy holds, whether the search has ended or was cut short."""
+        """Free the strategy's resources, even if the search was cut short."""
         self._proposer.strategy.close()
 
     def state(self) -> dict[str, Any]:
@@ -324,12 +328,12 @@ class Search:
 
     @property
     def costs(self) -> CostProfile | None:
-        """The costs of passes in a typical context, as far as they are known by now."""
+        """The latest costs of passes in a typical context; None if none were measured."""
         return None if self._cost_source is None else self._cost_source.at()
 
     @property
     def _budget(self) -> int:
-        """How many candidates may be scored since the search was opened."""
+        """Maximum number of candidates that this search may score since its latest start."""
         opened_at = self._contest.opened_at
         if not opened_at or not self._sparing:
             return self._most
@@ -338,7 +342,7 @@ class Search:
 
     @property
     def _switched_off(self) -> str:
-        """Why there is no search at all; "" where there is one."""
+        """Reason why no search takes place; "" if one does."""
         if not self.settings.optimise:
             return "optimisation is switched off"
         return "" if self.settings.max_steps else "no candidates were asked for"
@@ -348,11 +352,11 @@ class Search:
         return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project)
 
     def _allowed(self, layer_set: LayerSet) -> LayerSet:
-        """Return the set; where only sets that can be exported are searched, the nearest one of these."""
+        """Return the set itself, or the nearest exportable set if only those are searched."""
         return nearest(layer_set, self._parallel, most=1)[0] if self.settings.exportable else layer_set
 
     def _sets(self, context: Context, place: WindowStart, batch: int) -> list[Proposal]:
-        """Return what the next pass scores, with origins: sets that are due come before proposals."""
+        """Return the sets that the next pass scores, with origins: due finalists before new proposals."""
         contest, n_tried = self._contest, len(self.trials) - self._contest.opened_at
         room = self._budget - n_tried
         held = Proposal(self.layer_set, "in use" if self.trials else "uniform")
@@ -367,14 +371,14 @@ class Search:
             due, sets = [], []
         room -= len(sets)
         n = min(self._proposer.n_beside(len(due), batch, len(sets)), room)
-        stored = contest.first[:n]  # which stay there until they are scored
+        stored = contest.first[:n]  # Sets stay in `first` until they are scored.
         sets += [Proposal(stored_set, "uniform" if stored_set == self._start else "stored") for stored_set in stored]
         return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
 
     def _trials_of(
         self, place: WindowStart, sets: Sequence[Proposal], scores: Sequence[WindowScore], began: float
     ) -> list[Trial]:
-        """Return the trials of one pass, which `began` at that time."""
+        """Return the trials of one scoring pass, which started at `began`."""
         worths = [
             objective(score, proposal[0], self.settings, self.costs)
             for proposal, score in zip(sets, scores, strict=True)
@@ -425,11 +429,11 @@ class Search:
 
     @property
     def _by_rating(self) -> bool:
-        """Whether sets are judged by the strategy's estimate of all trials, not by wins over single windows."""
+        """Whether sets are adopted by the strategy's estimate from all trials, not by wins on single windows."""
         return self.settings.adoption == "finals" and self._proposer.paired
 
     def _spent(self, n_tried: int) -> bool:
-        """Whether `patience` candidates have brought no better set."""
+        """Whether the last `patience` candidates brought no better set."""
         return n_tried - self._contest.n_at_gain >= self._proposer.patience
 
     def _check_end(self) -> None:

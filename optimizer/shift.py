@@ -17,20 +17,22 @@ from ..core.records import KnownSet, State, nearest, packed, single, unit, unpac
 from ..core.serialization import Form, Record
 from ..core.types import NOT_WRITTEN, Completion, LayerSet
 
-N_LEARN = 3  # completions that say what acceptance is usual
-ALARM = 4.0  # height of a sum, in standard deviations, that means a shift
-SERVED_N_LEARN, SERVED_ALARM = 8, 8.0  # the two for served requests: many, short, with rates that vary by 0.2
-ELSEWHERE = 0.375  # This share of the height is enough for prompts that lie far from those before.
-UNLIKE = 3.0  # deviations below the usual cosine to the prompts before that mean elsewhere
-FAR_FOR = 3  # prompts in a row that lie elsewhere, and mean a shift whatever acceptance says
-USUAL_COSINE_SPREAD = 0.02  # The spread that is assumed until prompts have shown theirs.
-SLACK = 0.5  # deviations per completion that are no news
-LARGEST = 4.0  # deviations that one completion counts at most: one odd text is no shift
-USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4  # how much acceptance varies from text to text, before the texts have said so
-N_STORED = 3  # known sets that are tried after a shift
+N_LEARN = 3  # Completions from which the usual acceptance rate is learnt.
+ALARM = 4.0  # CUSUM height, in standard deviations, that signals a shift.
+# N_LEARN and ALARM for served requests: there are many short ones, and their acceptance rates vary by 0.2.
+SERVED_N_LEARN, SERVED_ALARM = 8, 8.0
+ELSEWHERE = 0.375  # Factor on ALARM for prompts whose hidden states are far from the earlier ones.
+UNLIKE = 3.0  # A prompt is far if its cosine to the earlier ones is this many deviations below usual.
+FAR_FOR = 3  # Consecutive far prompts that signal a shift regardless of acceptance.
+USUAL_COSINE_SPREAD = 0.02  # Assumed spread of the cosines until enough prompts were read.
+SLACK = 0.5  # CUSUM slack: deviations per completion that count as noise.
+LARGEST = 4.0  # Maximum deviations that one completion adds, so that one outlier signals no shift.
+# Prior spread of acceptance rates between texts, and its weight in completions.
+USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4
+N_STORED = 3  # Known sets that are tried after a shift.
 
 
-# A state in base64.
+# A prompt's hidden state; base64 in JSON.
 PackedState = Annotated[
     State, Form(lambda state: b64encode(packed(state)).decode(), str, lambda text: unpacked(b64decode(text)))
 ]
@@ -38,14 +40,14 @@ PackedState = Annotated[
 
 @dataclass(slots=True)
 class RunningStats:
-    """Mean and spread of values so far; while these are few, the spread is drawn to one that is given."""
+    """Running mean and spread of values; with few values the spread is pulled towards a given prior."""
 
     n: int = 0
     mean: float = 0.0
-    squares: float = 0.0  # of deviations from the mean, summed
+    squares: float = 0.0  # Sum of squared deviations from the mean.
 
     def spread(self, usual: float) -> float:
-        """Return the standard deviation from value to value."""
+        """Return the standard deviation of the values, with `usual` as prior."""
         return sqrt((USUAL_WEIGHT * usual**2 + self.squares) / (USUAL_WEIGHT + max(0, self.n - 1)))
 
     def count(self, value: float) -> None:
@@ -73,11 +75,12 @@ class AcceptanceChart(RunningStats):
     fall: float = 0.0
 
     def add(self, accepted: int, drafted: int, alarm: float = ALARM, n_learn: int = N_LEARN) -> bool:
-        """Add a completion; tell whether its text is of another kind, as a sum is above `alarm`."""
+        """Add a completion; return True if a CUSUM exceeds `alarm`, which signals a shift."""
         rate = accepted / drafted
         if self.n >= n_learn:
             spread = self.spread(USUAL_SPREAD)
-            noise = self.mean * (1 - self.mean) / drafted  # a short text's rate says little
+            # Sampling variance of a completion's rate: large for short completions.
+            noise = self.mean * (1 - self.mean) / drafted
             z = (rate - self.mean) / sqrt((spread**2 + noise) * (1 + 1 / self.n))
             z = max(-LARGEST, min(LARGEST, z))
             self.rise, self.fall = max(0.0, self.rise + z - SLACK), max(0.0, self.fall - z - SLACK)
@@ -88,9 +91,9 @@ class AcceptanceChart(RunningStats):
 
 
 class ReadPrompt(NamedTuple):
-    """What was known when a prompt was read: the chart that its completion counts in, and whether it lies elsewhere."""
+    """State when a prompt was read: the chart for its completion, and whether it is far from earlier prompts."""
 
-    chart: AcceptanceChart | None  # None: the completion may be drafted with several sets
+    chart: AcceptanceChart | None  # None: the layer set may change during the completion.
     is_far: bool
 
 
@@ -111,17 +114,19 @@ class ShiftWatch(Record):
     alarm: float = field(default_factory=lambda: ALARM, metadata=NOT_WRITTEN)
     n_learn: int = field(default=N_LEARN, metadata=NOT_WRITTEN)
     chart: AcceptanceChart = field(default_factory=AcceptanceChart)
-    left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)  # of this stream, before the latest shift
-    latest: PackedState = ()  # of the prompt that was read last
-    settled: bool = False  # whether the search had ended by then
-    nearness: RunningStats = field(default_factory=RunningStats)  # of prompts' cosines to the mean of those before
-    n_far: int = 0  # prompts up to that one that lie elsewhere, one after the other
-    elsewhere: PackedState = ()  # of those prompts, summed
-    total: PackedState = ()  # of the others since the latest shift, summed
+    # Sets used before earlier shifts of this stream, with their texts' states.
+    left: list[tuple[LayerSet, PackedState]] = field(default_factory=list)
+    latest: PackedState = ()  # State of the prompt read last.
+    settled: bool = False  # Whether the search had ended when that prompt was read.
+    # Cosines of the prompts to the mean of the earlier ones.
+    nearness: RunningStats = field(default_factory=RunningStats)
+    n_far: int = 0  # Number of consecutive far prompts, up to the latest.
+    elsewhere: PackedState = ()  # Sum of these far prompts' states.
+    total: PackedState = ()  # Sum of the other prompts' states since the latest shift.
 
     @property
     def state(self) -> State | None:
-        """Where the prompts since the latest shift lie; None before the first."""
+        """Mean hidden state of the prompts since the latest shift; None before the first prompt."""
         return single(unit(self.total)) if self.total else None
 
     def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> ReadPrompt:
@@ -140,7 +145,7 @@ class ShiftWatch(Record):
         return ReadPrompt(self.chart if self.settled else None, self.n_far > 0)
 
     def _place(self, state: Sequence[float]) -> None:
-        """Tell where a prompt lies."""
+        """Decide whether a prompt is far from the earlier ones, and update the sums."""
         self.latest = single(unit(state))
         centre, usual = self.state, self.nearness
         if centre is not None:

@@ -22,36 +22,37 @@ from numpy.typing import NDArray
 
 from .strategies.base import Bits
 
-P = TypeVar("P")  # a layer set, or any point of a search
+P = TypeVar("P")  # A layer set, or any point of a search space.
 Array = NDArray[np.float64]
-Value = Callable[[Array], Array]  # (n, size) points to (n,) bounds
+Value = Callable[[Array], Array]  # Maps points (n, size) to upper confidence bounds (n,).
 
-NICENESS = 10  # added to the priority value of the process: decoding goes first
+NICENESS = 10  # Added to the process's nice value, so that decoding gets the CPU first.
 
-# Measured with these limits on one core: 0.08 s per suggestion in 56 dimensions (30 layers), 0.04 s in 156 (80 layers).
-# Spread over β = 25 steps that is a tenth or less of what a random step costs. On a noisy objective (56 dimensions, 300
-# steps, 12 seeds) the best set found was within 2 % of what 300 points and three climbs over all exchanges found.
+# Times with these limits on one core: 0.08 s per suggestion in 56 dimensions (30 layers), 0.04 s in 156 (80 layers).
+# Spread over β = 25 steps, that is at most a tenth of a random step's cost. Quality on a noisy objective (56
+# dimensions, 300 steps, 12 seeds): within 2 % of a search with 300 points and three climbs over all exchanges.
 MAX_POINTS = 200
-N_RESTARTS = 0  # further starts of the length scale's fit
-N_RANDOM = 100  # random layer sets, which are climbed from where no set was seen, or is better
-N_CLIMBS = 1  # climbs: from the best set seen, then from the best random ones
-N_NEIGHBOURS = 256  # exchanges looked at per step of a climb
+N_RESTARTS = 0  # Additional starts for fitting the kernel's length scale.
+N_RANDOM = 100  # Random layer sets; climbs start from the best of them if no set was scored yet.
+N_CLIMBS = 1  # Climbs per suggestion: from the best scored set first, then from random ones.
+N_NEIGHBOURS = 256  # Maximum exchanges evaluated per step of a climb.
 MAX_CLIMB_STEPS = 64
 
-LIBRARY_NOISE, PUBLISHED_NOISE = 1e-6, 1e-2  # `alpha` of bayesian-optimization, and of SWIFT's code (set_gp_params)
-KAPPA = 2.5  # weight of the uncertainty, as in SWIFT's code
-# Share of the scores' variance that is noise. A score comes from one window of text; with less than this the process
-# chases lucky windows: best true score of 100 pure steps 0.95 of the optimum at 0.3, 0.89 at 0.05 (56 dimensions).
+LIBRARY_NOISE, PUBLISHED_NOISE = 1e-6, 1e-2  # `alpha` in bayesian-optimization and in SWIFT's code (set_gp_params).
+KAPPA = 2.5  # Weight of the standard deviation in the upper confidence bound, as in SWIFT's code.
+# Assumed share of noise in the scores' variance. Each score comes from one window of text, and with less assumed noise
+# the process follows lucky windows: after 100 noise-free steps in 56 dimensions the best true score was 0.95 of the
+# optimum with 0.3, and 0.89 with 0.05.
 NOISE = 0.3
 
-# Measured on one core: 0.2 s per suggestion at 300 points and 0.6 s at 1000 in 56 dimensions (30 layers), 1.5 s at 1000
-# in 156 (80 layers). Optuna's default, sub-layers jointly, found better sets than `multivariate=False` at equal cost
-# (0.91 against 0.88 of the optimum in 150 steps).
+# Times on one core, in 56 dimensions (30 layers): 0.2 s per suggestion at 300 points, 0.6 s at 1000; in 156 dimensions
+# (80 layers): 1.5 s at 1000. Optuna's default sampler found better sets than `multivariate=False` at equal cost (0.91
+# against 0.88 of the optimum in 150 steps).
 MAX_TPE_POINTS = 1000
 
 
-# The engines. Each loads its own library, which takes seconds, inside its function. Arguments: the scored sets, one at
-# least; the sets that are being scored; how many sub-layers to skip; a seed.
+# Search engines. Each imports its library inside its function, because the import takes seconds. Arguments: scored sets
+# (at least one), sets that are being scored, number of sub-layers to skip, seed.
 
 
 def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
@@ -67,17 +68,18 @@ def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped:
 
     points = points_of(scores, MAX_POINTS)
     mean = sum(score for _, score in points) / len(points)
-    value_of = {bits: mean for bits in pending} | dict(points)  # sets still being scored must not be suggested again
+    # Give pending sets the mean score, so that they are not suggested again.
+    value_of = {bits: mean for bits in pending} | dict(points)
     rows, values = np.array(list(value_of), dtype=float), np.array(list(value_of.values()))
     taken = {row.tobytes() for row in rows}
     draws = np.random.RandomState(seed)
-    process = GaussianProcessRegressor(  # as bayesian-optimization's, but for the last two
+    process = GaussianProcessRegressor(  # As in bayesian-optimization, except for alpha and n_restarts_optimizer.
         Matern(nu=2.5), normalize_y=True, random_state=draws, alpha=NOISE, n_restarts_optimizer=N_RESTARTS
     ).fit(rows, values)
     rng = np.random.default_rng(draws.randint(2**32, dtype=np.uint32))
 
     def bound(candidates: Array) -> Array:
-        """Return the upper confidence bounds; of known sets minus infinity."""
+        """Return the upper confidence bounds; minus infinity for sets already scored or pending."""
         expected, deviation = process.predict(candidates, return_std=True)
         return np.where([row.tobytes() in taken for row in candidates], -np.inf, expected + KAPPA * deviation)
 
@@ -92,7 +94,7 @@ def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped:
 
 
 def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, float]:
-    """Exchange one skipped sub-layer for a kept one, the best exchange each time, until none is better.
+    """Hill-climb: exchange a skipped and a kept sub-layer, taking the best exchange, until none improves the bound.
 
     Returns: the set and its bound.
     """
@@ -110,7 +112,7 @@ def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, 
 
 
 def exchanges(row: Array, rng: np.random.Generator) -> Array:
-    """Return the layer sets one exchange away, shape (n, size): all, or a sample where there are too many."""
+    """Return the layer sets one exchange away, shape (n, size); a random sample if more than `N_NEIGHBOURS`."""
     pairs = np.stack(np.meshgrid(np.flatnonzero(row == 1), np.flatnonzero(row == 0), indexing="ij"), -1).reshape(-1, 2)
     if len(pairs) > N_NEIGHBOURS:
         pairs = pairs[rng.choice(len(pairs), N_NEIGHBOURS, replace=False)]
@@ -164,7 +166,7 @@ def next_point(
 
 
 def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped: int, seed: int) -> Bits:
-    """Return a layer set drawn from where good scores are dense, by Optuna's tree-structured Parzen estimator.
+    """Return a layer set suggested by Optuna's tree-structured Parzen estimator.
 
     `pending` is not used: the estimator draws, so two suggestions differ anyway.
     """
@@ -177,7 +179,7 @@ def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped
     space: dict[str, BaseDistribution] = {name: CategoricalDistribution((0, 1)) for name in names}
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for bits, score in points:
-        # What was run, which is the repaired suggestion, so the study learns from the sets that were scored.
+        # Add the repaired suggestion, which was actually scored, not the original one.
         params = dict(zip(names, bits, strict=True))
         study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=score))
     trial = study.ask(space)
@@ -185,7 +187,7 @@ def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped
 
 
 def repaired(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
-    """Flip as few of the bits, at random, as give `n_skipped` sub-layers."""
+    """Flip the minimum number of random bits to get `n_skipped` skipped sub-layers."""
     surplus = sum(bits) - n_skipped
     flippable = [i for i, bit in enumerate(bits) if bit == int(surplus > 0)]
     flipped = set(rng.sample(flippable, abs(surplus)))
@@ -227,14 +229,16 @@ def _bits(text: str) -> Bits:
 def main() -> None:
     """Answer requests until the standard input ends."""
     os.nice(NICENESS)
-    warnings.simplefilter("ignore")  # scikit-learn warns of each fit that ends at a bound; nobody reads it here
-    gc.disable()  # until the libraries are loaded, which stay: to walk them again and again takes a sixth of the time
+    warnings.simplefilter("ignore")  # Hide scikit-learn's warnings about fits that end at a bound.
+    # Disable garbage collection until the first answer: it takes a sixth of the time to load the libraries.
+    gc.disable()
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up between two answers
+    os.dup2(2, 1)  # Redirect output of libraries to stderr: stdout carries the answers.
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"bits": answer(json.loads(line))}
-        except Exception as error:  # whatever it is, the other side logs it and goes on without
+        except Exception as error:
+            # Report any error: the parent process logs it and continues without a suggestion.
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

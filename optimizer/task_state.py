@@ -64,7 +64,7 @@ class TunedTask:
         return self.shift.add_prompt(prefilled.state.tolist(), settled=not self.search.optimising, goes_on=goes_on)
 
     def shifted_by(self, completion: Completion, prompt: ReadPrompt | None = None) -> StreamShifted | None:
-        """Record the completion of a prompt; at a shift, restart the search and return the event."""
+        """Record a prompt's completion; if it signals a shift, restart the search and return the event."""
         reason = self.shift.add(completion, prompt)
         if not reason:
             return None
@@ -117,12 +117,12 @@ class TaskState(TunedTask):
     timings: Timings = field(default_factory=Timings)
     n_prompts: int = 0
     n_tokens: int = 0
-    paces: Sequence[float] = ()  # tokens per second of each prompt
+    paces: Sequence[float] = ()  # Tokens per second of each prompt.
     timed: list[list[Pair]] = field(default_factory=list)
     learnt: dict[str, Any] | None = None
 
     def hold_out(self, prompts: Sequence[tuple[int, Prompt]]) -> None:
-        """Keep prompts, with their places in the stream, for the verdict."""
+        """Set prompts aside for the verdict, with their positions in the stream."""
         self.judged, self.n_held_out = list(prompts), len(prompts)
 
     def add_unscored(self, served: Sequence[tuple[int, Prompt]]) -> None:
@@ -143,14 +143,14 @@ class TaskState(TunedTask):
         self.seconds += round_.draft_s + round_.verify_s
 
     def count_completion(self, completion: Completion) -> None:
-        """Add what was decoded while tuning."""
+        """Add a completion decoded while tuning to the sums."""
         self.timings += completion.timings
         self.n_prompts += 1
         self.n_tokens += completion.n_tokens
         self.paces = *self.paces, round(completion.tok_s or 0.0, 3)
 
     def progress(self) -> Progress:
-        """Return where the task stands after a round."""
+        """Return the task's progress after a round."""
         trials = self.search.trials
         return Progress(
             task=self.name,
@@ -273,7 +273,7 @@ class PromptInProgress:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn whatever is wrong with a checkpoint into a SettingsError."""
+    """Convert any error from reading a checkpoint to a SettingsError."""
     try:
         yield
     except SettingsError:
@@ -284,7 +284,7 @@ def reading() -> Iterator[None]:
 
 
 def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
-    """Raises: SettingsError: the checkpoint is of another format, model or stream."""
+    """Raises: SettingsError: the checkpoint belongs to another format version, model or stream."""
     wrong = ""
     if start["version"] != VERSION:
         wrong = f"has version {start['version']!r}, and this swiftopt reads version {VERSION}: start the run anew"

@@ -33,8 +33,8 @@ from .drafting import N_PROMPTS, drafting_with, timed_by_turns, unbeaten
 from .task_state import VERSION, PromptInProgress, TaskState, check, reading
 from .verdict import Look, TimedTurn, by_looks, hold_out, in_pairs, looks_of
 
-BEAT_S = 0.5  # seconds between two reports of progress while held-out prompts are timed
-MID_STEP = (Adopted, StreamShifted)  # events whose trials, or whose prompt's completion, come right after
+BEAT_S = 0.5  # Minimum seconds between two progress events while held-out prompts are timed.
+MID_STEP = (Adopted, StreamShifted)  # Events at which no checkpoint may be taken: their trials or completions follow.
 
 
 class Tuner:
@@ -62,14 +62,14 @@ class Tuner:
         self._running: dict[str, TaskState] = {}
         self._concluded: list[str] = []
         self._prompts: Sequence[Prompt] = ()
-        self._next = 0  # place in the stream of the first prompt that was not begun
-        self._in_progress: dict[int, PromptInProgress] = {}  # by their places in the stream
+        self._next = 0  # Position in the stream of the next prompt to start.
+        self._in_progress: dict[int, PromptInProgress] = {}  # Prompts being decoded, by position in the stream.
         self._next_beat = 0.0
-        self._observed = ObservedCosts(costs)  # by the passes of all verdicts
+        self._observed = ObservedCosts(costs)  # Costs refined by the passes of all verdicts.
 
     @property
     def refined_costs(self) -> list[CostProfile]:
-        """The costs refined by the verdicts' passes, for later runs; this one keeps its own, to stay reproducible."""
+        """Costs refined by the verdicts' passes, for later runs; this run keeps its own to stay reproducible."""
         return self._observed.refined()
 
     def run(
@@ -119,8 +119,9 @@ class Tuner:
             "version": VERSION,
             "n_layers": self.runtime.n_layers,
             "n_prompts": len(self._prompts),
-            "draft_format": self.settings.draft_format,  # chosen once, where the request leaves it open
-            "costs": self.costs.to_json(),  # the stored ones may have been refined meanwhile
+            # Stored because it may have been chosen automatically at the start.
+            "draft_format": self.settings.draft_format,
+            "costs": self.costs.to_json(),  # Stored because the cost store may have been refined since.
             "next": self._next,
             "flights": {
                 str(index): current.to_json(task.shift.chart)
@@ -132,7 +133,7 @@ class Tuner:
         }
 
     def unfinished(self, reason: str = "the run was cut short") -> Iterator[TaskFinished]:
-        """Yield results, without a verdict, of tasks that were cut short after their search had tried something.
+        """Yield results without a verdict for tasks that were interrupted after their search had scored candidates.
 
         A task counts as concluded when it is yielded, in snapshots as well.
         """
@@ -161,7 +162,7 @@ class Tuner:
     @contextmanager
     def _tasks_of(self, prompts: Sequence[Prompt], judged: bool, sparing: bool = True) -> Iterator[None]:
         """Begin the searches of all tasks, and close them at the end."""
-        by_task: dict[str, list[tuple[int, Prompt]]] = {}  # prompts with their places in the stream
+        by_task: dict[str, list[tuple[int, Prompt]]] = {}  # Prompts with their positions in the stream, by task.
         for index, prompt in enumerate(prompts):
             by_task.setdefault(prompt.task, []).append((index, prompt))
         self._prompts, self._running = prompts, {}
@@ -185,7 +186,7 @@ class Tuner:
         """Decode all prompts but those held out, from the current position, and end the searches."""
         places = [*self._in_progress, *range(self._next, len(self._prompts))]
         places_to_serve = [at for at in places if at not in held and self._prompts[at].task in self._running]
-        # Not by time: what the search tries must not depend on the clock.
+        # by_time=False: what is drafted, and hence what the search tries, must not depend on the clock.
         works = map(self._serve, places_to_serve)
         for event in side_by_side(works, self.concurrency, self.memory, by_time=False):
             if isinstance(event, Event):
@@ -196,7 +197,7 @@ class Tuner:
             yield from self._take_fastest(task)
 
     def _serve(self, index: int) -> Work[None]:
-        """Decode the prompt at that place of the stream with the set in use, and search meanwhile."""
+        """Decode the prompt at this position of the stream with the set in use, and search meanwhile."""
         prompt = self._prompts[index]
         task = self._running[prompt.task]
         search = task.search
@@ -229,7 +230,7 @@ class Tuner:
             yield PhaseChanged(task.name, task.phase or "accumulate", f"a chat ends early: {error}")
 
     def _after_turn(self, task: TaskState, index: int, current: PromptInProgress, turn: Turn) -> Iterator[Event]:
-        """Count a completion, and restart the search after a shift."""
+        """Record a completion, and restart the search if it signals a shift."""
         task.count_completion(turn.completion)
         shifted = task.shifted_by(turn.completion, current.read)
         current.answered(turn.completion.text)
@@ -258,7 +259,7 @@ class Tuner:
         task.phase = "verdict"
         if len(task.judged) == task.n_held_out:
             held = {index for index, _ in task.judged}
-            # The first prompts chose the draft's format.
+            # Skip the first prompts: they were used to choose the draft's format.
             places = [at for at, prompt in enumerate(self._prompts) if prompt.task == task.name and at >= N_PROMPTS]
             task.add_unscored([(at, self._prompts[at]) for at in places if at not in held])
         looks = looks_of(task.n_held_out, len(task.judged) - task.n_held_out)
@@ -269,7 +270,7 @@ class Tuner:
         return task.result(self.model, self.runtime, self.costs, verdict, tuned, judged.turns)
 
     def _take_fastest(self, task: TaskState) -> Iterator[Event]:
-        """Time the set in use beside the one that the search began with, on prompts served, and use the better one."""
+        """Time the set in use and the search's first set on served prompts, and use the faster one."""
         search, held = task.search, {index for index, _ in task.judged}
         sets = [] if task.timed else search.contenders
         methods = [drafting_with(SkippedTarget(contender), search.settings, self.costs) for contender in sets]
@@ -282,7 +283,7 @@ class Tuner:
             search.take(sets[unbeaten(runs)[0]])
 
     def _measure(self, task: TaskState, look: Look) -> Generator[Event, None, list[tuple[int, list[TimedTurn]]]]:
-        """Run the prompts of a look, each plain and tuned; what a checkpoint has of them is not run again."""
+        """Time a look's prompts, each plain and tuned, except those already in the checkpoint."""
         places = [(run * len(task.judged) + number, number, run) for run in look.runs for number in look.prompts]
         if places[-1][0] >= len(task.timed):
             yield PhaseChanged(task.name, "verdict", _look_words(look))
@@ -293,7 +294,7 @@ class Tuner:
         return timed_turns
 
     def _time(self, task: TaskState, number: int, run: int, place: int) -> Iterator[Event]:
-        """Decode a prompt of the verdict plain and tuned, first the one and then the other in turn.
+        """Decode a prompt of the verdict plain and tuned; which of the two comes first alternates.
 
         Plain decoding's first run of a held-out prompt is the output; others equal it, or what was served, and are not
         yielded. A chat that outgrows the context either way is judged up to there.
@@ -305,7 +306,7 @@ class Tuner:
         if len(pairs) == n_turns(prompt):
             return
         yield PromptStarted(task.name, prompt.id, index, len(self._prompts))
-        # Every run begins with a new drafter, so that all of them learn the same on the way.
+        # Create a new drafter for each run, so that all runs learn the same.
         method = drafting_with(SkippedTarget(task.search.layer_set), task.search.settings, self.costs)
         if (number or pairs) and task.learnt is not None:
             method.drafter.restore(task.learnt)
@@ -316,12 +317,13 @@ class Tuner:
                     clock = perf_counter()
                     self._observed.learn(event.context.load.take_timings())
                     yield from self._beat(task)
-                    event.context.tally.started += perf_counter() - clock  # the caller's time is none of the run's
+                    # Exclude the caller's time from the run's time.
+                    event.context.tally.started += perf_counter() - clock
                     continue
                 turn, pair = event
                 pairs.append(pair)
                 task.learnt = method.drafter.state()
-                # Where it is no output, progress lets what was timed be kept.
+                # A run that is not output still yields progress, so that the timed pair can be saved in a checkpoint.
                 yield PromptFinished(turn, index, pair.plain, held_out=True) if is_output else task.progress()
         except ContextOverflow as error:
             if not pairs or run:
@@ -330,7 +332,7 @@ class Tuner:
             yield PhaseChanged(task.name, "verdict", f"a chat ends early: {error}")
 
     def _beat(self, task: TaskState) -> Iterator[Event]:
-        """Yield progress, at which the run can be stopped, but seldom, as these rounds are timed."""
+        """Yield progress, at which the run can be stopped, at most every `BEAT_S` since these rounds are timed."""
         now = perf_counter()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S

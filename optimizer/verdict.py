@@ -29,11 +29,12 @@ E = TypeVar("E")
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
-ERROR = 0.05  # The error of an interval of 95 %, or of all looks of a verdict together.
-SPENDING_POWER = 2  # The error spent by a look is ERROR times this power of the share of runs that it has seen.
-MOST_RUNS = 32  # The most runs of one kind, plain or tuned, in a verdict.
-LEAST_S = 1e-12  # a run counts as at least this
-LARGEST_LOG = 99.0  # The largest logarithm of an interval's end: two prompts that differ much say nothing.
+ERROR = 0.05  # Error probability of a 95 % interval, and of all interim tests of a verdict together.
+# Error-spending function: an interim test after the share t of all runs has spent ERROR * t ** SPENDING_POWER.
+SPENDING_POWER = 2
+MOST_RUNS = 32  # Maximum runs of each kind (plain, tuned) in a verdict.
+LEAST_S = 1e-12  # Minimum seconds of a run, against division by zero.
+LARGEST_LOG = 99.0  # Bound on the logarithm of an interval's end, against overflow with two very different prompts.
 SMALLEST_HELD_OUT, HELD_OUT_SHARE, LARGEST_HELD_OUT = 8, 0.2, 16
 
 
@@ -109,17 +110,17 @@ class TimedTurn(NamedTuple):
 
 
 def faster(first: Timed, second: Timed) -> Timed:
-    """Return the faster of two runs of one prompt: other work of the machine only adds time."""
+    """Return the faster of two runs of one prompt, as other load on the machine only adds time."""
     return min(first, second, key=lambda run: run.seconds / max(1, run.tokens))
 
 
 def speed_ratio(fast: Sequence[Timed], slow: Sequence[Timed]) -> float:
-    """Return total tokens ÷ total time of one, divided by the other's."""
+    """Return the ratio of two speeds, each total tokens ÷ total time."""
     return speed(fast) / speed(slow)
 
 
 def speed_interval(fast: Sequence[Timed], slow: Sequence[Timed], error: float = ERROR) -> tuple[float, float] | None:
-    """Return the interval of `speed_ratio` over prompts, a pair of runs each; None where there are too few of them."""
+    """Return the confidence interval of `speed_ratio` over prompts, one pair of runs each; None if too few."""
     rows = [
         (fast_run.tokens, fast_run.seconds, base.tokens, base.seconds)
         for fast_run, base in zip(fast, slow, strict=True)
@@ -135,7 +136,7 @@ def speed_interval(fast: Sequence[Timed], slow: Sequence[Timed], error: float = 
 def ratio_interval(
     rows: ArrayLike, log_ratio: Callable[[Array], Array], error: float = ERROR
 ) -> tuple[float, float] | None:
-    """Return the interval of a ratio of sums over prompts, by its logarithm; else as `jackknife_interval`."""
+    """Return the jackknife interval of a ratio of sums over prompts, computed on the logarithm."""
     interval = jackknife_interval(rows, log_ratio, error)
     return interval and (math.exp(max(-LARGEST_LOG, interval[0])), math.exp(min(LARGEST_LOG, interval[1])))
 
@@ -155,7 +156,8 @@ def jackknife_interval(
     n, whole = len(values), values.sum(axis=0)
     if n < 2:
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):  # a prompt that has all the tokens
+    # The sums without a prompt are zero if that prompt has all the tokens.
+    with np.errstate(divide="ignore", invalid="ignore"):
         estimate, without = float(statistic(whole)), statistic(whole - values)
         pseudo_values = n * estimate - (n - 1) * without
         margin = float(stdtrit(n - 1, 1 - error / 2) * pseudo_values.std(ddof=1) / math.sqrt(n))
@@ -181,12 +183,12 @@ def speed(runs: Sequence[Timed]) -> float:
     return sum(run.tokens for run in runs) / max(LEAST_S, sum(run.seconds for run in runs))
 
 
-# --- looks: an open verdict goes on, and all looks together err as often as one interval of 95 %
+# --- interim tests: an open verdict gets more runs, and all tests together have the error of one 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look of a verdict: the prompts that are timed for it, the number of each run, and its interval's error."""
+    """One interim test of a verdict: its prompts, the indices of their runs, and the error of its interval."""
 
     prompts: range
     runs: range
@@ -194,7 +196,7 @@ class Look:
 
 
 def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
-    """Plan the looks of a verdict on `n_held_out` prompts and then `n_more` others that the search did not score.
+    """Plan a verdict's interim tests ("looks") on `n_held_out` prompts and `n_more` others not scored by the search.
 
     The held-out prompts are timed first, then the others, then all of them once more, then twice more, as long as that
     is within `MOST_RUNS`. The error is spent by Kim and DeMets' power family (Biometrika 74, 1987, 149-154), an
@@ -204,7 +206,7 @@ def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
     """
     held_out, more, both = range(n_held_out), range(n_held_out, n_held_out + n_more), range(n_held_out + n_more)
     steps = [(held_out, range(1)), (more, range(1))]
-    if len(both) > 1:  # of one prompt the spread stays unknown, however often it runs
+    if len(both) > 1:  # The spread between prompts is unknown with one prompt, however often it runs.
         steps += [(both, range(1, 2)), (both, range(2, 4))]
     steps = [(prompts, runs) for prompts, runs in steps if prompts]
     seen = [n for n in accumulate(len(prompts) * len(runs) for prompts, runs in steps) if n <= MOST_RUNS]
@@ -215,13 +217,13 @@ def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A verdict, and the turns that it is of: of each the fastest run."""
+    """A verdict and the timed turns behind it, the fastest run of each."""
 
     verdict: Verdict
     turns: Sequence[TimedTurn]
 
 
-# The turns of each prompt by its number, in each run, while the events of decoding them are passed on.
+# Measures a look: yields the events of decoding; returns (prompt number, timed turns) for each run.
 Measure = Callable[[Look], Generator[E, None, Iterable[tuple[int, Sequence[TimedTurn]]]]]
 
 
@@ -234,7 +236,8 @@ def by_looks(looks: Sequence[Look], measure: Measure[E]) -> Generator[E, None, J
             fastest_before = fastest.get(number, turns)
             both = zip(fastest_before, turns, strict=True)
             fastest[number] = [TimedTurn(*map(faster, earlier, latest)) for earlier, latest in both]
-        # Turns of a chat are alike, and would make a verdict too sure: they count as one run.
+        # Sum the turns of a chat into one run: they are correlated, and counted singly they would make the interval too
+        # narrow.
         prompts = [TimedTurn(*(reduce(add, runs) for runs in zip(*turns, strict=True))) for turns in fastest.values()]
         verdict = judge(
             [prompt_turns.tuned for prompt_turns in prompts],
@@ -248,5 +251,5 @@ def by_looks(looks: Sequence[Look], measure: Measure[E]) -> Generator[E, None, J
 
 
 def is_open(verdict: Verdict) -> bool:
-    """Tell whether the verdict's interval contains 1, or is not known, so that more runs may decide."""
+    """Tell whether more runs may decide: the verdict's interval contains 1 or is unknown."""
     return verdict.interval is None or verdict.interval[0] <= 1 <= verdict.interval[1]

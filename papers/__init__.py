@@ -1,1 +1,1 @@
-"""Methods of papers that are here to be repeated: heads and probes, their training, presets, ablations and tables."""
+"""Reproduction of papers' methods: heads and probes, their training, presets, ablations and tables."""

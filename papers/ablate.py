@@ -51,7 +51,7 @@ HEADINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltVariant:
-    """A variant with what decodes it, and the heads that count; `error` says why there is none."""
+    """A variant with its method or search and its heads, or the `error` that prevented building it."""
 
     variant: Variant
     by: Method | Search | None = None
@@ -60,7 +60,7 @@ class BuiltVariant:
 
     @property
     def n_added(self) -> tuple[int | None, int | None]:
-        """Heads and parameters added to the model: none where the heads are the model's own, read early."""
+        """Numbers of added heads and parameters; 0 if every head is the model's own head (identity transform)."""
         if self.heads is None:
             return None, None
         added = [t for t in self.heads.transforms.values() if not torch.equal(t, torch.eye(*t.shape).to(t))]
@@ -79,9 +79,8 @@ def ablate(
 ) -> dict[str, Any]:
     """Return the object that `python -m swiftopt.papers.ablate --json` prints.
 
-    Missing heads, probes and layer sets are made briefly on `others`, or the prompts themselves where there are none,
-    as `swiftopt compare` makes them, and not kept. A search goes on from prompt to prompt while its variant decodes,
-    and its time counts.
+    Missing heads, probes and layer sets are made briefly as in `swiftopt compare`, on `others` (or on `prompts` if
+    empty), and are not stored. A variant's search continues across prompts, and its time counts.
     """
     prompts, others = first_turns(prompts), first_turns(others)
     greedy = replace(request, draft_model=draft_model, sampling=Sampling())
@@ -165,7 +164,7 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
 
 
 def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, float | None]:
-    """Milliseconds per candidate, share of the time that the search took, and what it found."""
+    """Return the search's ms per candidate, its share of the total time, and its best matchness and skip ratio."""
     if search is None:
         return {}
     runs = list(runs)
@@ -180,7 +179,7 @@ def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, flo
     }
 
 
-# --- the command
+# --- command line
 
 
 @options.command()
@@ -220,7 +219,7 @@ def command(
 
 
 def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the variants of an ablation as a table, and why others were not run."""
+    """Return a table of the variants that ran, and the reasons why others did not."""
     shown = ABLATIONS[report["name"]].shown
     columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
     rows = [

@@ -1,8 +1,8 @@
-"""What the variants of ablations are built of, with trees of heads that predict several tokens ahead.
+"""Builds the methods that ablations compare, among them draft trees of heads that predict several tokens ahead.
 
-A head of hop h reads a token's state and predicts the token h places behind it; hop 1 at the last layer is the model's
-own head. The heads' first choices are a chain, and each place's second choice opens a side branch (AdaDecode,
-appendix E).
+A head of hop h reads a token's state and predicts the token h positions later; hop 1 at the last layer is the model's
+own head. The heads' most probable tokens form a chain, and the second choice at each position opens a side branch
+(AdaDecode, appendix E).
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ from .training.settings import HeadSettings, ignore
 from .training.trainer import HeadObjective, Trainer, train
 from .verifiers import Rollback
 
-MIXED_TASK = "mixed"  # The task of heads that were trained on several streams.
+MIXED_TASK = "mixed"  # Task name under which heads trained on several streams are stored.
 HOPS = 3
-CHOICES = 2  # A head drafts so many tokens.
+CHOICES = 2  # Most probable tokens that each head adds to the draft tree.
 
 HeadsOf = Callable[[], Heads]
 HopsOf = Callable[[], Sequence[Heads]]
 
 
 class AblationRecipes(MakingRecipes):
-    """What variants are built of; a part is looked up or made when the first variant asks for it."""
+    """Builds the methods of variants; looks up or makes each part when a variant first needs it."""
 
     def method(self, name: str, **settings: Any) -> Method:
         return build(name, self.of(name, self.task).parts, method_info(name).settings_from(settings))
 
     def search(self, **settings: Any) -> Search:
-        """Start SWIFT's search as published, but for those settings."""
+        """Start SWIFT's search with its published settings, overridden by `settings`."""
         tuning = replace(SwiftSettings(**PRESETS["swift"].tuning), **settings)
         return Search("", self.runtime.n_layers, tuning, tuning.start_skip_ratio(self.runtime.info.n_parameters), None)
 
     def self_sd(self, steps: int) -> Method:
-        """Search Self-SD's set in so many steps, on as many prompts as a brief search has."""
+        """Return Self-SD with a layer set found in `steps` steps on `SELF_SD_PROMPTS` prompts."""
         self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
         session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
         result = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
         return build("self-sd", Resources(self.runtime, result.best.layer_set), AdaptiveThreshold())
 
     def branching(self) -> Method:
-        """Return Self-SD's set and threshold rule, each position with SWIFT's candidates."""
+        """Return Self-SD with its layer set and threshold rule, but with SWIFT's draft-tree branching."""
         model = self.of("self-sd", self.task).parts.skipped()
         drafter = ChainDrafter(model, AdaptiveStop.of(AdaptiveThreshold()), PAPER_BRANCHING, sampled=True)
         return Method("self-sd", drafter, SeveralRatio("without"))
 
     def marginal(self) -> Method:
-        """Return Draft & Verify's rule, each step's own probability against the threshold, on AdaSPEED's early exit."""
+        """Return AdaSPEED's early exit with Draft & Verify's rule, which compares each token's own confidence."""
         settings = AdaSpeedSettings()
         model = early_exit(self.of("adaspeed", self.task).parts, settings.exit_layer)
         return Method("draft-verify", ChainDrafter(model, AdaptiveStop.of(settings), sampled=True), ChainRatio())
@@ -97,7 +97,7 @@ class AblationRecipes(MakingRecipes):
         return Method("hop-heads", HopDrafter(hops(), early, AdaDecodeSettings().early_threshold), TargetWalk())
 
     def added_by_trees(self, hops: HopsOf, early: bool) -> Heads:
-        """Return what trees add to the model, to count it: without `early` the last layer's later hops."""
+        """Return the heads that trees add to the model; without `early` only the last layer's heads of later hops."""
         added = hops()
         depths = added[0].depths
         used = [(depth, hop) for hop in range(HOPS) for depth in depths if early or depth == depths[-1]]
@@ -108,7 +108,7 @@ class AblationRecipes(MakingRecipes):
         return cast(Heads, self.weights(self.learned("heads", self.task)))
 
     def one_head(self) -> Heads:
-        """Return the middle one of them."""
+        """Return only the middle head of the task's heads."""
         heads = self.heads()
         depth = heads.depths[len(heads.depths) // 2]
         return Heads({depth: heads.transforms[depth]}, heads.full)
@@ -119,7 +119,7 @@ class AblationRecipes(MakingRecipes):
     def mixed_heads(self) -> Heads:
         """Return heads that were trained on several streams.
 
-        Raises: LearnedNotFound: they must be trained first, for that takes the other streams.
+        Raises: LearnedNotFound: no such heads are stored; training them here is impossible without the other streams.
         """
         record = Recipes.learned(self, "heads", MIXED_TASK)
         if record.task != MIXED_TASK:
@@ -127,7 +127,7 @@ class AblationRecipes(MakingRecipes):
         return cast(Heads, self.weights(record))
 
     def full_heads(self) -> Heads:
-        """Train whole heads at the same depths, as long as brief ones are."""
+        """Train full-size heads at the depths of the task's heads for `HEADS_S` seconds."""
         n_tokens = self.session.max_new_tokens
         settings = HeadSettings(epochs=BRIEF_EPOCHS, layers=self.heads().depths, full=True, max_new_tokens=n_tokens)
         self.on_step(f"make: whole heads, by {HEADS_S:.0f} s of training")
@@ -135,7 +135,7 @@ class AblationRecipes(MakingRecipes):
 
     @torch.no_grad()
     def hop_heads(self) -> list[Heads]:
-        """Train heads of every hop at the last layer and at the deeper two of the task's heads, as long as those."""
+        """Train heads of every hop at the last layer and the task's two deepest heads, in HOPS * HEADS_S seconds."""
         depths = (*self.heads().depths[-2:], self.runtime.n_layers)
         budget_s = HOPS * HEADS_S
         self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {budget_s:.0f} s of training")
@@ -155,11 +155,10 @@ class AblationRecipes(MakingRecipes):
 
 
 class HopDrafter(Drafter):
-    """Drafts a tree from the state of the last token read; with `early`, from an earlier layer whose head is sure.
+    """Drafts a tree from the last-layer state of the token before the root; with `early`, from the root's early state.
 
-    The root's own pass stops at the first of the heads' layers before the last whose hop-1 head is surer than
-    `threshold`; its tree reaches one token further than one of the last layer's, and the rest of that pass is run with
-    the tree.
+    With `early`, the root's pass stops at the first layer whose hop-1 head has a confidence above `threshold`. Its tree
+    is one token deeper than one drafted from the last layer, and the root's other layers are run with the tree.
 
     DEVIATION: Medusa's tree has 64 nodes, for a GPU; this one has as many as rows are cheap on a CPU.
 
@@ -172,8 +171,8 @@ class HopDrafter(Drafter):
         self.hops, self.early, self.threshold, self.max_depth = tuple(hops), early, threshold, len(hops)
 
     def start(self) -> None:
-        self._state: Tensor | None = None  # (1, hidden_size) after all layers, of the token before the root
-        self._states: list[Tensor] = []  # (rows, hidden_size) of the latest target pass
+        self._state: Tensor | None = None  # Last-layer state (1, hidden_size) of the token before the root.
+        self._states: list[Tensor] = []  # Last-layer states (rows, hidden_size) of the latest target pass.
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         context = self.context
@@ -206,7 +205,7 @@ class HopDrafter(Drafter):
         return [heads.logits(self.context.runtime, depth, state)[0] for heads in self.hops[1:]]
 
     def _checked(self, tree: DraftTree, depth: int, hidden: Tensor | None) -> PassGenerator[Tensor]:
-        """Return the target's logits of a tree whose root has run `depth` layers, and keep the rows' last states."""
+        """Return the target's logits for a tree whose root has run `depth` layers; store the last-layer states."""
         context = self.context
         runtime, n_layers = context.runtime, context.runtime.n_layers
         rows = tree_rows(tree.token_ids, tree.parents, context.root_slot)
@@ -222,6 +221,6 @@ class HopDrafter(Drafter):
 
 
 def ahead(text: Features, hop: int) -> Features:
-    """Return the states of a text beside what the last layer predicts `hop` - 1 places later."""
+    """Pair each position's hidden states with the final state `hop` - 1 positions later, as training targets."""
     n = max(0, text.n_rows - hop + 1)
     return Features({depth: hidden[:n] for depth, hidden in text.hidden.items()}, text.final[hop - 1 :])

@@ -1,4 +1,4 @@
-"""The ablations by name: the paper's table or figure, its variants, and what its rows show. Imports no torch."""
+"""The papers' ablations by name: source, variants and the figures shown. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from .early_exit import Heads
 
 SCHEMA = "swiftopt.ablation/1"
-SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))  # (S, β)
-EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # Shares of the depth: layers 2, 3, 4, 6 and 8 of 16.
+# SWIFT's schedules: (maximum optimisation steps S, Bayesian interval β).
+SCHEDULES = ((20, 5), (100, 5), (100, 25), (1000, 25), (1000, 50))
+EXIT_SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # Exit layers as shares of the depth: layers 2, 3, 4, 6 and 8 of 16.
 SPD_LENGTHS, SPD_THRESHOLDS = (2, 8, 14), (0.3, 0.5, 0.8)
-WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (k, p)
+WARPS = ((20, 0.9), (20, 0.8), (10, 0.9), (10, 0.8))  # (top-k, top-p) pairs of MTAD's Table 12.
 SAMPLED = Sampling(temperature=1.0)
-TOP_P = Sampling(temperature=1.0, top_p=0.9)  # AdaSPEED III
+TOP_P = Sampling(temperature=1.0, top_p=0.9)  # Sampling of AdaSPEED's experiments, section III.
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row: `make` gives the method, or a search that goes on while it decodes, or raises where a piece is missing.
+    """A row of an ablation: `make` returns a method, or a search that runs while decoding; raises if a part is missing.
 
-    `base` is the label of the row that its ratio is to; `heads` are those whose parameters count.
+    `base` is the label of the row that the speedup refers to; `heads` returns the heads whose parameters are counted.
     """
 
     label: str
@@ -41,7 +42,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """`varied` names the values that tell the rows apart, `shown` the figures of a row, in the paper's order."""
+    """An ablation's definition; `varied` names the settings that differ by row, `shown` the figures of a row."""
 
     title: str
     source: str
@@ -51,7 +52,7 @@ class Ablation:
 
 
 def _each(make: Callable[..., Method | Search], name: str, setting: str, *values: float, **more: Any) -> list[Variant]:
-    """Return a variant per value of a setting; `name` is the paper's symbol or word for it."""
+    """Return one variant per value of `setting`; `name` is the paper's symbol or word for the setting."""
     return [
         Variant(
             f"{name} {value}" if len(name) == 1 else f"{value} {name}",
@@ -217,7 +218,8 @@ ABLATIONS: dict[str, Ablation] = {
         f"{_ADADECODE}, Figure 6 (c)",
         ("steps",),
         ("acceptance_rate", "ratio"),
-        lambda recipes: _each(recipes.self_sd, "steps", "steps", 3, 10, 30),  # the paper's hundreds, scaled
+        # Scaled down: the paper uses hundreds of steps.
+        lambda recipes: _each(recipes.self_sd, "steps", "steps", 3, 10, 30),
     ),
     "paradecode-parts": Ablation(
         "ParaDecode without its parts",

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from ..store import Store
 
 MIXED = "mixed"
-NEWS_S = 5.0  # seconds between two lines of progress
-SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")  # The thresholds of the table; --json has all.
+NEWS_S = 5.0  # Minimum seconds between two progress lines.
+# Confidence thresholds shown in the table; --json reports all.
+SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")
 CURVE_COLUMNS = 60
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 
@@ -61,7 +62,7 @@ def probe() -> None:
     """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""
 
 
-# --- training
+# --- commands: train heads and probes
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -71,11 +72,11 @@ def _layers(text: str) -> tuple[int, ...]:
         raise SettingsError(f"layers {text!r} are no numbers: give them like 8,15,22") from error
 
 
-TRAINING = "Training"  # a heading of help
+TRAINING = "Training"  # Heading of the training options in --help.
 
 
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
-    """Make the options of both `train` commands, with the defaults of `settings`."""
+    """Return the options shared by both `train` commands, with defaults from `settings`."""
     field = partial(from_field, TRAINING, settings)
     return options.together(
         options.model,
@@ -160,7 +161,7 @@ def _trained(
 
 
 class StepPrinter:
-    """Prints how training goes to stderr: remarks at once, progress every few seconds."""
+    """Prints training progress to stderr: remarks at once, progress every few seconds."""
 
     def __init__(self) -> None:
         self._printed_at = 0.0
@@ -179,7 +180,7 @@ class StepPrinter:
             note(words.get(step.phase, "measure: on the held-out prompts"))
 
 
-# --- the other ways
+# --- commands: `layers search` and presets of `tune`
 
 
 @options.command(short_help="Self-SD's offline search for a layer set.")
@@ -254,7 +255,7 @@ def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
     return comparison(request, compared, made_on, pictures, values["db"])
 
 
-# --- what is stored
+# --- commands: list, show and export stored heads and probes
 
 
 newest_version = click.option("--version", type=positive, help="A version.  [default: the newest]")
@@ -306,7 +307,7 @@ _add_commands(heads, "heads", "stored heads", "heads")
 _add_commands(probe, "probe", "a stored probe", "probes")
 
 
-# --- text and pictures for a person
+# --- tables and charts
 
 
 def trained_view(record: LearnedRecord) -> RenderableType:
@@ -327,7 +328,7 @@ def trained_view(record: LearnedRecord) -> RenderableType:
 
 
 def trained_table(records: Sequence[LearnedRecord], width: int) -> Table:
-    """List stored records; when they were stored only where `width` has room for it."""
+    """List stored records; omit the storage date if `width` is too small."""
     columns: Columns[LearnedRecord] = [
         (folding("model"), lambda record: record.model),
         (folding("task"), lambda record: record.task),

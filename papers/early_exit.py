@@ -1,13 +1,12 @@
-"""Early exit: heads at intermediate layers, a probe of acceptance, rows that stop early, rows at layers of their own.
+"""Early exit: heads at intermediate layers, acceptance probes, and passes whose rows are at different layers.
 
-Heads and probes are trained on a frozen model. Their files are safetensors: the bytes that the store keeps and `export`
-writes.
+Heads and probes are trained on a frozen model. The store keeps them, and `export` writes them, as safetensors files.
 
-`StackedLayers` advances several rows, each at a layer of its own, by one layer in a single step. The layers' parameters
-of one name lie behind each other in one tensor (layers, …), of which the model's own become views: nothing is held
-twice. Save such a model with `save_pretrained` (safetensors' `save_model` refuses views); one that is moved or cast
-afterwards needs new stacks. Rows whose layers are evenly spaced read a strided view of the stack; others a copy of
-their layers' weights. Source: ParaDecode 2.2, "Batched matrix operations for parallelization".
+`StackedLayers` advances several rows, each at a different layer, by one layer in a single step. Parameters of the same
+name are stacked in one tensor (layers, …), and the model's own parameters become views of it, so no weight is stored
+twice. Save such a model with `save_pretrained`, since safetensors' `save_model` refuses views; after moving or casting
+the model, build new stacks. If the rows' layers are evenly spaced, a step reads a strided view of the stack, otherwise
+a copy of these layers' weights. Source: ParaDecode 2.2, "Batched matrix operations for parallelization".
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from ..models.rows import Pass, PassKind, Rows, uploaded
 from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.learned-weights/1"
-HEADER_BYTES = 8  # length of the header of a safetensors file, little-endian
-Pick = slice | Tensor  # Which layers: a strided slice, or an index.
+HEADER_BYTES = 8  # A safetensors file starts with its header's length as a little-endian integer of this many bytes.
+Pick = slice | Tensor  # Selects layers of a stack: a strided slice or an index tensor.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +49,8 @@ class Heads:
 
     KIND: ClassVar[LearnedKind] = "heads"
 
-    transforms: Mapping[int, Tensor]  # depth -> (hidden_size, hidden_size), in the model's dtype
-    full: bool = False  # the tensors are whole heads (vocab, hidden_size) instead (Table 3, full-parameterized)
+    transforms: Mapping[int, Tensor]  # Depth -> T (hidden_size, hidden_size), in the model's dtype.
+    full: bool = False  # True: `transforms` holds whole heads (vocab, hidden_size), "full-parameterized" in Table 3.
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -86,7 +85,7 @@ class Probe:
         return (self.depth,)
 
     def acceptance(self, hidden: Tensor) -> Tensor:
-        """Return the probability for a state (1, hidden_size), of any device: float32 (), on the direction's."""
+        """Return the acceptance probability of a state (1, hidden_size): float32 (), on the probe's device."""
         return torch.sigmoid(hidden[-1].to(self.direction.device).float() @ self.direction + self.bias)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -95,20 +94,20 @@ class Probe:
 
 
 class StagedPass:
-    """A chain of rows at slots `first_slot`, `first_slot` + 1, …, each run to a depth of its own.
+    """A chain of rows at slots `first_slot`, `first_slot` + 1, …, which may have run different numbers of layers.
 
     Early exit reads a row at an intermediate layer and starts the next one. The row's deeper layers are deferred until
     a later row needs their keys and values, and then run for every waiting row in one pass over the weights; nothing is
     run twice. A later row is never deeper than an earlier one: advancing the newest row to a layer brings the waiting
-    ones along from wherever they stopped. What runs is yielded as passes over some of the layers.
+    ones along from wherever they stopped. The work is yielded as passes over ranges of layers.
 
     Source: AdaDecode 2.2, Algorithm 1; LayerSkip's verification is the case of one depth for all.
     """
 
     def __init__(self, runtime: Runtime, buffer: KVBuffer, first_slot: int) -> None:
         self.runtime, self.buffer, self.first_slot = runtime, buffer, first_slot
-        self.depths: list[int] = []  # layers run, per row; not increasing
-        self._hidden: list[Tensor] = []  # per row (1, hidden_size), after depths[row] layers
+        self.depths: list[int] = []  # Number of layers each row has run; never increases from row to row.
+        self._hidden: list[Tensor] = []  # State (1, hidden_size) of each row after depths[row] layers.
 
     @property
     def n_rows(self) -> int:
@@ -120,7 +119,7 @@ class StagedPass:
         return self._hidden[-1]
 
     def add(self, token_id: int | Tensor) -> None:
-        """Start a row of a token; of one that is on the device, int64 ()."""
+        """Start a row for a token id, which may be a device tensor (int64, shape ())."""
         token_ids = token_id[None] if isinstance(token_id, Tensor) else [token_id]
         self._hidden.append(self.runtime.embed(token_ids, self.first_slot + self.n_rows))
         self.depths.append(0)
@@ -128,13 +127,13 @@ class StagedPass:
     def advance(
         self, depth: int, with_logits: bool = False, kind: PassKind = "draft"
     ) -> Generator[Pass, Tensor, Tensor]:
-        """Run every row to at least `depth` layers; returns the logits (1, vocab) read from the newest row there.
+        """Run every row to at least `depth` layers; return the newest row's logits (1, vocab) at that depth.
 
-        Args: with_logits: False: return logits of no row. kind: see `Pass`.
+        Args: with_logits: False: return an empty tensor instead of logits. kind: see `Pass`.
         """
         logits = self.newest[:0]
         while self.depths[-1] < depth:
-            # Rows that have run as many layers as the newest one: a run of rows at the end, which continue together.
+            # The last rows that have all run as many layers as the newest one continue in one pass.
             first = self.depths.index(self.depths[-1])
             until = min(depth, self.depths[first - 1]) if first else depth
             read_rows = (self.n_rows - first - 1,) if with_logits and until == depth else ()
@@ -142,8 +141,9 @@ class StagedPass:
         return logits
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
-        """Run what is left of every row; returns the logits (rows, vocab) after all layers."""
-        yield from self.advance(self.depths[0], kind="check")  # all rows have run as many layers then
+        """Run the remaining layers of every row; return the final logits (rows, vocab)."""
+        # Brings every row to the depth of the deepest, which is the first row.
+        yield from self.advance(self.depths[0], kind="check")
         return (yield from self._run(0, self.runtime.n_layers, None, "check"))
 
     def _run(
@@ -164,7 +164,7 @@ def n_parameters(learned: Heads | Probe) -> int:
 
 
 def learned_to_bytes(learned: Heads | Probe, record: LearnedRecord) -> bytes:
-    """Return a file of heads or of a probe, with the record as metadata."""
+    """Return heads or a probe as the bytes of a safetensors file, with metadata from `record`."""
     words = {"kind": record.kind, "fingerprint": record.fingerprint, "model": record.model, "task": record.task}
     values: dict[str, Any] = {"depths": list(record.depths), "settings": dict(record.settings)}
     if isinstance(learned, Heads):
@@ -174,13 +174,13 @@ def learned_to_bytes(learned: Heads | Probe, record: LearnedRecord) -> bytes:
 
 
 def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Heads | Probe:
-    """Read heads, in the runtime's dtype, or a probe; on its device.
+    """Read heads (converted to the runtime's dtype) or a probe, and move them to the runtime's device.
 
-    Raises: InvalidInput: no such file, or weights for another model.
+    Raises: InvalidInput: the file is damaged or of another kind, or its weights are for another model.
     """
     try:
         size = int.from_bytes(data[:HEADER_BYTES], "little")
-        tensors = load(data)  # checks the header before it is read below
+        tensors = load(data)  # Validates the header, which is parsed below.
         metadata: dict[str, str] = json.loads(data[HEADER_BYTES : HEADER_BYTES + size]).get("__metadata__", {})
         depths, full = json.loads(metadata["depths"]), metadata.get("full") == "true"
     except (SafetensorError, ValueError, KeyError) as error:
@@ -218,7 +218,7 @@ def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) ->
 
 @dataclass(slots=True)
 class _Chosen:
-    """The layers of a step's rows, which all stacks read."""
+    """The layers of the current step's rows, shared by all stacked modules."""
 
     layers: Pick
 
@@ -226,7 +226,7 @@ class _Chosen:
 class StackedLayers:
     """All layers of a runtime as one batched layer.
 
-    Raises: UnsupportedModel: its layers are not alike, or lie on several devices.
+    Raises: UnsupportedModel: the layers differ in shape or dtype, or are on several devices.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -237,7 +237,8 @@ class StackedLayers:
         self.runtime = runtime
         self._chosen = _Chosen(slice(None))
         if runtime.exact:
-            return  # layer by layer, each row's bits are those of a pass, and weights stay where they are
+            # `step` runs exact runtimes layer by layer, which gives the same bits as a pass and needs no stacks.
+            return
         modules = {field.name: [getattr(b.parts, field.name) for b in runtime.blocks] for field in fields(LayerModules)}
         qkv = tuple(_stacked(same, self._chosen) for same in zip(*modules.pop("qkv"), strict=True))
         self._parts = LayerModules(qkv=qkv, **{name: _stacked(same, self._chosen) for name, same in modules.items()})
@@ -247,7 +248,7 @@ class StackedLayers:
     def step(self, hidden: Tensor, layers: Sequence[int], slots: Sequence[int], buffer: KVBuffer) -> Tensor:
         """Run row i of `hidden` (rows, hidden_size), which is at slot and position slots[i], through layers[i].
 
-        Every layer must have the keys and values of all slots before, and no two rows the same layer.
+        Each layer must hold the keys and values of all earlier slots, and no two rows may be at the same layer.
         """
         runtime = self.runtime
         if runtime.exact:
@@ -262,7 +263,7 @@ class StackedLayers:
         ]
         cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
         query, key, value = queries_keys_values(self._parts, runtime.blocks[0].heads, hidden, cos, sin)
-        mixed = []  # what each row's heads read from its own layer's keys and values
+        mixed = []  # Attention output of each row over its own layer's keys and values.
         for row, (block, slot) in enumerate(places):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
             keys[:, slot], values[:, slot] = key[row], value[row]
@@ -279,15 +280,16 @@ class _Linear(nn.Module):
         super().__init__()
         params, _ = _join(modules)
         weight = params["weight"]
-        self.stack = weight.transpose(1, 2) if isinstance(modules[0], Conv1D) else weight  # (layers, out, in)
-        self.bias_stack = params.get("bias")  # (layers, out)
+        # Weights of all layers: (layers, out, in).
+        self.stack = weight.transpose(1, 2) if isinstance(modules[0], Conv1D) else weight
+        self.bias_stack = params.get("bias")  # Biases of all layers: (layers, out).
         self.chosen = chosen
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.stack[self.chosen.layers]
         bias = None if self.bias_stack is None else self.bias_stack[self.chosen.layers]
         if x.shape[0] == 1 or (x.device.type == "cpu" and x.dtype != torch.float32):
-            # On a CPU a batched product in 16 bits is several times slower than its rows one by one, and in 32 is not.
+            # On a CPU a 16-bit bmm is several times slower than one product per row; a float32 bmm is not.
             rows = [F.linear(x[i : i + 1], weight[i], None if bias is None else bias[i]) for i in range(x.shape[0])]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         out = torch.bmm(x[:, None, :], weight.transpose(1, 2))[:, 0]
@@ -308,14 +310,14 @@ class _PerRow:
 
 
 def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tensor] | None:
-    """Return one module of every layer as a function of rows, each of a layer of its own."""
+    """Return a function that applies one module of every layer to rows, each row with its own layer's weights."""
     if modules[0] is None:
         return None
     shapes = [[(name, p.shape, p.dtype) for name, p in module.named_parameters()] for module in modules]
     if any(shape != shapes[0] for shape in shapes):
         raise UnsupportedModel("the layers of this model are not alike, and paradecode stacks them: use adadecode")
     if has_linears(modules[0]):
-        # The module's own code, its linear maps replaced; everything between them works row by row.
+        # Run the module's own code with stacked linear maps; its other operations work row by row.
         return replaced(modules, lambda maps: _Linear(maps, chosen))
     return _PerRow(modules, chosen)
 
@@ -337,7 +339,7 @@ def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _existing(own: Sequence[nn.Parameter]) -> Tensor | None:
-    """Find the stack that the parameters are views of already, from an earlier runtime or method of the same model."""
+    """Return the stacked tensor if the parameters are already views of one, from an earlier use of the model."""
     first = own[0].data
     step = first.numel() * first.element_size()
     behind = all(p.data.is_contiguous() and p.data.data_ptr() == first.data_ptr() + i * step for i, p in enumerate(own))
@@ -348,7 +350,7 @@ def _existing(own: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 def _pick(layers: Sequence[int], device: torch.device) -> Pick:
-    """Return the rows' layers as a strided slice where they are evenly spaced and rising, else as an index."""
+    """Return the layers as a strided slice if evenly spaced and ascending, else as an index tensor."""
     if len(layers) == 1:
         return slice(layers[0], layers[0] + 1)
     gap = layers[1] - layers[0]

@@ -1,4 +1,4 @@
-"""What the papers' methods need, made in full by a command, or briefly where a comparison finds it missing."""
+"""Makes heads, probes and Self-SD's layer sets: in full by a command, briefly if a comparison lacks them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ from .training.settings import HeadSettings, ProbeSettings, Trained
 from .training.settings import OnStep as OnTrainingStep
 from .training.trainer import train
 
-SELF_SD_S, HEADS_S, PROBE_S = 15.0, 22.0, 8.0  # the times of a brief search and of brief trainings
-BRIEF_EPOCHS = 1000  # More epochs than fit: the time ends a brief training.
-LEAST_TOKENS = 48  # per completion that is learned from: shorter ones would leave too few positions
-SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2  # per candidate: several candidates fit in the time only if each is short
+# Time limits in seconds of a brief layer search, head training and probe training.
+SELF_SD_S, HEADS_S, PROBE_S = 15.0, 22.0, 8.0
+BRIEF_EPOCHS = 1000  # Larger than any brief training can reach: the time limit ends the training.
+# Minimum max_new_tokens of the training completions; shorter ones give too few training positions.
+LEAST_TOKENS = 48
+# New tokens and prompts decoded per candidate, kept small so that several candidates fit into SELF_SD_S.
+SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2
 
 
 def _trained(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -> LearnedRecord:
@@ -58,7 +61,7 @@ make_heads, make_probe = partial(_trained, "heads"), partial(_trained, "probe")
 
 
 def make_self_sd_set(recipes: MakingRecipes, preset: Preset | None) -> LayerSetRecord:
-    """Search Self-SD's layer set, briefly or as a preset says."""
+    """Search a layer set for Self-SD: with a preset's settings, otherwise for `SELF_SD_S` seconds."""
     making = dict(preset.making if preset is not None else {})
     how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{making['max_steps']} candidates of its search"
     recipes.on_step(f"make: Self-SD's layer set, by {how}")
@@ -82,9 +85,9 @@ def search_offline(
     on_step: OnStep,
     on_candidate: Callable[[int, Candidate], None],
 ) -> tuple[LayerSetRecord, SelfSdSearch]:
-    """Run Self-SD's search on all of `prompts` and store its best set as a version that `best` does not mean.
+    """Run Self-SD's search on all of `prompts` and store the best set without promoting it to the task's best plan.
 
-    Its figures are not stored: the search maximised them on its own prompts, so they are biased.
+    The set's speedup is not stored: the search maximised it on its own prompts, so it is biased.
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
@@ -104,7 +107,7 @@ def train_and_store(
 ) -> LearnedRecord:
     """Train heads or a probe for the request's model and task; return the stored record.
 
-    A run that was cut short is continued from its checkpoint.
+    An interrupted run continues from its checkpoint.
 
     Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
             OutputError: the checkpoint cannot be written.

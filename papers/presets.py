@@ -1,4 +1,4 @@
-"""The papers' methods with each of their numbers and nothing of ours mixed in: `--preset`."""
+"""Presets (`--preset`) that run the papers' methods with exactly the papers' settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..core.settings import Preset
 
-# Heads at a quarter, half and three quarters of the depth: behind layers 8, 16 and 24 of 32.
+# Heads sit after a quarter, half and three quarters of the layers: after 8, 16 and 24 of 32.
 _HEADS = {"learning_rate": 5e-3, "batch": 128, "warm_up": 0.03, "shares": (0.25, 0.5, 0.75)}
 _WARPING = {"top_k": 10, "top_p": 0.9}
 

@@ -1,4 +1,4 @@
-"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers, by the tokens per second that each set gives.
+"""Self-SD's offline search: Bayesian optimisation over all 2L sub-layers that maximises tokens per second.
 
 Source: Draft & Verify (arXiv:2309.08168), Eq. 1 and section 3.2; SWIFT 3.1 on its cost.
 """
@@ -19,14 +19,14 @@ from ..decoding.session import Session
 from ..optimizer.suggestions import Array, next_point
 from .methods.chains import AdaptiveThreshold
 
-MAX_STEPS = 200  # AdaDecode, appendix C, with 4 prompts; Draft & Verify itself takes 1,000
-SKIPPED = 0.5  # a sub-layer is left out where its coordinate exceeds this
-START_RATIOS = (0.2, 0.35, 0.5)  # Ratios of evenly spaced sub-layers, which are tried first.
+MAX_STEPS = 200  # Candidates tried, as in AdaDecode's appendix C; Draft & Verify uses 1,000.
+SKIPPED = 0.5  # Sub-layers whose coordinate in the search cube exceeds this value are skipped.
+START_RATIOS = (0.2, 0.35, 0.5)  # Skip ratios of the evenly spaced layer sets that the search tries first.
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layer set and the tokens per second that Self-SD made with it; `plain` is plain decoding's, run beside it."""
+    """A layer set with Self-SD's tokens per second and those of a plain run made right after it (`plain_tok_s`)."""
 
     layer_set: LayerSet
     tok_s: float
@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def ratio(self) -> float:
-        """Times as fast as plain decoding."""
+        """Speedup over plain decoding."""
         return self.tok_s / self.plain_tok_s
 
 
@@ -48,7 +48,7 @@ class SelfSdSearch:
 
     @property
     def typical_ratio(self) -> float:
-        """Median ratio of all candidates to plain decoding, an estimate for a random one."""
+        """Median speedup of all candidates, which estimates that of a random layer set."""
         return median(candidate.ratio for candidate in self.candidates)
 
 
@@ -69,7 +69,7 @@ def search(
     ratio to a plain run made right after each candidate, not tokens per second, which also change with the machine's
     load.
 
-    Args:   budget_s: no candidate is begun after so many seconds. settings: what candidates decode with.
+    Args:   budget_s: seconds after which no candidate is started. settings: Self-SD's settings for all candidates.
     Raises: InvalidInput: there is no prompt, or the model has no sub-layer to leave out.
     """
     n_layers = session.runtime.n_layers
@@ -93,16 +93,16 @@ def search(
 
 
 def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Array], n_layers: int, seed: int) -> Array:
-    """Return the point of the cube to try next: 2L coordinates, attention first."""
+    """Return the next point to try in the cube of 2L coordinates, those of attention first."""
     if len(points) < len(starts):
         return starts[len(points)]
-    if not points:  # as the library begins
+    if not points:  # The first point of a search without start points is random.
         return np.random.default_rng(seed).random(2 * n_layers)
     return next_point(points, seed + len(points))
 
 
 def _start_points(n_layers: int) -> list[Array]:
-    """Return points of evenly spaced sets; no two alike, for which the library would print to stdout."""
+    """Return distinct points of evenly spaced sets; the library prints to stdout if a point repeats."""
     sets = dict.fromkeys(LayerSet.uniform(n_layers, n_skipped_for(n_layers, ratio)) for ratio in START_RATIOS)
     skipped = [[start_set.skips(kind, i) for kind in ("attn", "mlp") for i in range(n_layers)] for start_set in sets]
     return [np.where(row, 0.75, 0.25) for row in skipped]

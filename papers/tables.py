@@ -29,7 +29,7 @@ from .ablations import SCHEMA as ABLATION_SCHEMA
 FOLDER = RESULTS / "papers"
 PAGE = ROOT / "docs" / "papers.md"
 GREEDY = "--max-new-tokens 96"
-SHOWN = {  # figures of a row that its cell in the table has
+SHOWN = {  # Label in the page's table -> key of the figure in a report's row.
     "α": "acceptance_rate",
     "M": "mean_generated_length",
     "PPL": "perplexity",
@@ -38,16 +38,17 @@ SHOWN = {  # figures of a row that its cell in the table has
     "quality": "quality",
 }
 ABLATE = "swiftopt.papers.ablate"
-UNKEPT = ("out", "database", "job")  # Fields of a report that say where a file lies on one machine.
+UNKEPT = ("out", "database", "job")  # Report fields that are not kept in results because they hold local file paths.
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """A table or figure: the command that repeats it, and the paper's own numbers.
 
-    `command` is in words; "": the ablation of the key. It gets model, stream and limit from the caller; `takes_limit`
-    is off where it reads all of the stream. `example`: the stream where the caller names none; "": the command reads
-    none. `module` has the command, and `first` makes what it needs of the lines behind the limit.
+    `command` is a command line without model, stream and limit, which the caller adds; "": the ablation named `key`.
+    `takes_limit` is False if the command reads the whole stream. `example` is the default stream; "": the command
+    reads no stream. `module` is the Python module of the command (default: swiftopt, or the ablations). `first` is a
+    command that is run first, on the stream's lines after the limit, to make parts that `command` needs.
     """
 
     key: str
@@ -62,13 +63,13 @@ class Repeated:
 
     @property
     def program(self) -> str:
-        """The module that is run."""
+        """Python module that the entry's command runs."""
         return self.module or ("swiftopt" if self.command else ABLATE)
 
 
 SWIFT, ADADECODE, PARADECODE, MTAD, ADASPEED = "SWIFT", "AdaDecode", "ParaDecode", "MTAD", "AdaSPEED"
 _CODE = "compare --preset swift --methods plain --template humaneval"
-_PROBLEMS = "examples/problems.jsonl"  # Its rows have HumanEval's form.
+_PROBLEMS = "examples/problems.jsonl"  # Stream whose lines have HumanEval's fields.
 
 PAPERS: tuple[Repeated, ...] = (
     Repeated(
@@ -215,11 +216,11 @@ def command_of(entry: Repeated, model: str, stream: str | None, limit: int | Non
 
 
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
-    """Run an entry's command and keep its result; return whether it ended well."""
+    """Run an entry's command and save its result; return False if the command failed."""
     words = command_of(entry, model, stream, limit)
     shown = f"{'' if entry.program == 'swiftopt' else 'python -m '}{entry.program} {shlex.join(words)}"
     print(f"{entry.paper}, {entry.where}: {shown}", flush=True)
-    folder = None if stream else ROOT  # which the examples' names are relative to
+    folder = None if stream else ROOT  # The example streams' paths are relative to the repository root.
     if entry.first:
         lines = (ROOT / (stream or entry.example)).read_text(encoding="utf-8").splitlines(keepends=True)
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as others:
@@ -239,7 +240,7 @@ def run(entry: Repeated, model: str, stream: str | None, limit: int | None, comm
 
 
 def table(folder: Path = FOLDER) -> str:
-    """Return the entries as a markdown table, with ours where there is a result."""
+    """Return all entries as a markdown table, with our figures where a result exists."""
     lines = ["| paper | where | the paper | here | file |", "|---|---|---|---|---|"]
     for entry in PAPERS:
         path = folder / f"{entry.key}.json"
@@ -253,8 +254,8 @@ def table(folder: Path = FOLDER) -> str:
 
 
 def figures(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the figures of a report's rows in short."""
-    if "tasks" in report:  # of `tune`
+    """Yield one short text of figures per row of a report."""
+    if "tasks" in report:  # Only reports of `swiftopt tune` have this key.
         for task in report["tasks"]:
             best, verdict = task["layer_set"], task["verdict"]
             ratio = f" {verdict['ratio']:.2f}x" if verdict["ratio"] else ""

@@ -1,4 +1,4 @@
-"""The papers' verifiers: k-seq, for several draws of equal chances, and lossy ones.
+"""The papers' verifiers: the exact k-SEQ for several sampled tokens, and lossy ones.
 
 The lossy ones accept tokens that the target might not have drawn, for speed or for likelier text. They take chains and
 judge by the target's distribution as the model gives it (no temperature, no penalty).
@@ -17,13 +17,13 @@ from ..decoding.verify import Target, Verifier, chance_of, residual
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BISECTIONS = 12  # any divisor at or above the smallest one is exact; a closer one accepts no more to speak of
+_BISECTIONS = 12  # Any divisor at or above the smallest one is exact; more steps barely raise acceptance.
 
 
 def k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
-    """Do as `verify._one_by_one` for draws of one distribution that all have the same chance.
+    """Try drafted tokens like `verify._one_by_one`, with the same acceptance rule for every try (k-SEQ).
 
     Source: SpecTr (arXiv:2310.15141).
     """
@@ -32,7 +32,7 @@ def k_seq(
     accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
         yield chance_of(accepted, draft_probs, token) * is_tried[:, at, None]
-    once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # the chance that one try is accepted
+    once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a single try is accepted.
     gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
     return residual(target_probs, accepted * gain)
 
@@ -42,7 +42,7 @@ def _any_of(chance: Tensor, n_tries: Tensor) -> Tensor:
 
 
 def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, most: int) -> Tensor:
-    """Return the smallest ρ in [1, n_tries], from above, that accepts no token more often than the target has it.
+    """Return an upper bound, by bisection, on the smallest ρ in [1, n_tries] that keeps the output distribution exact.
 
     Args:    n_tries: (n, 1), at most `most`.
     Returns: float64 (n, 1).
@@ -57,7 +57,7 @@ def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, most: i
 
 
 class KeptPrefix(Verifier):
-    """Base of the lossy verifiers: some tokens of a chain from its first on, then the target's own if it has one."""
+    """Base of lossy verifiers: keeps a prefix of the chain, then adds the target's token if it has logits there."""
 
     lossy = True
 
@@ -70,12 +70,12 @@ class KeptPrefix(Verifier):
         return Walk(tuple(range(1, n_kept + 1)), token_ids)
 
     def n_kept(self, draft: Draft, target: Target) -> int:
-        """Return how many of the draft's tokens are kept: those before the first whose weight is 0."""
+        """Return the number of kept tokens: all before the first one with weight 0."""
         weights = self._weights(draft, target)
         return next((n for n, weight in enumerate(weights) if not weight), len(weights))
 
     def _weights(self, draft: Draft, target: Target) -> Sequence[float]:
-        """Return a weight for each of the draft's tokens that the target has logits for."""
+        """Return a weight for each draft token for which the target has logits."""
         return next((next(target.weights(nodes)) for nodes in self.weighed(draft, target)), ())
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
@@ -88,7 +88,7 @@ class KeptPrefix(Verifier):
 
     @abstractmethod
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        """Return a weight for each of `tokens` (n, 1) where the target's distributions are `probs` (n, vocab): (n,)."""
+        """Return weights (n,) of `tokens` (n, 1), given the target's distributions `probs` (n, vocab)."""
 
 
 class KeepAll(Verifier):
@@ -143,13 +143,13 @@ class JointRatio(KeptPrefix):
     def n_kept(self, draft: Draft, target: Target) -> int:
         assert len(draft.logprobs) == draft.tree.n_nodes
         least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
-        ratio, longest = 0.0, 0  # log target - log draft of the prefix
+        ratio, longest = 0.0, 0  # `ratio`: log target probability - log draft probability of the prefix.
         for node, logprob in enumerate(self._weights(draft, target), 1):
             ratio += logprob - draft.logprobs[node]
             if ratio > least:
                 longest = node
             elif ratio == -math.inf:
-                break  # the target rules a token out, and with it every longer prefix
+                break  # The target gives a token probability 0, so every longer prefix fails too.
         return longest
 
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
@@ -157,14 +157,15 @@ class JointRatio(KeptPrefix):
 
 
 def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Select the tokens of `probs` (…, vocab) that top-k, then top-p leave, most probable first.
+    """Return the top-k tokens of `probs` (…, vocab), truncated by top-p, most probable first.
 
-    Returns: float64 (…, n), made to sum to 1, 0 for those that top-p drops; their token ids, int64 (…, n).
+    Returns: renormalised probabilities, float64 (…, n), 0 for tokens that top-p drops; token ids, int64 (…, n).
     """
     values, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
     values = values / values.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
-        dropped = values.cumsum(dim=-1) - values >= top_p  # the more probable ones already reach it
+        # Drop a token if the more probable tokens already sum to top_p.
+        dropped = values.cumsum(dim=-1) - values >= top_p
         dropped[..., 0] = False
         values = values.masked_fill(dropped, 0.0)
         values = values / values.sum(dim=-1, keepdim=True)
@@ -172,6 +173,6 @@ def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return `probs` after top-k, then top-p, made to sum to 1: float64 (…, vocab)."""
+    """Return `probs` truncated by top-k, then top-p, and renormalised: float64 (…, vocab)."""
     values, tokens = truncate(probs, top_k, top_p)
     return values.new_zeros(probs.shape).scatter_(-1, tokens, values)

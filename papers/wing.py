@@ -1,4 +1,4 @@
-"""What the papers' methods add to the floors."""
+"""Registers the papers' commands, methods, presets and trainable parts with the core package."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ from .storage import StorageCheck
 from .transport import TransportMiddleware
 
 BACKLOG = 1024
-CLIENT_STALL_TIMEOUT_S = 120  # Drop a client that reads nothing for so long.
-SWITCH_S = 0.001  # Threads yield to the event loop so soon; Python's 5 ms are half of a look-up's limit.
-DRAIN_S = 5  # seconds for requests in progress at shutdown; event streams are ended at once
+CLIENT_STALL_TIMEOUT_S = 120  # Close a connection whose client reads nothing for this long.
+# Interval at which threads yield to the event loop. Python's 5 ms would be half of a look-up's time limit.
+SWITCH_S = 0.001
+DRAIN_S = 5  # Seconds for requests in progress to finish at shutdown. Event streams end at once.
 ABORT_GRACE_S = 2  # Extra seconds for aborted completions to send their error.
 
 
@@ -63,7 +64,8 @@ def create_app(
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
     app.add_middleware(TransportMiddleware, max_bytes=settings.max_body_bytes)
-    if settings.origins:  # around the checks, so that a page can read why it is refused
+    # Add CORS outside the access checks, so that refusals carry its headers and a web page can read them.
+    if settings.origins:
         app.add_middleware(
             OriginsMiddleware,
             allow_origins=settings.origins,
@@ -88,10 +90,10 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
             f"{host} is open to other machines and no API key is set: make one with `swiftopt serve --new-key NAME` and"
             " put its entry into SWIFTOPT_API_KEYS, or listen on 127.0.0.1"
         )
-    # with protocol 0, asyncio would leave TCP_NODELAY off: 40 ms per answer
+    # Name the protocol: with protocol 0, asyncio does not set TCP_NODELAY, which delays each answer by 40 ms.
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if sys.platform == "linux":  # connections inherit it
+    if sys.platform == "linux":  # Accepted connections inherit this option.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CLIENT_STALL_TIMEOUT_S)
     try:
         bound.bind(address)
@@ -114,7 +116,7 @@ def serve(
     on_state: OnState = lambda name, state: None,
     served: Sequence[ServedModel] = (),
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; with models, requests in progress then get `settings.drain_s` to end.
+    """Answer requests until SIGTERM or SIGINT; running completions then get `settings.drain_s` to finish.
 
     Raises: SettingsError: the Redis URL cannot be used.
     """
@@ -124,20 +126,20 @@ def serve(
     config = uvicorn.Config(
         app,
         log_config=None,
-        access_log=False,  # the gate writes one
+        access_log=False,  # AccessMiddleware writes the access log.
         server_header=False,
         lifespan="on",
         timeout_graceful_shutdown=settings.drain_s + ABORT_GRACE_S if served else DRAIN_S,
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # else a full collection walks all objects, for 80 ms, and a look-up waits
+    gc.freeze()  # Keep existing objects out of full garbage collections, which would block look-ups for 80 ms.
     with _reconciling(store, queue), _quiet_end():
         _Server(config, engines, settings.drain_s).run(sockets=[bound])
 
 
 class _Server(uvicorn.Server):
-    """Gives completions up that are in progress `drain_s` after the signal, while their clients can still be told."""
+    """Aborts completions still running `drain_s` after the signal, in time to send their clients an error."""
 
     def __init__(self, config: uvicorn.Config, engines: Engines, drain_s: float) -> None:
         super().__init__(config)
@@ -169,7 +171,7 @@ def _reconciling(store: Store, queue: RedisQueue | None) -> Iterator[None]:
 
 @contextmanager
 def _quiet_end() -> Iterator[None]:
-    """Ignore the signal that uvicorn sends itself again when it is done."""
+    """Ignore the signal that uvicorn raises again after its shutdown."""
 
     def ignore(number: int, frame: FrameType | None) -> None:
         logging.getLogger(__name__).info("ended by %s", signal.Signals(number).name)

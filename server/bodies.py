@@ -17,13 +17,13 @@ from pydantic_core import CoreSchema
 from ..core.json_schemas import Place
 from ..core.serialization import dotted, schemas_in
 
-OF_PROMPT = frozenset(  # fields that a prompt is made of
+OF_PROMPT = frozenset(  # Fields that determine a prompt's tokens.
     [
         *("model", "prompt", "messages", "tools", "tool_choice"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
     ]
 )
-NAMES = {  # Clients' names of fields of the engine's requests.
+NAMES = {  # Field of the engine's request -> field in the client's request.
     **{
         "text": "prompt",
         "token_ids": "prompt",
@@ -33,7 +33,7 @@ NAMES = {  # Clients' names of fields of the engine's requests.
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
-INSTEAD = {  # What to use in place of fields that are not supported.
+INSTEAD = {  # Unsupported field -> field to use instead.
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
     **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
     **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},
@@ -72,7 +72,7 @@ class Lenient(Body):
 
     PASSES_ON: ClassVar[bool] = False
 
-    # fields that are refused, each with the values that mean what the server does anyway
+    # Refused fields, each with the values that are accepted because they ask for the default behaviour.
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model_config = ConfigDict(extra="allow")

@@ -25,7 +25,8 @@ class Message(Lenient):
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     refusal: str | None = None
-    function_call: dict[str, Any] | None = None  # of which `tool_calls` took the place, as "tool" of "function"
+    # Deprecated by OpenAI: now `tool_calls`, as role "tool" replaces "function".
+    function_call: dict[str, Any] | None = None
     audio: Any = None
 
     def said(self, place: str) -> dict[str, Any]:
@@ -39,7 +40,8 @@ class Message(Lenient):
         texts = (text_of(self.content or "", f"{place}.content"), self.refusal)
         message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
         calls = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
-        if self.function_call is not None:  # which has no id: the function's name joins it to what it returns
+        # A `function_call` has no id: derive one from the function's name, to match the message with its result.
+        if self.function_call is not None:
             function = _call({"function": self.function_call}, place, "function_call")
             calls.append({"id": f"call_{self.function_call['name']}", **function})
         if self.role == "function":

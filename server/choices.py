@@ -1,4 +1,4 @@
-"""One completion of an answer as it grows: text, thought and calls of tools, its tokens' names and places, statistics.
+"""A growing completion: its text, thought and tool calls, its tokens' names and offsets, and statistics.
 
 Calls are `<tool_call>{…}</tool_call>` (Qwen, Hermes), what a block of code begins with (Qwen-Coder), or a completion
 that begins with a JSON object (Llama 3) or with a list of them (Mistral, Phi-4), after the family's tag where the
@@ -22,20 +22,20 @@ from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settl
 from ..core.types import Completion
 from .engines import Reply
 
-# Tags of Llama and Mistral, then the two of Phi-4, whose calls end with LAST_TAG.
+# Tags that begin tool calls: Llama's, Mistral's, and the two of Phi-4, which end with LAST_TAG.
 TAGS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
 LAST_TAG = "<|/tool_call|>"
 _CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 FENCE = "```"
 _BEGIN = re.compile(rf"(?P<tag>{CALL_BEGINS}\s*)|{FENCE}(?:json)?\s*(?=[{{\[])")
 _TAG_END = re.compile(rf"\s*{CALL_ENDS}")
-# A fence that may become the beginning of a call.
+# Incomplete text at the end that may become a fenced tool call.
 _OPEN_FENCE = re.compile(rf"`{{1,2}}$|{FENCE}(?:j|js|jso|json)?$|{FENCE}(?:json)?(\s+$|\s*[{{\[])")
 _BLANKS = re.compile(r"\s+")
 
 
 def _finite(number: str) -> float:
-    """Read a number; one beyond floats as the largest, for JSON has no infinity."""
+    """Read a number; return the largest float for greater ones, because JSON has no infinity."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
@@ -47,22 +47,22 @@ _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refused)
 
 
 class ToolParser:
-    """Splits a growing completion into text for the reader and calls of tools.
+    """Splits a growing completion into visible text and tool calls.
 
-    `is_forced`: it has to be a call; then a call that is cut off counts as well, as far as it goes. Text after the last
-    of `most_calls` (None: any number) is dropped.
+    `is_forced`: the completion must be a call; then an incomplete call at the end counts, too. Text after the last of
+    `most_calls` (None: any number) is dropped.
     """
 
     def __init__(self, names: Sequence[str], is_forced: bool = False, most_calls: int | None = None) -> None:
         self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
         self._held = ""
         self._after_call = self._has_text = False
-        self._end_mark = ""  # What may still end the latest call.
+        self._end_mark = ""  # Closing tag or fence that may follow the latest call.
         self.calls: list[dict[str, Any]] = []
         self.is_cut = False
 
     def add(self, text: str) -> str:
-        """Take more of the completion; return what can be shown: no call begins in it."""
+        """Add a part of the completion; return the text that cannot belong to a tool call."""
         if self._is_full():
             return ""
         self._held += text
@@ -88,7 +88,7 @@ class ToolParser:
         return shown
 
     def end(self) -> str:
-        """Take the end; return the rest that is no call."""
+        """End the completion; return the remaining text that is no tool call."""
         rest, self._held = self._held, ""
         if not self._is_forced or self.calls:
             return rest
@@ -98,7 +98,7 @@ class ToolParser:
         return ""
 
     def _drop_end(self) -> None:
-        """Drop what ends the latest call, and line breaks behind it."""
+        """Drop the closing mark of the latest call, and the line breaks after it."""
         if self._after_call:
             self._held = self._held.lstrip("\n")
             if self._end_mark and self._held.startswith(self._end_mark):
@@ -108,7 +108,7 @@ class ToolParser:
         return self._most_calls is not None and len(self.calls) >= self._most_calls
 
     def _may_be_calls(self, is_closed: bool) -> bool:
-        """Take the calls at the beginning of the completion; return whether they are not complete yet.
+        """Parse the calls at the beginning of the completion; return whether they are still incomplete.
 
         `is_closed`: a bracket was closed since the last call.
         """
@@ -135,7 +135,7 @@ class ToolParser:
         return False
 
     def _take_block(self, is_closed: bool) -> str | None:
-        """Take the first call between tags or in a block of code; return the text before it, None where none is."""
+        """Parse the first call between tags or in a code block; return the text before it, None without a call."""
         for begin in _BEGIN.finditer(self._held) if is_closed else ():
             try:
                 calls, end = _JSON.raw_decode(self._held, begin.end())
@@ -151,7 +151,7 @@ class ToolParser:
         return None
 
     def _open_fence(self) -> int:
-        """Return where a block of code begins that may become a call; the held text's length, where none does."""
+        """Return the start of a code block that may become a call; without one, the length of the held text."""
         names = [_BLANKS.sub("", json.dumps(name, ensure_ascii=False)) for name in self._names]
         heads = [f'{bracket}{{"name":{name}' for name in names for bracket in ("", "[")]
         for fence in _OPEN_FENCE.finditer(self._held):
@@ -161,7 +161,7 @@ class ToolParser:
         return len(self._held)
 
     def _take_all(self, calls: Any) -> bool:
-        """Add a call or a list of calls; none, and return False, where one of them is not of a known tool."""
+        """Add a call or a list of calls; add none and return False if one of them names an unknown tool."""
         calls = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(call, Mapping) and call.get("name") in self._names for call in calls):
             return False
@@ -177,7 +177,7 @@ class ToolParser:
 
 
 def _written(arguments: Any) -> str:
-    """Return arguments as JSON; halves of characters, which UTF-8 does not have, as escapes."""
+    """Return arguments as JSON; lone surrogates, which UTF-8 cannot encode, are escaped."""
     text = json.dumps(arguments, ensure_ascii=False)
     return json.dumps(arguments) if re.search("[\ud800-\udfff]", text) else text
 
@@ -185,7 +185,7 @@ def _written(arguments: Any) -> str:
 class ThoughtParser:
     """Splits a growing completion into the thought that it may begin with, and the answer.
 
-    `is_open`: the prompt has begun the thought. Line breaks beside the tags are dropped.
+    `is_open`: the prompt has begun the thought. Line breaks next to the tags are dropped.
     """
 
     def __init__(self, is_open: bool) -> None:
@@ -194,7 +194,7 @@ class ThoughtParser:
         self._held, self._strips = "", True
 
     def add(self, text: str) -> tuple[str, str]:
-        """Take more of the completion; return more of the thought, and of the answer."""
+        """Add a part of the completion; return its share of the thought and of the answer."""
         self._held += text
         if self._is_undecided:
             start = self._held.lstrip()
@@ -218,7 +218,7 @@ class ThoughtParser:
         return thought, answer
 
     def end(self) -> tuple[str, str]:
-        """Take the end; return the rest of both."""
+        """End the completion; return the rest of the thought and of the answer."""
         rest, self._held = self._held, ""
         return (rest, "") if self.is_open else ("", rest)
 
@@ -239,8 +239,8 @@ class Choice:
     last answer, with the `completion`. `n_prompt` and `n_thought` count tokens, `n_sent_thought` characters. `splitter`
     is there for a model that may think first, and `end_of_thought` is the token that ends that.
 
-    `logprobs` are those of tokens whose text was not sent yet. For the offsets of the next ones, `n_characters` were
-    sent, and the bytes of `half` have begun a character.
+    `logprobs` belong to tokens whose text was not sent yet. For token offsets, `n_characters` counts the characters so
+    far, and `half` holds the bytes of an incomplete character.
     """
 
     index: int
@@ -272,23 +272,23 @@ class Choice:
         self.tools = ToolParser(self.names, self.is_forced, self.most_calls) if self.names else None
 
     def again(self) -> Choice:
-        """Return the choice as it began: the engine died, and its successor decodes it again."""
+        """Return a fresh copy of the choice, for a new engine process that decodes it again."""
         return Choice(self.index, self.reply, self.names, self.is_forced, self.most_calls)
 
     def begin(self, read: PromptRead, may_think: bool) -> None:
-        """Take what the engine says of the prompt."""
+        """Store the engine's data about the prompt."""
         self.n_prompt, self.prefix, self.first = read.n_tokens, read.text, read.first
         if may_think and read.end_of_thought is not None:
             self.end_of_thought, self.splitter = read.end_of_thought, ThoughtParser(read.in_thought)
 
     @property
     def waited_s(self) -> float:
-        """The seconds since the request."""
+        """Seconds since the request arrived."""
         return time.perf_counter() - self.reply.sent_at
 
     def add(self, answer: AnswerText | AnswerDone) -> str:
-        """Take more text, or the end; return the text to show."""
-        if not self.n_tokens:  # A completion without text has its first text with its end.
+        """Add a part of the text, or the end; return the text to show."""
+        if not self.n_tokens:  # For a completion without text, the end counts as the first text.
             self.first_text_s = self.waited_s
         match answer:
             case AnswerText():
@@ -306,7 +306,7 @@ class Choice:
         return text
 
     def _split(self, text: str) -> str:
-        """Return the part of a text to show, which is neither a thought nor a call."""
+        """Return the part of a text that is neither thought nor tool call."""
         if self.splitter is not None:
             thought, text = self.splitter.add(text)
             self.thought += thought
@@ -325,13 +325,14 @@ class Choice:
         return rest if self.tools is None else self.tools.add(rest) + self.tools.end()
 
     def offset(self, piece: Piece, whole: str) -> int:
-        """Return where the next token begins in the whole text; a token that is not shown in it has no width."""
+        """Return the next token's offset in the whole text; a token that is not part of the text has width 0."""
         at = self.n_characters
         if isinstance(piece, list):
             text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
             self.n_characters, self.half = at + len(text), (self.half + bytes(piece))[n_read:]
             return at
-        if self.half:  # The rest of that character does not come: it is shown as a replacement character.
+        # An incomplete character was followed by other text: it is shown as a replacement character.
+        if self.half:
             at, self.half = at + 1, b""
         widths = (piece, f" {piece}", piece.removeprefix(" "))
         shown = next((text for text in widths if text.startswith(whole[at : at + len(text)])), "")
@@ -340,31 +341,31 @@ class Choice:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The calls of tools that it makes."""
+        """The tool calls of the choice."""
         return [] if self.tools is None else self.tools.calls
 
     @property
     def finish_reason(self) -> str:
-        """Why it has ended, in OpenAI's words."""
+        """OpenAI's finish_reason."""
         if self.calls and not (self.tools is not None and self.tools.is_cut):
             return "tool_calls"
         return "length" if self.completion.finish_reason == "length" else "stop"
 
 
 def named(piece: Piece) -> tuple[str, list[int]]:
-    """Return a token's name and bytes; one that is no text by itself is named by its bytes."""
+    """Return a token's name and bytes; a token that is no valid text by itself is named by its bytes."""
     if isinstance(piece, str):
         return piece, list(piece.encode())
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
 
 
 def by_name(top: Sequence[tuple[Piece, float]]) -> dict[str, float]:
-    """Return alternatives by name; of two with one name the likelier, which comes first."""
+    """Return name -> alternative token; of two with the same name, the likelier one, which comes first."""
     return {named(piece)[0]: value for piece, value in reversed(top)}
 
 
 def speculative(done: Completion) -> dict[str, Any]:
-    """Return a completion's drafts in vLLM's form; steps are the rounds that drafted, without those that did not."""
+    """Return a completion's draft statistics in vLLM's form; `steps` counts only rounds that drafted."""
     by_length = done.by_draft_length
     longest = max(by_length, default=0)
     histogram = [sum(rounds[n] for rounds in by_length.values() if n < len(rounds)) for n in range(longest + 1)]

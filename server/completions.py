@@ -1,8 +1,8 @@
 """OpenAI's routes: chats and completions, whole or as streams, and the tokens of a text.
 
-Every choice is a request of its own to the model's engine. An exchange turns the engine's events into pieces of text,
-and a subclass per form turns these into answers, streams and errors, which have OpenAI's form here. The header
-`x-swiftopt-ignored` names the fields that nobody knows.
+Each choice is a separate request to the model's engine. An exchange turns the engine's events into pieces of text. Its
+subclasses turn these into answers, streams and errors in the form of each route. The header `x-swiftopt-ignored` lists
+unknown fields of the request.
 """
 
 from __future__ import annotations
@@ -43,30 +43,31 @@ from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, Common
 
 PING_S = 15
 DONE = ServerSentEvent("[DONE]")
-GONE = 499  # The client has closed the connection, so that nobody reads the answer.
+GONE = 499  # Status in the log when the client closed the connection early, as in nginx.
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[Choice, str]]  # Text of a choice; the choice is `done` with its last text.
+Pieces = AsyncGenerator[tuple[Choice, str]]  # (choice, its new text); `choice.done` is set with the last text.
 
 router = APIRouter(tags=["completions"])
 
 
 class Exchange(ABC):
-    """A client's request and its answer, for which all choices are sent to the engine.
+    """A client's request and its answer. Each choice is sent to the engine as a request.
 
     Raises: InvalidInput: a field cannot be used. Refused: its caller has used its tokens of this minute. ModelNotFound:
             as the engines raise it.
     """
 
-    WORD: ClassVar[str]  # The beginning of ids.
-    SPLITS_THOUGHTS: ClassVar[bool] = False  # Thoughts are no part of the answer's text.
+    WORD: ClassVar[str]  # Prefix of response ids.
+    SPLITS_THOUGHTS: ClassVar[bool] = False  # Whether thoughts are separated from the answer's text.
 
     def __init__(self, app: State, request: Request, body: AskedChat | AskedText) -> None:
         body.check()
         caller = request.scope["state"]
         app.tokens.check(caller["caller"], "tokens")
         key = app.settings.keys.find(caller["key_owner"])
-        salt = caller["key_owner"] or ""  # Read prefixes are shared by the requests of one key.
+        # Salt of cached prefixes: they are shared only among requests with the same API key.
+        salt = caller["key_owner"] or ""
         self._requests = [replace(asked, task=asked.task or (key and key.task)) for asked in body.requests(salt)]
         self.asked: CommonFields = body
         self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
@@ -76,7 +77,7 @@ class Exchange(ABC):
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
         self._until, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
         self.choices: list[Choice] = []
-        self._is_begun = False  # Set once the client has seen something of a stream.
+        self._is_begun = False  # Set once a part of the stream was sent.
 
     def _check_places(self, n_prompts: int) -> None:
         """Refuse more completions than the engine could ever run at once."""
@@ -98,7 +99,7 @@ class Exchange(ABC):
         """Return the last events of a stream that fails."""
 
     async def answer(self) -> Response:
-        """Answer with one object, or with a stream, whose status is that of its first event."""
+        """Answer with one object or a stream; the first event decides a stream's HTTP status."""
         headers = {"x-request-id": self.id, **named_as_ignored(self.ignored)}
         events = self._events_of_stream()
         work: Awaitable[Any] = anext(events) if self.body.stream else self._collected()
@@ -112,7 +113,7 @@ class Exchange(ABC):
             headers=headers,
             ping=PING_S,
             sep="\n",
-            shutdown_grace_period=math.inf,  # The server itself gives streams up in time when it ends.
+            shutdown_grace_period=math.inf,  # No limit here: the server aborts streams itself at shutdown.
         )
 
     async def _ask(self) -> None:
@@ -156,7 +157,7 @@ class Exchange(ABC):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Give the places back at the end; count a failure that is not the client's, or that no status can tell."""
+        """Free the engine's slots at the end; count server errors, and errors after a stream has begun."""
         try:
             yield
         except SwiftoptError as error:
@@ -167,7 +168,7 @@ class Exchange(ABC):
             self._close()
 
     async def _pieces(self) -> Pieces:
-        """Yield the text of all choices as it comes.
+        """Yield the text of all choices as it arrives.
 
         Raises: ServiceUnreachable: it takes longer than the server lets it take. EngineGone: the engine died, and the
                 client has seen text that another one may not repeat. SwiftoptError: as the engine says.
@@ -182,7 +183,8 @@ class Exchange(ABC):
             choice = self.choices[places[reply]]
             match answer:
                 case Restarted():
-                    if reply.is_shown:  # Answers were on their way when the engine died.
+                    # Text may have been sent to the client already, so the request cannot restart.
+                    if reply.is_shown:
                         raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
                     self.choices[places[reply]] = choice.again()
                 case PromptRead():
@@ -217,7 +219,7 @@ class Exchange(ABC):
         self._app.tokens.spend(self._caller, self.usage()["total_tokens"])
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens so far; a prompt of several choices counts once."""
+        """Count the tokens so far; count the prompt once if several choices share it."""
         done, first = [choice.completion for choice in self.choices], self.choices[:: self.body.n or 1]
         n_prompt = sum(choice.n_prompt for choice in first)
         n_tokens = sum(choice.n_tokens for choice in self.choices)
@@ -235,19 +237,19 @@ class Exchange(ABC):
 
 
 def named_as_ignored(fields: Sequence[str]) -> dict[str, str]:
-    """Return the header that names fields of a request which change nothing."""
+    """Return the header that lists a request's fields without effect."""
     return {"x-swiftopt-ignored": ", ".join(fields)[:500]} if fields else {}
 
 
 def _seeded(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
-    """Yield a request per choice, each with a seed of its own."""
+    """Yield a request per choice, each with its own seed."""
     for i in range(n):
         seed = (request.sampling.seed + i) % 2**62
         yield replace(request, sampling=replace(request.sampling, seed=seed)) if i else request
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of the work; None, and the work is cancelled, where the client disconnects first."""
+    """Return the result of the work; if the client disconnects first, cancel the work and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -274,7 +276,8 @@ class ChatExchange(Exchange):
 
     WORD = "chatcmpl"
     SPLITS_THOUGHTS = True
-    OBJECTS: ClassVar = ("chat.completion", "chat.completion.chunk")  # The names of a whole answer and of a chunk.
+    # `object` of a whole answer and of a stream's chunk.
+    OBJECTS: ClassVar = ("chat.completion", "chat.completion.chunk")
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice, self._content(choice), choice.finish_reason) for choice in self.choices]
@@ -311,7 +314,7 @@ class ChatExchange(Exchange):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
 
     def _choice(self, choice: Choice, content: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a choice, or a delta of it, with the log probabilities that were not sent yet, if wanted."""
+        """Return a choice or a delta of it, with unsent log probabilities if the client asked for them."""
         logprobs = None
         if self.body.n_logprobs is not None:
             logprobs = self._logprobs(choice, choice.prompt_logprobs + choice.logprobs)
@@ -369,7 +372,7 @@ class ChatExchange(Exchange):
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
-        """Return statistics in vLLM's form, where they are wanted; null, as there, for several choices."""
+        """Return statistics in vLLM's form if asked for; null for several choices, as in vLLM."""
         choice = self.choices[0]
         if not self.body.return_metrics:
             return {}
@@ -401,7 +404,8 @@ class TextExchange(ChatExchange):
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
         if choice.prefix:
-            logprobs, choice.logprobs = choice.logprobs, []  # They are sent with their own text.
+            # Hold the log probabilities back: they belong to the text that follows.
+            logprobs, choice.logprobs = choice.logprobs, []
             yield self._choice(choice, {"text": choice.prefix})
             choice.logprobs = logprobs
 

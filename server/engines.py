@@ -1,6 +1,6 @@
-"""The engines behind the server: a process per model, restarted when it dies; requests in, events out.
+"""The engines behind the server: one process per model, restarted when it crashes.
 
-The HTTP process never computes. When an engine dies, the next one gets the requests whose clients have seen nothing.
+The HTTP process never computes. After a crash, the new process gets all requests whose clients have seen no output.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from ..core.messages import (
 from ..core.requests import ServedModel
 from .metrics import EngineMetrics
 
-LONGEST_LINE = 1 << 28  # The most bytes of one message.
-BACKOFF_S = (0.5, 30.0)  # The wait before a restart: after the first death, and the longest.
-ANSWER_S = 30.0  # The longest wait for the answer to a question that needs no decoding.
-TUNING_S = 0.5  # The longest that a scrape of the metrics waits for the engines' tuning.
-MOST_RESTARTS = 2  # A request that was in flight when as many engines died may be the cause.
-LOG_S = 30.0  # The time between two log lines about one phase of loading a model.
-END_S = 5.0  # A process has this long to end by itself.
-STEADY_S = 60.0  # A process that lived so long makes the wait the shortest again.
+LONGEST_LINE = 1 << 28  # Most bytes of a message from an engine's process.
+BACKOFF_S = (0.5, 30.0)  # Seconds before a restart: after the first crash, and at most.
+ANSWER_S = 30.0  # Timeout of questions that need no decoding.
+TUNING_S = 0.5  # Timeout for the engines' tuning status when metrics are scraped.
+MOST_RESTARTS = 2  # Crashes that a request survives: after more, it is failed as their likely cause.
+LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
+END_S = 5.0  # Seconds for a process to exit before it is killed.
+STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The engine died, and its successor decodes the request: what came of it before does not count."""
+    """The engine crashed and a new process decodes the request again: discard the answers so far."""
 
 
 @dataclass(eq=False, slots=True)
 class Reply:
     """A question in flight; its answers go to a queue, which several replies may share.
 
-    `has_answers`: the engine has sent one. `is_shown`: its client has seen something of it.
+    `has_answers`: the engine has sent an answer. `is_shown`: the client has seen a part of the output.
     """
 
     question: Question
@@ -70,11 +70,11 @@ class Reply:
     sent_at: float = field(default_factory=time.perf_counter)
 
     def put(self, answer: Answer | Restarted) -> None:
-        """Take an answer in."""
+        """Add an answer to the queue."""
         self.answers.put_nowait((self, answer))
 
 
-OnState = Callable[[str, str], None]  # It is called with a model's name and its new `EngineProcess.state`.
+OnState = Callable[[str, str], None]  # Called with (model name, its new `EngineProcess.state`).
 Answers = asyncio.Queue[tuple[Reply, Answer | Restarted]]
 A = TypeVar("A")
 
@@ -92,21 +92,22 @@ async def next_answer(answers: Answers, within_s: float) -> tuple[Reply, Answer 
 
 
 class EngineProcess:
-    """One model's process, and the requests that it has."""
+    """One model's process and its requests."""
 
     def __init__(self, served: ServedModel, most_waiting: int, on_state: OnState = lambda name, state: None) -> None:
         self.served, self.most_waiting, self._on_state = served, most_waiting, on_state
-        self.about: Ready | None = None  # None while the model is not loaded.
-        self.reason = "it is loading the model"  # Says why it cannot serve.
+        self.about: Ready | None = None  # None until the model is loaded.
+        self.reason = "it is loading the model"  # Why the engine cannot serve, for error messages.
         self.n_starts, self.created = 0, int(time.time())
         self._replies: dict[int, Reply] = {}
-        self._verbs: dict[str | None, Steer] = {}  # By pinned task, and of all tasks: what the next process is told.
+        # Latest verb per pinned task (None: for all tasks). A restarted process gets them again.
+        self._verbs: dict[str | None, Steer] = {}
         self._numbers = count(1)
-        self.tuning = ModelTuning()  # The last answer.
+        self.tuning = ModelTuning()  # Last tuning status that the engine sent.
         self._stdin: asyncio.StreamWriter | None = None
-        self._load_ended = asyncio.Event()  # Set when the model is loaded, and when it cannot be.
-        self.n_until_loaded = 0  # The requests that wait for that event.
-        self._logged = ("", -LOG_S)  # The phase of loading that was logged last, and when.
+        self._load_ended = asyncio.Event()  # Set when loading has succeeded or failed.
+        self.n_until_loaded = 0  # Requests waiting for `_load_ended`.
+        self._logged = ("", -LOG_S)  # Last logged phase of loading, and when it was logged.
 
     @property
     def state(self) -> str:
@@ -130,19 +131,19 @@ class EngineProcess:
 
     @property
     def n_places(self) -> int:
-        """The most requests that may run and wait."""
+        """Most requests that may run or wait at a time."""
         return self.served.concurrency + self.most_waiting
 
     @property
     def n_requests(self) -> int:
         """The requests that run or wait."""
-        replies = list(self._replies.values())  # A copy, for the metrics are read in another thread.
+        replies = list(self._replies.values())  # Copy, because metrics are read in another thread.
         return sum(isinstance(reply.question, Decode) for reply in replies)
 
     async def until_loaded(self, within_s: float) -> bool:
-        """Wait while the model is being loaded, then return True; `ask` raises where it is not loaded even so.
+        """Wait while the model is being loaded, then return True. If loading fails, `ask` raises.
 
-        Raises: Busy: as many requests as may run and wait do so already.
+        Raises: Busy: the limit of running and waiting requests is reached.
         """
         if self.about is None:
             self._check_places(self.n_requests + self.n_until_loaded)
@@ -162,7 +163,7 @@ class EngineProcess:
             raise Busy(words)
 
     def ask(self, question: Question, answers: Answers | None = None) -> Reply:
-        """Send a question, whose answers come to the queue (None: to a queue of its own).
+        """Send a question; its answers go to the given queue (None: to a new one).
 
         Raises: EngineGone: the process is not there. Busy: too many requests to decode wait. InvalidInput: `encoded`.
         """
@@ -177,7 +178,7 @@ class EngineProcess:
         return reply
 
     async def call(self, question: Question, kind: type[A], within_s: float = ANSWER_S) -> A:
-        """Return the single answer to a question, which is of a kind.
+        """Return the answer, of a given type, to a question that has exactly one.
 
         Raises: as `ask`; the engine's own error; EngineGone: it does not answer in time.
         """
@@ -193,7 +194,7 @@ class EngineProcess:
         raise EngineGone(f"the engine of {self.served.name} does not answer: try again soon")
 
     async def ask_tuning(self, within_s: float = ANSWER_S) -> ModelTuning:
-        """Return its tuning, which is kept as `tuning`; `unavailable` says why it does not answer."""
+        """Return the engine's tuning status and keep it in `tuning`; `unavailable` says why there is no answer."""
         try:
             self.tuning = (await self.call(Steer(), TuningNow, within_s)).tuning
         except SwiftoptError as error:
@@ -201,7 +202,7 @@ class EngineProcess:
         return self.tuning
 
     async def steer(self, steer: Steer) -> None:
-        """Pause, resume or pin its tuning, in this process and those after it; raises as `call`."""
+        """Pause, resume or pin the tuning, in this process and restarted ones; raises as `call`."""
         await self.call(steer, TuningNow)
         self._verbs[steer.task if steer.verb == "pin" else None] = steer
 
@@ -219,7 +220,7 @@ class EngineProcess:
             reply.put(Failed.of(reply.question.id, EngineGone(words)))
 
     def _write(self, message: FromServer) -> None:
-        line = encoded(message)  # A request that cannot be written is refused also while no process reads.
+        line = encoded(message)  # Encode first: an invalid request is refused even while no process runs.
         if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(line)
 
@@ -234,7 +235,8 @@ class EngineProcess:
                 self.reason = str(error)
             logger.warning("engine=ended model=%s reason=%r", self.served.name, self.reason)
             self._fail_replies()
-            if self.about is None:  # Loading failed, and the requests that wait for it fail, too.
+            # Loading failed: wake the waiting requests, which then fail.
+            if self.about is None:
                 self._load_ended.set()
             else:
                 self._load_ended.clear()
@@ -254,17 +256,17 @@ class EngineProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LONGEST_LINE,
-            start_new_session=True,  # Ctrl-C reaches the server alone, which lets requests in flight end.
+            start_new_session=True,  # Only the server gets Ctrl-C. It lets requests in flight finish.
         )
         assert process.stdout is not None
         self._stdin, self.reason = process.stdin, "it is loading the model"
         self._load_ended.clear()
-        # The message has the database's password, which `ps` would show as an argument.
+        # Send the settings by standard input: as arguments, `ps` would show the database's password.
         self._write(Serve(self.served))
         self._log_loading("starting its process")
         try:
             async for line in process.stdout:
-                if line.endswith(b"\n"):  # Half a line is written by a process that dies.
+                if line.endswith(b"\n"):  # Skip an incomplete line, written by a process that crashed.
                     self._receive(from_engine(line))
             code = await process.wait()
         finally:
@@ -304,10 +306,11 @@ class EngineProcess:
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:
-        """Fail the requests of which clients have seen a part, and those restarted too often; others wait."""
+        """Fail requests whose clients saw a part of the answer, and those restarted too often; keep the others."""
         replies = list(self._replies.values())
         begun = [reply for reply in replies if reply.has_answers]
-        if self.about is not None:  # The first prompt that was still being read may have been the cause.
+        # Count the first request without answers as restarted, too: reading its prompt may have caused the crash.
+        if self.about is not None:
             unread = (reply for reply in replies if not reply.has_answers and isinstance(reply.question, Decode))
             begun += [first for first in [next(unread, None)] if first is not None]
         for reply in begun:
@@ -332,7 +335,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class Engines:
-    """The engines of one server, by the names that clients use; none: it decodes nothing."""
+    """The engines of a server, by the names that clients use; empty if no models are served."""
 
     def __init__(
         self,

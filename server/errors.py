@@ -38,9 +38,10 @@ from .settings import GUARDED
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:swiftopt:problem:"
-RETRY_AFTER_S = 2  # when the database is away
+RETRY_AFTER_S = 2  # Retry-After header while the database is unreachable, in seconds.
 
-ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (  # status and OpenAI's code; the first that fits
+# (exception, HTTP status, OpenAI's code). The first match counts.
+ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (
     (ContextOverflow, 422, "context_length_exceeded"),
     (ParametersError, 422, "invalid_function_parameters"),
     (SchemaError, 422, "invalid_json_schema"),
@@ -55,7 +56,7 @@ ANSWERS: tuple[tuple[type[SwiftoptError], int, str | None], ...] = (  # status a
     (ServiceUnreachable, 503, None),
     (SwiftoptError, 500, None),
 )
-HTTP: dict[int, tuple[str, str, str | None]] = {  # HTTP's own errors: problem type, what to do, OpenAI's code
+HTTP: dict[int, tuple[str, str, str | None]] = {  # Status -> (problem type, what to do, OpenAI's code).
     400: ("malformed", "the body cannot be read: send valid JSON (or a valid multipart form) in UTF-8", None),
     404: ("no-such-route", "there is nothing at this address: /openapi.json lists what there is", "unknown_url"),
     405: (
@@ -64,7 +65,7 @@ HTTP: dict[int, tuple[str, str, str | None]] = {  # HTTP's own errors: problem t
         "method_not_supported",
     ),
 }
-BODY_CODES = {  # pydantic's types of errors in a body -> OpenAI's codes; {} is integer or decimal
+BODY_CODES = {  # pydantic's error type -> OpenAI's code; {} stands for integer or decimal.
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
     "too_long": "array_above_max_length",
@@ -74,8 +75,9 @@ BODY_CODES = {  # pydantic's types of errors in a body -> OpenAI's codes; {} is 
     **dict.fromkeys(("greater_than", "greater_than_equal"), "{}_below_min_value"),
     **dict.fromkeys(("less_than", "less_than_equal"), "{}_above_max_value"),
 }
-WRONG_TYPES = ("_type", "_parsing", "_from_float")  # ends of pydantic's types of errors
-OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")  # prefixes under /v1 that OpenAI does not have
+WRONG_TYPES = ("_type", "_parsing", "_from_float")  # Suffixes of pydantic's error types for wrong types.
+# Path prefixes of routes that OpenAI's API does not have.
+OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")
 
 
 class Problem(BaseModel):
@@ -127,7 +129,7 @@ class Refused(HTTPException):
     def openai(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        if self.status_code == 429:  # OpenAI's type names the limit
+        if self.status_code == 429:  # OpenAI's error type names the exceeded limit.
             kind = "tokens" if self.kind == "too-many-tokens" else "requests"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 

@@ -39,11 +39,12 @@ from .middleware import Shared, State, sse
 from .schemas import Depth, Task, Word
 from .settings import MIB
 
-OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer must not block
-POLL_S = 0.5  # between two looks at the database
-OUTAGE_S = 2.0  # The same while the database is away.
+# O_NONBLOCK: opening a named pipe without a writer must not block.
+OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+POLL_S = 0.5  # Seconds between two queries for new events.
+OUTAGE_S = 2.0  # Seconds between two queries while the database is unreachable.
 PAGE = 500
-KEEP_ALIVE_S = 15  # seconds between comments on a silent stream
+KEEP_ALIVE_S = 15  # Seconds between keep-alive comments on a silent event stream.
 LINES_PER_CHUNK = 32
 
 streams = APIRouter(prefix="/v1", tags=["streams"])
@@ -195,7 +196,8 @@ def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
             return _read(folder, name, max_bytes)
         except FileNotFoundError:
             continue
-        except OSError as error:  # too long a name, a loop of links, no permission
+        except OSError as error:
+            # For example a name that is too long, a loop of symbolic links, or missing permission.
             raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): name another file") from error
     near = difflib.get_close_matches(name, stream_names(folders), n=1, cutoff=0.3)
     advice = f"did you mean {near[0]!r}?" if near else "check the name, or upload it"
@@ -207,7 +209,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     real = Path(os.path.realpath(folder / name, strict=True))
     if not real.is_relative_to(folder):
         raise SettingsError(f"stream {name!r} leads out of the server's stream folder: name a file inside it")
-    # The path may have been replaced since: open it part by part, following no link.
+    # Open the path component by component without following links: it may have been replaced since the check.
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for part in real.relative_to(folder).parts:
         try:
@@ -288,7 +290,7 @@ async def events(
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
         page = await run_in_threadpool(app.board.events, job, start, limit)
         return JSONResponse(EventPage(tuple(page), page[-1].id if page else start).to_json())
-    await run_in_threadpool(app.board.get, job)  # a wrong id is a 404, not a stream
+    await run_in_threadpool(app.board.get, job)  # Raise 404 for an unknown id before the stream begins.
     return EventSourceResponse(_follow(app.board, job, start), ping=KEEP_ALIVE_S)
 
 
@@ -358,7 +360,8 @@ async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[Ser
     """Yield events until the job has ended; an outage of the database makes it wait, not end."""
     shown: Mapping[str, Any] | None = None
     while True:
-        try:  # the job before its events, so that one seen as ended has no more of them
+        # Read the job before its events: once it reads as ended, the events that follow are complete.
+        try:
             job = await run_in_threadpool(board.get, job_id)
             page = await run_in_threadpool(board.events, job_id, after, PAGE)
         except StoreUnavailable:

@@ -1,7 +1,7 @@
 """Layer sets over HTTP: one look-up, many at once, lists.
 
-Single look-ups must be fast: answers are encoded once and kept for two seconds at most, and equal queries at the same
-time are one.
+Single look-ups must be fast: answers are encoded once and cached for at most two seconds, and equal concurrent
+queries share one database query.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
 from .schemas import Depth, Word
 
-FRESH_S = 0.5  # An older answer makes a look-up ask the database again, without waiting.
-LONGEST_S = 2.0  # A look-up waits for the database when its answer is older.
+FRESH_S = 0.5  # Age in seconds from which a cached answer is refreshed in the background.
+LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
-THREADS = 4  # Threads for misses alone, so that slow requests elsewhere do not delay look-ups.
+THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay look-ups.
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 CACHE_CONTROL = "max-age=1"
 
@@ -48,10 +48,10 @@ class LookupQuery(Strict):
     model: Word
     task: Word
     alias: Word = "best"
-    engine: EngineName | None = None  # its best plan, in place of `alias`
+    engine: EngineName | None = None  # Selects this engine's best plan instead of `alias`.
     device: Word | None = None
     dtype: Word | None = None
-    version: Depth | None = None  # takes the place of `alias`
+    version: Depth | None = None  # Selects a stored version instead of `alias`.
 
 
 class Batch(Strict):
@@ -103,9 +103,9 @@ class CachedAnswer:
 
 
 class LookupCache:
-    """Calls `find` in a thread, once for equal queries at the same time; its NotFound is an answer, too.
+    """Calls `find` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
-    Raises: SwiftoptError: any other error of `find`; it is not kept.
+    Raises: SwiftoptError: any other error of `find`; it is not cached.
     """
 
     def __init__(self, find: Callable[[LookupQuery], dict[str, Any]]) -> None:
@@ -129,16 +129,16 @@ class LookupCache:
             task.add_done_callback(lambda done: self._done(query, done))
         if cached is not None and left_s > 0:
             return cached
-        return await asyncio.shield(task)  # a caller that disconnects must not cancel it for the others
+        return await asyncio.shield(task)  # Shielded: a caller that disconnects must not cancel the query for others.
 
     async def _load(self, query: LookupQuery) -> CachedAnswer:
-        self._threads = self._threads or CapacityLimiter(THREADS)  # needs a running loop
-        began = time.monotonic()  # an answer ages from then on
+        self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
+        began = time.monotonic()  # Count the answer's age from before the query.
         answer = await to_thread.run_sync(self._answer, query, began + LONGEST_S, limiter=self._threads)
         self._known.pop(query, None)
         self._known[query] = answer
         while len(self._known) > MAX_ANSWERS:
-            del self._known[next(iter(self._known))]  # the oldest
+            del self._known[next(iter(self._known))]  # Drop the oldest answer.
         return answer
 
     def _answer(self, query: LookupQuery, until: float) -> CachedAnswer:
@@ -152,7 +152,7 @@ class LookupCache:
     def _done(self, query: LookupQuery, task: asyncio.Task[CachedAnswer]) -> None:
         self._loading.pop(query, None)
         if not task.cancelled():
-            task.exception()  # retrieved here in case every caller has disconnected
+            task.exception()  # Retrieve the exception, so that asyncio does not warn if every caller has disconnected.
 
 
 async def _cache_of(request: Request) -> LookupCache:
@@ -180,7 +180,7 @@ async def layer_set(
     device: Annotated[Word | None, Query(description="Prefer a set that was tuned on this device.")] = None,
     dtype: Annotated[Word | None, Query(description="Prefer a set that was tuned in this dtype.")] = None,
     version: Annotated[Depth | None, Query(description="This version, whatever the alias means.")] = None,
-    # str, not a list: FastAPI would split nothing, and the header is one line
+    # Declared as str: FastAPI does not split a header at commas, so a list would hold the whole line.
     if_none_match: Annotated[str | None, Header(description="ETags the caller has; 304 if one is still right.")] = None,
 ) -> Response:
     """How to decode this task with this model: the plan, and the layer set, heads or probe that its method needs.

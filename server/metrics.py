@@ -1,4 +1,4 @@
-"""What requests took, in periods of the latest hours and since the server's start, and as Prometheus' metrics."""
+"""Statistics of requests: per period of the last hours, since the server's start, and as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITS = (
     ("inter_token_latency_seconds", "Per token after the first text."),
     ("e2e_request_latency_seconds", "From a request to its end."),
 )
-# Names, words, and the sum of `Period` that each counter is.
+# Counters: (name, help text, attribute of `Period`).
 COUNTERS = (
     ("prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
     ("generation_tokens", "Tokens of completions.", "tokens"),
@@ -36,7 +36,7 @@ COUNTERS = (
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 SUCCESS, ERROR = "vllm:request_success", "error"
 ENDINGS = ("stop", "length", ERROR)
-# Gauges of a task; None: not known yet.
+# Gauges per task: (name, help text, value; None if not known yet).
 OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
     ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
     ("version", "The stored plan in use.", lambda of: of.version),
@@ -47,7 +47,7 @@ OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
     ("drafted_tokens_per_second", "With drafts, in the pairs of the ratio.", lambda of: of.drafted_tok_s),
     ("saved_seconds", "That plain decoding would have taken longer, since the start.", lambda of: of.all_saved_s),
 )
-# Counters of a task since the start of the engine's process.
+# Counters per task since the start of the engine's process.
 SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
     ("requests", "Requests that have ended.", lambda of: of.requests),
     ("tokens", "Tokens of these.", lambda of: of.tokens),
@@ -55,10 +55,10 @@ SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
     ("search_seconds", "Seconds that the search has taken beside these.", lambda of: of.search.seconds),
 )
 
-PERIOD_S = 10  # The length of a period of the history.
-NOW_S = 60  # How far `History.now` looks back.
-KEPT_S = 6 * 3600  # How far the history goes back.
-MOST_HISTORIES = 64  # Only the tasks of the latest requests have a history.
+PERIOD_S = 10  # Length of a period of the history, in seconds.
+NOW_S = 60  # Time window of `History.now`, in seconds.
+KEPT_S = 6 * 3600  # Seconds for which the history is kept.
+MOST_HISTORIES = 64  # Most tasks with a history: those with the latest requests.
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Period:
 
     @classmethod
     def of(cls, at: int, done: Completion, first_token_s: float, whole_s: float) -> Period:
-        """Return the sums of one request; seconds are those that its client waited."""
+        """Return the sums of one request; seconds are measured from the client's side."""
         n_between = done.n_tokens - 1
         return cls(
             at,
@@ -108,12 +108,12 @@ class Period:
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Tokens per second of decoding: those of rounds / the rounds' seconds, of one request."""
+        """Decoding speed of a request, in tokens per second: tokens of rounds / seconds of rounds."""
         return _quotient(self.decoded, self.spent.decode_s)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """α: accepted / drafted tokens."""
+        """Acceptance rate α: accepted / drafted tokens."""
         return _quotient(self.accepted, self.drafted)
 
     @property
@@ -131,7 +131,7 @@ class Period:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """Share of the rounds that drafted in which each position of the draft was accepted."""
+        """Per draft position, the share of drafted rounds that accepted it."""
         return [n / self.drafts for n in self.accepted_per_position] if self.drafts else []
 
     def throughput(self, length_s: float) -> float | None:
@@ -143,7 +143,7 @@ class Period:
         return self.tokens / passed_s if self.requests and passed_s >= PERIOD_S else None
 
     def __add__(self, other: Period) -> Period:
-        """Return the sums of both, from the beginning of this one."""
+        """Return the sums of both periods, dated by the start of this one."""
         sums = {part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:-1]}
         both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
@@ -154,7 +154,7 @@ def _quotient(above: float, below: float) -> float | None:
 
 
 class History:
-    """The latest traffic by model and task, in periods of PERIOD_S, and the sums of each model since the start."""
+    """Recent traffic by model and task, in periods of PERIOD_S, and each model's sums since the start."""
 
     def __init__(self) -> None:
         self._periods: dict[tuple[str, str], deque[Period]] = {}
@@ -162,7 +162,7 @@ class History:
 
     @property
     def tasks(self) -> list[tuple[str, str]]:
-        """The models and tasks of which a request ended."""
+        """The models and tasks with at least one ended request."""
         return list(self._periods)
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> Period:
@@ -196,7 +196,7 @@ class History:
         return sums
 
     def now(self, model: str) -> Period:
-        """Return the traffic of a model in the last NOW_S seconds, up to a period fewer: the newest has just begun."""
+        """Return a model's traffic of the last NOW_S seconds, at most a period less: the newest one is incomplete."""
         first, *rest = self.last(NOW_S, NOW_S // PERIOD_S, model)
         return sum(rest, first)
 
@@ -208,7 +208,7 @@ def metric(
     labels: Sequence[str],
     values: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Return a metric from its values, each with those of its labels."""
+    """Return a metric from pairs of label values and value."""
     family = kind(name, words, labels=labels)
     for of, value in values:
         family.add_metric(of, value)
@@ -216,7 +216,7 @@ def metric(
 
 
 class MeasuredEngine(Protocol):
-    """What the metrics read of an engine: its starts, its requests, those that wait for its model, and its tuning."""
+    """The engine's attributes that the metrics read: starts, requests, requests waiting for the model, tuning."""
 
     served: ServedModel
     n_starts: int
@@ -228,7 +228,7 @@ class MeasuredEngine(Protocol):
 
 
 class EngineMetrics(Collector):
-    """The engines' metrics, under vLLM's names; and their `history`, whose totals the counters are."""
+    """The engines' metrics under vLLM's names; the counters are the totals of `history`."""
 
     def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
         self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
@@ -236,7 +236,8 @@ class EngineMetrics(Collector):
         self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
         given["labelnames"] = ["model_name", "finished_reason"]
         self._ended = Counter(SUCCESS, "Requests that ended.", **given)
-        for name, reason in product(engines, ENDINGS):  # Beginning at 0 makes the first failure an increase.
+        # Create each counter at 0, so that Prometheus' rate() sees the first failure as an increase.
+        for name, reason in product(engines, ENDINGS):
             self._ended.labels(name, reason)
 
     def collect(self) -> Iterator[Metric]:
@@ -271,7 +272,7 @@ class EngineMetrics(Collector):
         yield from self._counted.collect()
 
     def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
-        """Count a request that has ended; seconds are those that its client waited."""
+        """Count an ended request; seconds are measured from the client's side."""
         ended = self.history.add(model, task, done, first_token_s, whole_s)
         waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": whole_s}
         if ended.n_timed:

@@ -1,4 +1,4 @@
-"""What surrounds the routes: checks before a request reaches one, its line in the log, the app's state."""
+"""Middleware and state shared by the routes: access checks, rate limits, and the access log."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from .settings import GUARDED, ServerSettings
 from .storage import StorageCheck
 from .transport import too_large
 
-LOGINS_PER_MIN = 20  # Logins to the dashboard.
-IDENTITY = "identity"  # the content coding of a body that is sent as it is
-POLLS = ("/livez", "/readyz", "/health", "/metrics")  # routes that machines ask every few seconds
-LOOKUPS = "/v1/layer-sets/"  # single look-ups, cached, do not count against the rate
+LOGINS_PER_MIN = 20  # Log-ins to the dashboard per address and minute.
+IDENTITY = "identity"  # Content-Encoding of an uncompressed body.
+# Routes that monitoring polls every few seconds: not logged by default.
+POLLS = ("/livez", "/readyz", "/health", "/metrics")
+LOOKUPS = "/v1/layer-sets/"  # Path prefix of single look-ups. They are cached and exempt from the rate limit.
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
 TAKE_JSON = (
     *("/v1/jobs", "/v1/layer-sets:lookup", "/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/tokenize", "/detokenize", "/v1/tuning:pause", "/v1/tuning:resume", "/v1/tuning:pin"),
 )
-BODIES = {"/v1/streams": LINES, **dict.fromkeys(TAKE_JSON, JSON)}  # content types by route
+BODIES = {"/v1/streams": LINES, **dict.fromkeys(TAKE_JSON, JSON)}  # Route -> accepted content types.
 
 access = logging.getLogger("swiftopt.access")
 
@@ -56,7 +57,7 @@ def sse(data: Mapping[str, Any], event: str | None = None, number: int | None = 
 class RateLimit:
     """At most `per_min` of something for each caller in any minute; 0: no limit.
 
-    What is `counted` is added up over the minute and the one before, where it may be too many to remember one by one.
+    `counted` limits keep two counters per caller instead of a time per item, for large amounts such as tokens.
     """
 
     def __init__(self, per_min: int, counted: bool = False) -> None:
@@ -65,19 +66,19 @@ class RateLimit:
         self._spent = kind(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
-        """Return the seconds until the caller may go on; 0: now."""
+        """Return the seconds until the caller may send another request; 0: none."""
         if self._limit is None or self._spent.test(self._limit, caller):
             return 0
         return max(1, math.ceil(self._spent.get_window_stats(self._limit, caller).reset_time - time.time()))
 
     def check(self, caller: str, of: str) -> None:
-        """Raise Refused, 429, where the caller has used up its limit `of` something."""
+        """Raise Refused (429) if the caller's limit is used up; `of` names the limited quantity."""
         if wait_s := self.wait_s(caller):
             detail = f"more than {self._per_min} {of} a minute: wait {wait_s} s, then go on"
             raise Refused(429, f"too-many-{of}", detail, {"Retry-After": str(wait_s)}, code="rate_limit_exceeded")
 
     def spend(self, caller: str, n: int = 1) -> None:
-        """Count what a caller was given; what is beyond the limit is not counted."""
+        """Count an amount against the caller's limit; amounts beyond the limit are not counted."""
         if self._limit is not None:
             left = self._spent.get_window_stats(self._limit, caller).remaining
             self._spent.hit(self._limit, caller, cost=min(n, left))
@@ -85,22 +86,23 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the routes of one app work with; `queue` None: no Redis was named. Several apps can live in one process."""
+    """The state of an app, which its routes share; `queue` is None without Redis. A process can hold several apps."""
 
     store: Store
     board: JobBoard
     queue: RedisQueue | None
     settings: ServerSettings
     engines: Engines
-    tokens: RateLimit  # of each caller
+    tokens: RateLimit  # Tokens per minute of each caller.
     storage: StorageCheck
-    tries: dict[str, Any] = field(default_factory=dict)  # of `dashboard.served`, the oldest first
+    tries: dict[str, Any] = field(default_factory=dict)  # Playground runs of `dashboard.served`, the oldest first.
     answers: Counter = field(
         default_factory=lambda: Counter(
             "swiftopt_http_requests", "Requests by the status of the answer.", ["status"], registry=None
         )
     )
-    logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))  # of each address
+    # Log-ins per minute from each address.
+    logins: RateLimit = field(default_factory=lambda: RateLimit(LOGINS_PER_MIN))
 
 
 async def state_of(request: Request) -> State:
@@ -115,7 +117,7 @@ Shared = Annotated[State, Depends(state_of)]
 
 
 class AccessMiddleware:
-    """Pure ASGI, so that a look-up pays little for it."""
+    """Access checks and access log, in pure ASGI to keep look-ups fast."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, answers: Counter) -> None:
         self._app, self._settings, self._answers = app, settings, answers
@@ -141,13 +143,14 @@ class AccessMiddleware:
             scope.setdefault("state", {}).update(key_owner=key_owner, caller=caller)
             if scope["path"].startswith(GUARDED):
                 self._check(scope, headers, key_owner, caller)
-            # HEAD is answered as GET; its body is left out by TransportMiddleware
+            # Answer HEAD like GET: TransportMiddleware omits the body.
             await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, sending)
-        except Refused as refused:  # of `_check`: the app handles its own
+        except Refused as refused:
+            # Only `_check` raises it here: the app handles its own refusals.
             await refused.response(scope["path"])(scope, receive, sending)
         finally:
             self._answers.labels(str(status)).inc()
-            # raw_path is ASCII without line breaks, and has no query
+            # Log raw_path: it is ASCII without line breaks, and has no query string.
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
             millis = (time.perf_counter() - began) * 1000
             if path not in POLLS or self._settings.log_polls:
@@ -160,7 +163,7 @@ class AccessMiddleware:
         return self._settings.keys.owner(key.strip())
 
     def _check(self, scope: Scope, headers: Headers, key_owner: str | None, caller: str) -> None:
-        """Raise Refused for a request without a key or beyond its limit, and for a body by its headers."""
+        """Raise Refused for a missing key, an exceeded limit, or headers that announce an unacceptable body."""
         path, method = scope["path"], scope["method"]
         if self._settings.keys.required and key_owner is None:
             raise _unauthorised("authorization" in headers)
@@ -186,7 +189,7 @@ class AccessMiddleware:
 
 
 class OriginsMiddleware(CORSMiddleware):
-    """Lets pages of some origins call what needs a key, and nothing else: the dashboard's forms stay its own."""
+    """CORS for routes that need a key. Other routes, such as the dashboard's forms, get no CORS headers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_api = scope["type"] == "http" and scope["path"].startswith(GUARDED)
@@ -194,7 +197,7 @@ class OriginsMiddleware(CORSMiddleware):
 
 
 def is_foreign(headers: Headers) -> bool:
-    """Return whether a page of another site sends it: browsers let it post to a server on the user's own machine."""
+    """Return whether another site's page sent the request: browsers allow such posts even to localhost."""
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 

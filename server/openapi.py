@@ -34,7 +34,7 @@ def bare_app() -> FastAPI:
         title="swiftopt",
         version=__version__,
         description="Layer sets to decode with, and the jobs that find them.",
-        docs_url=None,  # they load scripts from other hosts
+        docs_url=None,  # FastAPI's documentation pages load scripts from other hosts.
         redoc_url=None,
     )
     for router in ROUTERS:
@@ -59,7 +59,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             ref_template="#/components/schemas/OpenAIError/$defs/{model}"
         )
         schemas["TuningSettings"]["properties"]["strategy"]["enum"] = list(STRATEGIES)
-        schemas.pop("Plan", None)  # unused
+        schemas.pop("Plan", None)  # Drop an unused schema.
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = schema
     return app.openapi_schema

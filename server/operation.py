@@ -38,7 +38,7 @@ router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
 
 OF_TASK = ["model", "task"]
-COUNTERS = {  # the store's counter -> metric and help, and its labels
+COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
     "drafts": (("swiftopt_spec_decode_num_drafts", "Rounds that drafted."), OF_TASK),
     "draft_tokens": (("swiftopt_spec_decode_num_draft_tokens", "Draft steps."), OF_TASK),
     "accepted_tokens": (("swiftopt_spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."), OF_TASK),
@@ -131,7 +131,8 @@ async def metrics(app: Shared, cache: Cache) -> Response:
     await app.engines.ask_tuning(TUNING_S)
     collectors = [app.engines.metrics] if app.engines.of else []
     parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
-    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))  # the database may be slow
+    # Run in a thread: the database may be slow.
+    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -192,7 +193,7 @@ class Steering(Strict):
 @tuning_router.get("/tuning", operation_id="tuning", response_model=Tuning)
 async def tuning(app: Shared) -> Response:
     """By model and task: what is in use, what is being tried, what that costs, and what it has brought."""
-    app.engines.all()  # raises where there is none
+    app.engines.all()  # Raises where no model is served.
     return JSONResponse(Tuning(await app.engines.ask_tuning()).to_json())
 
 

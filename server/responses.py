@@ -25,14 +25,14 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 
 NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
 FIXED = {"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0}
-STORED = ("previous_response_id", "conversation", "background", "prompt")  # fields that need stored responses
-PLACES = {  # Places of Responses by patterns of chats' places.
+STORED = ("previous_response_id", "conversation", "background", "prompt")  # Fields that would need stored responses.
+PLACES = {  # Pattern of a field's path in a chat -> its path in a request to /v1/responses.
     r"messages\b": "input",
     r"max_tokens\b": "max_output_tokens",
     r"response_format(\.json_schema)?\b": "text.format",
     r"(tools\[\d+\]|tool_choice)\.function\b": r"\1",
 }
-REASONING = {"reasoning_text": "text"}  # parts of a thought
+REASONING = {"reasoning_text": "text"}  # Part types of reasoning items.
 
 
 class TextOptions(Lenient):
@@ -56,7 +56,7 @@ class AskedResponse(CommonFields):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    _places: dict[str, str] = PrivateAttr(default_factory=dict)  # in the chat, and the same ones in the request
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)  # Path in the chat -> path in the request.
 
     def check(self) -> None:
         super().check()
@@ -155,7 +155,7 @@ class Messages:
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
-        self._is_open = False  # the assistant's message may go on
+        self._is_open = False  # Whether further items may extend the last assistant message.
 
     def add(self, message: dict[str, Any], place: str, role: str = ".role", content: str = ".content") -> None:
         """Add a message; `role` and `content` end the places in the request that these are from."""
@@ -249,11 +249,12 @@ class ResponseExchange(Exchange):
         part = {**at, "item_id": self._item["id"], "content_index": 0}
         is_begun = False
         async for choice, text in pieces:
-            if not is_begun:  # only now: a request that the engine refuses is answered by its status
+            # Begin the stream with the first text: until then, an engine's refusal can still set the HTTP status.
+            if not is_begun:
                 is_begun = True
                 yield self._event("created", response=self._head("in_progress"))
                 yield self._event("in_progress", response=self._head("in_progress"))
-            if text and text == choice.text:  # it is the first
+            if text and text == choice.text:  # The first text opens the message.
                 item = {**self._item, "status": "in_progress", "content": []}
                 yield self._event("output_item.added", **at, item=item)
                 yield self._event("content_part.added", **part, part=_text_part(""))

@@ -28,25 +28,25 @@ from ..core.types import Sampling
 from .bodies import INSTEAD, NAMES, OF_PROMPT, Lenient, Strict
 from .chat_fields import Message, NamedTool, Tool, plain_messages
 
-# no control characters: PostgreSQL stores no NUL, and a name has no line break
+# No control characters: PostgreSQL cannot store NUL, and names must fit on one line.
 Word = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^/\x00-\x1f\x7f]+$")]
 Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-MOST_MESSAGES = 1 << 14  # The most messages of a chat: no other request is answered while they are checked.
-MOST_STOPS = 128  # strings, each of which is looked for after every token
-MOST_SEED = 9223372036854776000  # OpenAI's reference has this number: 64 bits, rounded.
-TEXT_TOKENS = 16  # The length of a completion of text that names none.
-RESERVED = frozenset(  # arguments of the tokenizer, which are not the template's
+MOST_MESSAGES = 1 << 14  # Most messages of a chat. Checking them blocks the event loop.
+MOST_STOPS = 128  # Most stop strings: each is searched for after every token.
+MOST_SEED = 9223372036854776000  # Largest seed in OpenAI's API reference: 2**63 - 1, rounded.
+TEXT_TOKENS = 16  # Default of max_tokens for /v1/completions, as in OpenAI's API.
+RESERVED = frozenset(  # Arguments of apply_chat_template itself, which clients cannot pass to the template.
     [
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
         *("return_dict", "return_tensors", "sanitize_control_tokens"),
         *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     ]
 )
-SAMPLED = {each.name for each in fields(Sampling)}  # fields of the same names
+SAMPLED = {each.name for each in fields(Sampling)}  # Fields that a request and Sampling have in common.
 
 
 class Options(Strict):
@@ -54,7 +54,7 @@ class Options(Strict):
 
     task: Task | None = None
     method: str | None = None
-    plan: Literal["best", "plain"] | Depth | None = None  # or a stored version
+    plan: Literal["best", "plain"] | Depth | None = None  # An int names a stored version.
     tune: bool | None = None
 
 
@@ -368,7 +368,7 @@ class AskedChat(GenerationFields):
         for i, tool in enumerate(self.tools or ()):
             place, function = f"tools[{i}].function", tool.function
             if function.strict and i not in forced:
-                yield f"{place}.strict"  # A call that the model chooses to make is as it writes it.
+                yield f"{place}.strict"  # The arguments of optional calls are not constrained to the schema.
             elif function.strict is False and i in forced:
                 yield from (
                     f"{place}.parameters.{dotted(parameter)}" for parameter in not_enforced(function.parameters or {})
@@ -431,7 +431,7 @@ def _form_of(body: Any) -> str:
     return (AskedChat if is_chat else AskedText).__name__
 
 
-AskedTokens = Annotated[  # what has a prompt, whose tokens are wanted
+AskedTokens = Annotated[  # Bodies of /tokenize: anything with a prompt.
     Annotated[AskedChat, Tag(AskedChat.__name__)] | Annotated[AskedText, Tag(AskedText.__name__)],
     Discriminator(_form_of),
 ]

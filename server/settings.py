@@ -22,7 +22,8 @@ VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
 MIB = 1024 * 1024
-GUARDED = ("/v1/", "/tokenize", "/detokenize")  # prefixes of routes that need a key, where keys are set
+# Path prefixes of routes that need an API key where keys are configured.
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
@@ -120,7 +121,7 @@ def _parse(entries: Iterable[str], where: str) -> list[Key]:
             continue
         name, hashed, task = [*map(str.strip, entry.split(":", 2)), "", ""][:3]
         if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.lower()) or (task and not _NAME.fullmatch(task)):
-            raise SettingsError(  # the entry itself may be a key that was put there by mistake
+            raise SettingsError(  # Do not quote the entry: it may be a key that was put there by mistake.
                 f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
                 " `swiftopt serve --new-key NAME`"
             )
@@ -137,17 +138,17 @@ class ServerSettings:
     """Look-ups of single layer sets, health and metrics do not count against `requests_per_min`."""
 
     keys: KeyRing = field(default_factory=KeyRing)
-    stream_folders: tuple[Path, ...] = ()  # of the streams that a job may name
+    stream_folders: tuple[Path, ...] = ()  # Folders of the stream files that jobs may name.
     max_body_bytes: int = 32 * MIB
-    requests_per_min: int = 600  # of each caller; 0: no limit
-    tokens_per_min: int = 0  # of the prompts and completions of each caller; 0: no limit
-    max_waiting: int = 128  # completions per model, besides those that run; a request may have as many choices
-    drain_s: int = 30  # for completions in progress at the end
-    timeout_s: float = 600.0  # of a completion, waiting included
-    load_wait_s: float = 300.0  # that a request waits for a model that is being loaded
-    origins: tuple[str, ...] = ()  # of pages that may call the API; "*": of all
-    explains: bool = True  # answers say how they were decoded
-    log_polls: bool = False  # health checks and metrics have access lines, too
+    requests_per_min: int = 600  # Per caller; 0: no limit.
+    tokens_per_min: int = 0  # Prompt and completion tokens per caller; 0: no limit.
+    max_waiting: int = 128  # Completions per model that may wait. A request may ask for as many choices.
+    drain_s: int = 30  # Seconds for completions in progress to finish at shutdown.
+    timeout_s: float = 600.0  # Time limit of a completion, waiting included.
+    load_wait_s: float = 300.0  # Longest wait of a request for a model that is being loaded.
+    origins: tuple[str, ...] = ()  # Origins of web pages that may call the API; "*": all.
+    explains: bool = True  # Whether answers say how they were decoded.
+    log_polls: bool = False  # Whether health checks and metrics are in the access log.
 
 
 def allowed_origins(named: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Whether what a server keeps can be written: its database, and the folders of its files."""
+"""Check that a server's storage is writable: its database, and the disks of its folders."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from ..core.errors import StoreError
 from ..store import Store
 
-PERIOD_S = 10.0  # between two looks, while somebody asks
-WAIT_S = 1.0  # A caller waits so long for a look: a database may be locked for longer.
-LEAST_FREE = 1 << 20  # bytes of a disk, below which the next write may fail
+PERIOD_S = 10.0  # Minimum seconds between two write checks.
+WAIT_S = 1.0  # Longest wait of a caller for a write check, which a locked database may delay.
+LEAST_FREE = 1 << 20  # Free bytes below which a disk counts as full.
 
 logger = logging.getLogger(__name__)
 
 
 class StorageCheck:
-    """Tries a small write at most every PERIOD_S; threads may share it.
+    """Tries a small write at most every PERIOD_S. Thread-safe.
 
-    Args: folders: beside that of a database in a file, what must have room.
+    Args: folders: folders whose disks must have free space, besides the folder of a database file.
     """
 
     def __init__(self, store: Store, folders: Collection[Path] = ()) -> None:
@@ -34,7 +34,7 @@ class StorageCheck:
         self._looking = threading.Lock()
 
     def problem(self) -> str:
-        """Return why something cannot be written, in a sentence, as of the last look; empty: it can."""
+        """Return a sentence why storage was not writable at the last check; empty if it was."""
         if time.monotonic() - self._looked_at >= PERIOD_S and self._looking.acquire(blocking=False):
             look = threading.Thread(target=self._look, name="storage", daemon=True)
             look.start()
@@ -54,7 +54,7 @@ class StorageCheck:
 
     def _found(self) -> str:
         for folder in sorted(self._folders):
-            with suppress(OSError):  # one that is gone fails the write
+            with suppress(OSError):  # Ignore a missing folder here: the write below fails.
                 if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
                     return f"the disk of {folder} is full ({free / 1024:.0f} KiB are left): free some space"
         try:

@@ -1,4 +1,4 @@
-"""What HTTP asks of every route: bodies within their limit, answers that clients can read, and HEAD."""
+"""HTTP handling for all routes: size limits of bodies, early answers that clients can read, and HEAD."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import Refused
 from .settings import MIB
 
-BODY_WAIT_S = 30.0  # The longest pause within a body that is being sent.
-SMALL_BODY = 1 << 16  # bytes that are read before an early answer, so that the connection can be used again
-# How much of a body is read and dropped behind an early answer: in all, and at most so long without a part of it.
+BODY_WAIT_S = 30.0  # Longest pause between two parts of a request's body.
+# Bodies up to this size are read to their end before an early answer, so that the connection can be reused.
+SMALL_BODY = 1 << 16
+# Limits on reading the rest of a body after an early answer: total bytes, total seconds, seconds without data.
 LINGER_BYTES, LINGER_S, LINGER_WAIT_S = 1 << 30, 30.0, 5.0
 EMPTY: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class TransportMiddleware:
-    """Limits bodies, lets clients read answers that come before a body's end, and keeps answers to HEAD empty.
+    """Limits the size of bodies, makes early answers readable for clients, and keeps answers to HEAD empty.
 
-    Most clients send a whole body before they read anything. A server that closes the connection meanwhile makes the
-    kernel reset it, and the client never sees the answer. So what still comes behind an early answer is read and
-    dropped, within bounds, and only then the connection is closed.
+    Most clients send the whole body before they read anything. If the server closes the connection before that, the
+    kernel resets it, and the client never sees the answer. So after an early answer the rest of the body is read and
+    dropped, up to LINGER_BYTES and LINGER_S, before the connection is closed.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -38,7 +39,8 @@ class TransportMiddleware:
 
         async def sending(message: Message) -> None:
             nonlocal is_ended
-            if is_ended:  # what a stream sends after HEAD was answered
+            # Drop what a stream still sends after a HEAD request was answered.
+            if is_ended:
                 return
             if message["type"] == "http.response.start":
                 if not body.is_over and not await body.drop_small():
@@ -57,7 +59,7 @@ class TransportMiddleware:
 
 
 class RequestBody:
-    """The body of a request as it comes: counted, whatever Content-Length says, and dropped where nobody wants it."""
+    """A request's body while it arrives: counts its bytes regardless of Content-Length and drops an unread rest."""
 
     def __init__(self, headers: Headers, receive: Receive, max_bytes: int) -> None:
         self._receive, self._max_bytes, self._n_received = receive, max_bytes, 0
@@ -72,7 +74,7 @@ class RequestBody:
         Raises: Refused: the body is too large, or stops coming.
         """
         if self.is_over:
-            return await self._receive()  # only the disconnect is still to come
+            return await self._receive()  # After the body, only the disconnect message can follow.
         try:
             message = await self._next(BODY_WAIT_S)
         except TimeoutError:
@@ -82,13 +84,13 @@ class RequestBody:
         return message
 
     async def drop_small(self) -> bool:
-        """Read the rest of a small body; return whether that was all of it."""
+        """Read the rest of a small body; return whether the body has ended."""
         if self._is_small:
             await self.drop()
         return self.is_over
 
     async def drop(self) -> None:
-        """Read and drop what is still to come, within bounds of bytes and time."""
+        """Read and drop the rest of the body, up to LINGER_BYTES and LINGER_S."""
         most = self._n_received + LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -103,6 +105,6 @@ class RequestBody:
 
 
 def too_large(max_bytes: int) -> Refused:
-    """Return the refusal of a body by its size."""
+    """Return the error for a body that is too large."""
     detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
     return Refused(413, "too-large", detail)

@@ -1,4 +1,4 @@
-"""Where the database is, how it is opened, its transactions and its clock, and what its errors say to a user."""
+"""Location and opening of the database, its transactions, its clock, and its errors as messages for users."""
 
 from __future__ import annotations
 
@@ -28,25 +28,28 @@ from ..core.errors import InvalidInput, StoreError, StoreUnavailable, SwiftoptEr
 
 T = TypeVar("T")
 
-WAL_TRIES, WAL_PAUSE_S = 100, 0.02  # Tries to switch a new file's journal while another process uses it.
-LOCK_WAIT_S = 30  # seconds that a SQLite write waits for another process's write
+# Attempts to switch a new file to WAL mode while another process holds its lock, and seconds between them.
+WAL_TRIES, WAL_PAUSE_S = 100, 0.02
+LOCK_WAIT_S = 30  # Longest wait of a SQLite write for another process's write, in seconds.
 
-GAVE_WAY = ("40001", "40P01")  # PostgreSQL's codes of a transaction given up for another: serialization, deadlock
+# SQLSTATE codes with which PostgreSQL aborts a transaction in favour of another: serialization failure, deadlock.
+GAVE_WAY = ("40001", "40P01")
 
-# Of libpq, where the URL does not say otherwise: a server that vanished is noticed before a job's lease runs out.
+# libpq options that apply unless the URL sets them. Their timeouts detect a vanished server before a job's lease
+# expires.
 POSTGRES_OPTIONS: dict[str, int | str] = {
-    "connect_timeout": 5,  # s
-    "keepalives_idle": 5,  # s
-    "keepalives_interval": 5,  # s
+    "connect_timeout": 5,  # Seconds.
+    "keepalives_idle": 5,  # Seconds.
+    "keepalives_interval": 5,  # Seconds.
     "keepalives_count": 2,
-    "tcp_user_timeout": 15_000,  # ms
-    # Limits how long a process that was frozen in a write keeps its locks.
-    "options": "-c idle_in_transaction_session_timeout=15000",  # ms
+    "tcp_user_timeout": 15_000,  # Milliseconds.
+    # Ends the transaction of a process that is suspended during a write, which would keep its locks otherwise.
+    "options": "-c idle_in_transaction_session_timeout=15000",  # Milliseconds.
 }
 
 UNREACHABLE = "cannot be reached: check that its server runs, and the host and port in its URL"
 
-# What a driver's message contains, in lower case -> the advice for the user.
+# Maps patterns in a driver's error message (in lower case) to the advice for the user.
 ADVICE = {
     "readonly database": "is read-only: give yourself permission to write it, or choose another with --db",
     "disk is full|no space left": "cannot grow because the disk is full: free some space",
@@ -65,10 +68,11 @@ ADVICE = {
     "read-only transaction": "is a copy that takes no writes: use the primary server's URL",
 }
 
-# What drivers say of values that they do not take: PostgreSQL no NUL and no name of kilobytes, SQLite nothing huge.
+# Matches driver errors about values that cannot be stored: a NUL character, a number out of range, a name too long for
+# an index, or a huge string.
 UNSTORABLE = r"\bnul \(0x00\)|integer out of range|bigint out of range|index row size|string or blob too big"
 
-# The same for errors that are temporary.
+# As ADVICE, but for temporary errors, which are raised as StoreUnavailable.
 PASSING = {
     "database is locked": "stays locked by another process: wait until that one is done, or end it",
     "too many (clients|connections)|connection slots are reserved|queuepool limit": (
@@ -105,7 +109,7 @@ def shown(url: str) -> str:
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError):
-        return "(unreadable URL)"  # it may hold a password
+        return "(unreadable URL)"  # Do not show the URL: it may contain a password.
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         return parsed.database
     return safe_url(url)
@@ -113,7 +117,7 @@ def shown(url: str) -> str:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turn what the database driver raises into one sentence.
+    """Translate errors of the database driver into ours, with a message of one sentence.
 
     Raises: StoreUnavailable: the database cannot be reached or is locked just now. StoreError: it cannot be used.
         InvalidInput: it does not take a text or number that it was given.
@@ -122,7 +126,8 @@ def store_errors(url: str) -> Iterator[None]:
         yield
     except SQLAlchemyError as error:
         raise _translated(error, url) from error
-    except (UnicodeEncodeError, OverflowError) as error:  # of a driver, before it asks the database
+    # Raised by the driver when it encodes a value, before it sends the statement.
+    except (UnicodeEncodeError, OverflowError) as error:
         raise _unstorable(error) from error
 
 
@@ -162,7 +167,7 @@ def connect(url: str) -> Engine:
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
-            warnings.simplefilter("error", SAWarning)  # an option that the driver does not know
+            warnings.simplefilter("error", SAWarning)  # SQLAlchemy only warns about unknown options.
             engine = create_engine(parsed, connect_args=wait, json_serializer=json_text, json_deserializer=json_of)
     except SAWarning as error:
         options = ", ".join(sorted(parsed.query))
@@ -171,7 +176,7 @@ def connect(url: str) -> Engine:
         raise StoreError(
             f"the database {shown(url)} needs the package {error.name!r}, which is missing: install it with pip"
         ) from error
-    except (SQLAlchemyError, ValueError) as error:  # ValueError: a port that is no number
+    except (SQLAlchemyError, ValueError) as error:  # ValueError: the port is not a number.
         raise _unreadable(url) from error
     event.listen(engine, "connect", _set_pragmas)
     event.listen(engine, "begin", _begin)
@@ -180,7 +185,7 @@ def connect(url: str) -> Engine:
 
 @contextmanager
 def connected(url: str) -> Iterator[Connection]:
-    """Open one connection, for a question or two, and close it again.
+    """Open one connection for a few queries, and close it afterwards.
 
     Raises: StoreError: as `connect` and `store_errors` do.
     """
@@ -193,7 +198,7 @@ def connected(url: str) -> Iterator[Connection]:
 
 
 def exists(url: str) -> bool:
-    """Return whether opening the database would not create it; a server's database is taken to be there.
+    """Return whether the database exists already; for a database server, assume that it does.
 
     Raises: StoreError: the URL cannot be read.
     """
@@ -206,7 +211,7 @@ def exists(url: str) -> bool:
 
 
 def json_text(value: Any) -> str:
-    """Encode JSON that every database takes: a number that is not finite becomes null."""
+    """Encode as JSON that every database accepts: infinite numbers and NaN become null."""
     try:
         return json.dumps(value, allow_nan=False, default=dict)
     except ValueError:
@@ -214,7 +219,7 @@ def json_text(value: Any) -> str:
 
 
 def json_of(text: str) -> Any:
-    """Decode JSON; a text that is none is returned, so that only the record of its row fails (SQLite takes any)."""
+    """Decode JSON. Invalid JSON, which SQLite accepts, is returned as text, so that only its own record fails."""
     try:
         return json.loads(text)
     except ValueError:
@@ -265,9 +270,11 @@ def _make_folder(url: URL) -> None:
 
 
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # else the driver begins transactions itself, late, and never for a read
+    # Stop the driver from beginning transactions itself, which it does only at the first write. `_begin` begins them.
+    connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys=ON")
-    for _ in range(WAL_TRIES):  # the driver's `timeout`, which is busy_timeout, does not hold for this lock
+    # SQLite's busy_timeout does not apply to the lock for changing the journal mode, so retry here.
+    for _ in range(WAL_TRIES):
         if connection.execute("PRAGMA journal_mode").fetchone() != ("delete",):
             return
         try:
@@ -276,11 +283,12 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
             if "locked" not in str(error):
                 raise
             time.sleep(WAL_PAUSE_S)
-    # Another process kept writing. The next connection sets it; without it writes are only slower.
+    # Another process kept the file locked. The next connection tries again; without WAL, writes are only slower.
 
 
 def _begin(connection: Connection) -> None:
-    # A write takes SQLite's lock at once: upgrading a read lock later fails without waiting when another has written.
+    # A write transaction takes SQLite's write lock when it begins: upgrading a read lock later fails without waiting if
+    # another process has written meanwhile.
     options: dict[str, Any] = dict(connection.get_execution_options())
     connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("swiftopt_writes") else "BEGIN")
 
@@ -289,7 +297,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _met_another(error: BaseException) -> bool:
-    """Return whether a write failed because of another one: both created a row, or each waited for the other's."""
+    """Return whether a write failed because of a concurrent one: both inserted the same row, or they deadlocked."""
     gave_way = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) in GAVE_WAY
     return gave_way or isinstance(error, IntegrityError | StaleDataError)
 
@@ -297,7 +305,8 @@ def _met_another(error: BaseException) -> bool:
 WRITE_TRIES = Retrying(
     retry=retry_if_exception(_met_another),
     stop=stop_after_attempt(4),
-    wait=wait_random(0, 0.02),  # s: two that conflicted must not conflict again
+    # Seconds; random, so that two conflicting transactions do not conflict again.
+    wait=wait_random(0, 0.02),
     reraise=True,
 )
 
@@ -330,7 +339,7 @@ class Transactions:
             return work(session)
 
     def write(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in one transaction, again if another one created the same row meanwhile (PostgreSQL only)."""
+        """Run `work` in one transaction; retry it after a conflict with another one (PostgreSQL only)."""
         with store_errors(self.url):
             answer: T = WRITE_TRIES(self._write_once, work)
             return answer
@@ -341,7 +350,7 @@ class Transactions:
 
 
 def insert(session: Session, table: type[Any]) -> Any:
-    """Return an INSERT that may say what to do ON CONFLICT, which each kind of database has as its own."""
+    """Return the database dialect's own INSERT, which supports ON CONFLICT."""
     dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
     return dialect.insert(table)
 

@@ -1,4 +1,4 @@
-"""The job table: what front doors read, what a running attempt writes, events, streams, counters over all jobs."""
+"""The jobs in the database: reads for API and commands, writes of running attempts, events, streams and counters."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from .tables import (
     to_row,
 )
 
-MOST_HELD_OUT = 64  # turns of prompts behind a verdict that are shown
+# Most held-out completions that `evidence` returns for a verdict.
+MOST_HELD_OUT = 64
 KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
-# --- what front doors read; `get`, `events` and `outputs` raise NotFound, which names the nearest job ---
+# --- reads for API and commands; `get`, `events` and `outputs` raise NotFound, which names the nearest job ---
 
 
 def get(session: Session, job: str) -> Job:
@@ -55,14 +56,14 @@ def get(session: Session, job: str) -> Job:
 
 
 def latest(session: Session, state: JobState | None = None, limit: int = 100, offset: int = 0) -> list[Job]:
-    """Return the newest jobs first, behind `offset` of them."""
+    """Return jobs, newest first, without the first `offset`."""
     query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit).offset(offset)
     query = query if state is None else query.where(JobRow.state == state)
     return to_jobs(session, session.scalars(query).all())
 
 
 def events(session: Session, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-    """Return what the job reported behind event number `after`, oldest first."""
+    """Return the job's events with numbers above `after`, oldest first."""
     find(session, job)
     query = select(EventRow).where(EventRow.job_id == job, EventRow.id > after).order_by(EventRow.id).limit(limit)
     return [to_record(JobEvent, row) for row in session.scalars(query)]
@@ -110,7 +111,7 @@ def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None
     if not mine:
         return None, []
     at, finished = mine[-1]
-    # A task's held-out prompts are decoded last, right before its end.
+    # A task's held-out prompts are decoded last, so their events come directly before its TaskFinished.
     before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(PromptFinished))
     rows = session.scalars(before.where(EventRow.id < at).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
     prompts = [event for event in map(_event, rows) if isinstance(event, PromptFinished)]
@@ -123,15 +124,16 @@ def states(session: Session) -> dict[str, int]:
     return {state: n for state, n in session.execute(query)}
 
 
-# --- rows ---
+# --- job rows ---
 
 
 def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
-    """Return the job's row; `locked` keeps other transactions from changing it.
+    """Return the job's row; `locked`: with a row lock against concurrent changes.
 
     Raises: NotFound: no such job; it names the nearest.
     """
-    plain = job.isascii() and job.isprintable()  # else PostgreSQL, or the driver, does not take it as a text
+    # Job ids are printable ASCII. PostgreSQL or its driver refuses some other texts, such as NUL.
+    plain = job.isascii() and job.isprintable()
     row = session.get(JobRow, job, with_for_update=True if locked else None) if plain else None
     if row is None:
         newest_ids = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
@@ -142,14 +144,14 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
 
 
 def at_attempt(lease: Lease, state: JobState = "running") -> ColumnElement[bool]:
-    """Match the job's row as long as that attempt is its latest, in that state."""
+    """Match the job's row if the lease's attempt is its latest, and the job is in this state."""
     return and_(JobRow.id == lease.job, JobRow.attempt == lease.attempt, JobRow.state == state)
 
 
 def change(
     session: Session, lease: Lease, expected: JobState = "running", **values: object
 ) -> Row[Wanted | None] | None:
-    """Change the job, if it is at that attempt and in that state, and return what it is to do; None: it is not."""
+    """Update the job if it is in this attempt and state, and return its `wanted`; None: it is not, nothing changed."""
     mine = update(JobRow).where(at_attempt(lease, expected)).values(**values).returning(JobRow.wanted)
     return session.execute(mine.execution_options(synchronize_session=False)).one_or_none()
 
@@ -161,14 +163,14 @@ def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
     n_outputs = {job: n for job, n in session.execute(query)}
     sets: dict[str, list[LayerSetRecord]] = {}
     for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
-        with suppress(StoreError):  # A row that cannot be read must not hide every job.
+        with suppress(StoreError):  # Leave out an unreadable layer set, so that the jobs can still be listed.
             sets.setdefault(str(row.job), []).append(layer_set_record(row))
     plans = _plans_in_use(session, [record for task_records in sets.values() for record in task_records])
     return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, []), plans) for row in found]
 
 
 def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[LookedUp, PlanInUse]:
-    """Return what look-ups find for the tasks of layer sets, where these were tuned."""
+    """Return the plans that look-ups find for the layer sets' models and tasks, on the devices they were tuned on."""
     plans_found: dict[LookedUp, PlanInUse] = {}
     for key in map(_looked_up, sets):
         if key not in plans_found:
@@ -179,7 +181,7 @@ def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[Look
 
 
 class LookedUp(NamedTuple):
-    """What a command that decodes a task asks a look-up for."""
+    """The arguments of a look-up for decoding a task."""
 
     model: str
     task: str
@@ -192,7 +194,7 @@ def _looked_up(record: LayerSetRecord) -> LookedUp:
 
 
 def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: Mapping[LookedUp, PlanInUse]) -> Job:
-    """Return the job of a row; one that cannot be read shows as failed, so that a list of jobs does not end at it."""
+    """Return the job of a row. An unreadable row becomes a failed job, so that jobs can still be listed."""
     shown: dict[str, Any] = {"state": row.state, "request": row.request, "error": row.error}
     try:
         check(row)
@@ -222,7 +224,7 @@ def check(row: JobRow, snapshot: object = None) -> None:
 
 
 def storable(text: str) -> str:
-    """Return the text as every database takes it: without NUL and halves of surrogate pairs."""
+    """Return the text with NUL and lone surrogates escaped, which not every database can store."""
     return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
 
 
@@ -242,20 +244,20 @@ def _event(row: EventRow) -> Event:
 
 
 def save_stream(session: Session, sha256: str, lines: str) -> None:
-    """Keep a stream as JSON Lines, once per content."""
+    """Store a stream as JSON Lines, unless the same content is stored already."""
     if session.get(StreamRow, sha256) is None:
         session.add(StreamRow(sha256=sha256, lines=lines, created_at=now()))
 
 
 def stream(session: Session, sha256: str) -> str | None:
-    """Return a kept stream as JSON Lines; None if there is none of that content."""
+    """Return a stored stream as JSON Lines; None if no stream has this SHA-256."""
     return session.scalar(select(StreamRow.lines).where(StreamRow.sha256 == sha256))
 
 
-# --- what a running attempt writes, in transactions that its lease opens
+# --- writes of a running attempt, allowed only while it holds its lease
 #
-# `lease_s` are the seconds until the renewed lease runs out. Raises, in every function: LeaseLost: the attempt was
-# replaced, or the job has ended or was cancelled; nothing is written.
+# `lease_s`: seconds after which the renewed lease expires. Every function raises LeaseLost, and writes nothing, if the
+# attempt was replaced, or the job has ended or was cancelled.
 
 
 def renew(
@@ -265,7 +267,7 @@ def renew(
     events: Sequence[Event] = (),
     progress: Mapping[str, Any] | None = None,
 ) -> Wanted | None:
-    """Show that the attempt is alive, and return what the job is asked to do.
+    """Renew the attempt's lease, and return what the job is asked to do.
 
     `events` that bring nothing to go on from, such as the loading of a model, are added; others see `progress`.
     """
@@ -276,7 +278,7 @@ def renew(
 
 
 def peek(session: Session, lease: Lease) -> Wanted | None:
-    """Return what the job is asked to do, without a renewal."""
+    """Return what the job is asked to do, without renewing the lease."""
     return _mine(session, lease).wanted
 
 
@@ -289,7 +291,7 @@ def checkpoint(
     snapshot: Mapping[str, Any] | None,
     progress: Mapping[str, Any] | None = None,
 ) -> Wanted | None:
-    """Renew, and add events with their trials and completions, and where to go on from: all or nothing.
+    """Renew the lease and store events, their trials and completions, and the snapshot, in one transaction.
 
     `number` counts the job's checkpoints with this one. One that was written before changes nothing: a client whose
     connection breaks in a commit does not know whether it was written, and tries again.
@@ -301,7 +303,8 @@ def checkpoint(
     verb_now = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
     model = storable(str(mapping(row.request).get("model", "")))
     counts = [count for event in events for count in _keep(session, lease.job, model, event)]
-    add_counts(session, counts)  # in one go: its order keeps two checkpoints from waiting for each other
+    # Add all counts in one call, which sorts them: two concurrent checkpoints cannot deadlock.
+    add_counts(session, counts)
     return verb_now
 
 
@@ -338,7 +341,7 @@ def finish_task(
 def _hold(
     session: Session, lease_s: float, lease: Lease, progress: Mapping[str, Any] | None = None, **values: Any
 ) -> Wanted | None:
-    """Renew the lease and change what the attempt may change; what the job is asked to do."""
+    """Renew the lease and update the job's row; return what the job is asked to do."""
     if progress is not None:
         values["progress"] = dict(progress)
     changed = change(session, lease, lease_until=clock_s() + lease_s, **values)
@@ -360,7 +363,7 @@ def _lost(lease: Lease) -> LeaseLost:
 
 
 def _keep(session: Session, job: str, model: str, event: Event) -> list[Count]:
-    """Add the event with its trials or completion, and return what it adds to the counters."""
+    """Store the event with its trials or completion, and return the counts to add to the counters."""
     row = report(session, job, event)
     if isinstance(event, TrialsDone):
         session.add_all(to_row(TrialRow, trial, job_id=job, task=event.task) for trial in event.trials)
@@ -374,7 +377,7 @@ def _keep(session: Session, job: str, model: str, event: Event) -> list[Count]:
     return []
 
 
-# --- counters, in SQL because the processes that count live no longer than a job ---
+# --- metrics counters, kept in the database because worker processes end with their job ---
 
 
 class Count(NamedTuple):
@@ -388,12 +391,12 @@ class Count(NamedTuple):
 
 
 def count(session: Session, name: str, label: str) -> None:
-    """Add 1 to a counter of no model."""
+    """Add 1 to a counter that is not split by model."""
     add_counts(session, [Count(name, label=label)])
 
 
 def add_counts(session: Session, counts: Iterable[Count]) -> None:
-    """Add to counters, in an order that keeps two transactions from waiting for each other."""
+    """Add to counters, sorted, so that concurrent transactions cannot deadlock."""
     sums: dict[tuple[str, str, str, str], float] = {}
     for entry in counts:
         sums[entry[:4]] = sums.get(entry[:4], 0.0) + entry.value
@@ -411,7 +414,7 @@ def counts(session: Session) -> list[Count]:
 
 
 def _completion_counts(model: str, task: str, completion: Completion) -> list[Count]:
-    """Return what a completion adds: rounds that drafted, draft and accepted tokens, and those by position."""
+    """Return a completion's counts: rounds with drafts, drafted and accepted tokens, and accepted ones by position."""
     if not completion.drafted:
         return []
     per_position = completion.accepted_per_position

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from alembic.operations import Operations
 
 FIRST = "0.1.0"
-STEPS: Mapping[str, Callable[[Operations], None]] = {}  # Oldest first; the first schema has no step.
+# Migration steps by the schema that they lead to, oldest first. The first schema needs no step.
+STEPS: Mapping[str, Callable[[Operations], None]] = {}
 REVISIONS = (FIRST, *STEPS)
 HEAD = REVISIONS[-1]
-UNRELEASED = "00"  # How the names of the schemas before 0.1.0 begin: 0001_layer_sets to 0011_figures_of_plans.
-LOCK_KEY = 0x5317F7  # The key of the advisory lock that a migration holds in PostgreSQL.
+# Prefix of the names of schemas before release 0.1.0: 0001_layer_sets to 0011_figures_of_plans.
+UNRELEASED = "00"
+# Key of the PostgreSQL advisory lock held during a migration.
+LOCK_KEY = 0x5317F7
 
 
 def upgrade(connection: Connection, stored: str, steps: Mapping[str, Callable[[Operations], None]] = STEPS) -> None:
@@ -46,7 +49,7 @@ def upgrade(connection: Connection, stored: str, steps: Mapping[str, Callable[[O
 class SchemaState:
     """A database's schema; `revision` is None for an empty one, or a file that does not exist."""
 
-    database: str  # as errors show it: no password
+    database: str  # Database URL without its password, for errors.
     revision: str | None
     head: str = HEAD
 
@@ -57,7 +60,7 @@ class SchemaState:
 
     @property
     def refusal(self) -> StoreError | None:
-        """Return why no step leads from this schema to the newest; None where one does, or the database is empty."""
+        """Return the error if this schema cannot be migrated to the newest; None if it can, or is empty."""
         if self.revision is None or self.revision in REVISIONS:
             return None
         if self.revision.startswith(UNRELEASED):
@@ -112,7 +115,8 @@ def _bring(engine: Engine, url: str) -> None:
     with writing(engine).begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
-        stored_version = revision(connection)  # again, now that no other process can do the same
+        # Read again under the lock: another process may have migrated meanwhile.
+        stored_version = revision(connection)
         if refusal := SchemaState(shown(url), stored_version).refusal:
             raise refusal
         if stored_version is None:

@@ -1,4 +1,4 @@
-"""Models and their names, and models known only from imported sets until the real one is loaded."""
+"""Models and their names, including models known only from imported layer sets until the model is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_model(session: Session, model: str) -> ModelRow | None:
 
 
 def known_model(session: Session, model: str, its: str) -> ModelRow:
-    """Return the model of a name or a fingerprint, for what is stored of it.
+    """Return the loaded model with a name or fingerprint.
 
     Raises: StoreError: no such model was ever loaded.
     """
@@ -33,7 +33,7 @@ def known_model(session: Session, model: str, its: str) -> ModelRow:
 
 
 def of(table: type[OfTask], model: ModelRow | None, task: str) -> ColumnElement[bool]:
-    """Match the rows of a model and task; none where there is no model."""
+    """Match the rows of a model and task; no rows if the model is None."""
     return and_(table.model_id == (model.id if model else None), table.task == task)
 
 
@@ -79,7 +79,8 @@ def names_of(session: Session) -> dict[int, list[str]]:
 
 def list_names(session: Session) -> list[str]:
     """Return every name that a model can be looked up by, sorted."""
-    return sorted(session.scalars(select(NameRow.name)))  # a server's collation may order them otherwise
+    # Sort here: the order of a database server depends on its collation.
+    return sorted(session.scalars(select(NameRow.name)))
 
 
 def remember(session: Session, info: ModelInfo) -> None:
@@ -89,14 +90,16 @@ def remember(session: Session, info: ModelInfo) -> None:
     """
     row, mistaken = by_fingerprint(session, info.fingerprint), None
     if row is not None and row.n_layers != info.n_layers:
-        # Only an imported file can have said so. The loaded model is right: that file's sets belong to something else.
+        # A different number of layers can only come from an imported file. Trust the loaded model: the layer sets in
+        # the file belong to another model.
         row.fingerprint, mistaken, row = None, row, None
         session.flush()
     for name in info.names:
         row = _adopt(session, row, by_name(session, name), info.fingerprint, info.n_layers)
     row = row or _new_model(session, info.fingerprint, info.n_layers)
     row.architecture, row.n_parameters = info.architecture, info.n_parameters
-    if mistaken is not None:  # what was trained for the fingerprint was trained on the loaded model
+    # Heads and probes stored under this fingerprint were trained on the loaded model, so keep them with it.
+    if mistaken is not None:
         session.execute(update(LearnedRow).where(LearnedRow.model_id == mistaken.id).values(model_id=row.id))
     for name in info.names:
         session.merge(NameRow(name=name, model_id=row.id))
@@ -120,14 +123,14 @@ def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
         row = _adopt(session, row, named, fingerprint, n_layers)
     row = row or _new_model(session, fingerprint, n_layers)
     if named is None:
-        # An insert, not a merge: it must fail, and the write be retried, if another process added the name meanwhile.
+        # Insert, do not merge: if another process has added the name, the insert fails and the write is retried.
         session.add(NameRow(name=record.model, model_id=row.id))
     lock(session, row)
     return row
 
 
 def lock(session: Session, row: ModelRow) -> None:
-    """Let no other transaction number versions or move aliases of the model (SQLite locks the whole file instead)."""
+    """Lock the model's row against concurrent new versions and alias moves (SQLite locks the whole file instead)."""
     session.flush()
     session.execute(select(ModelRow.id).where(ModelRow.id == row.id).with_for_update())
 
@@ -142,7 +145,7 @@ def _new_model(session: Session, fingerprint: str | None, n_layers: int) -> Mode
 def _adopt(
     session: Session, row: ModelRow | None, found: ModelRow | None, fingerprint: str, n_layers: int
 ) -> ModelRow | None:
-    """Let the model `row`, or a new one, take over `found`, where that is only imported and of the same depth."""
+    """Merge `found` into `row` (None: give it the fingerprint) if it is only imported and has as many layers."""
     if found is None or found.fingerprint is not None or found.n_layers != n_layers:
         return row
     if row is None:
@@ -153,7 +156,7 @@ def _adopt(
 
 
 def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
-    """Give an imported model's sets and plans to the real one, numbered after those that it has."""
+    """Move an imported model's layer sets and plans to the loaded model, with version numbers after its own."""
     lock(session, into)
     for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == imported.id).distinct()).all():
         n_taken = next_version(session, PlanRow, into, task) - 1

@@ -37,14 +37,16 @@ from .tables import (
 
 logger = logging.getLogger(__name__)
 
-N_KNOWN = 100  # the newest sets of a model that are compared with a text
+# Most stored layer sets, newest first, that a search compares with a text.
+N_KNOWN = 100
 
-# Which moves of an alias no rollback has taken back. Of many only the few that are wanted are read, with their plans.
+# Selects the ids of an alias's moves that no rollback has undone. `_whole` then reads only the wanted rows, with their
+# plans.
 _MOVE, _UNDOING = aliased(MoveRow), aliased(MoveRow)
 _STANDING = (
     select(_MOVE.id)
     .where(_MOVE.model_id == bindparam("model_id"), _MOVE.task == bindparam("task"), _MOVE.alias == bindparam("alias"))
-    # Plain "is null" has SQLite read all moves there are, by the index of that column.
+    # With a plain `IS NULL`, SQLite would use this column's index and scan the moves of all models.
     .where(func.coalesce(_MOVE.undoes_id, 0) == 0)
     .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == _MOVE.id).exists())
 )
@@ -56,14 +58,14 @@ def _whole(found: Select[int]) -> Select[MoveRow]:
     return select(MoveRow).where(MoveRow.id.in_(found)).order_by(MoveRow.id.desc())
 
 
-# Built once: a look-up spends more time on putting its statements together than the database on answering them.
+# Built once: SQLAlchemy takes longer to build these statements than the database takes to run them.
 LATEST = _whole(_STANDING.order_by(_NEWEST).limit(2))
 LATEST_HERE = _whole(
     _STANDING.where(_MOVE.device.is_not_distinct_from(_DEVICE), _MOVE.dtype.is_not_distinct_from(_DTYPE))
     .order_by(_NEWEST)
     .limit(1)
 )
-# The newest of the right device and dtype, else of the device, else of the dtype, else of all.
+# Prefers the newest move for the same device and dtype, then for the device, then for the dtype, then any.
 _DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _DTYPE, 0), else_=1))
 NEAREST = _whole(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
 
@@ -106,7 +108,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         created_at=record.created_at or now(),
     )
     row = added(session, set_row)
-    # The plan shares the record's measurement.
+    # The plan gets the same measured figures as the layer set.
     plan = to_row(
         PlanRow,
         record,
@@ -120,7 +122,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
 
 
 def layer_set_of(session: Session, model: str, task: str, version: int) -> LayerSetRecord:
-    """Return the layer set that a version was stored with or, where a comparison made it, decodes with."""
+    """Return the layer set stored with a version or, for a version made by a comparison, the one that its plan uses."""
     plan = plan_of(session, model, task, version)
     if plan.layer_set is not None:
         return layer_set_record(plan.layer_set)
@@ -137,7 +139,7 @@ def list_layer_sets(session: Session, model: str | None = None, task: str | None
 
 
 def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
-    """Return the newest layer sets of a model, of any task, with the place of each one's text; the newest first.
+    """Return a model's newest layer sets for all tasks, with the mean hidden state of their prompts; newest first.
 
     Rows that cannot be read are left out, with a warning.
     """
@@ -149,7 +151,7 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
             with reading(LayerSetRow, row.id):
                 state = unpacked(row.prompt_state or b"")
             sets_found.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
-        except StoreError as error:  # Searches do without it.
+        except StoreError as error:  # A search can do without an unreadable layer set.
             words = "layer set=skipped model=%s version=%d task=%s reason=%r"
             logger.warning(words, fingerprint, row.version, row.task, str(error))
     return sets_found
@@ -204,8 +206,10 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
     """
     rows = session.scalars(newest(session, PlanRow, model, task)).unique().all()
     names = names_of(session)
-    moves = session.scalars(newest(session, MoveRow, model, task).options(lazyload(MoveRow.plan))).all()  # among `rows`
-    made_at = {move.plan_id: move.created_at for move in moves}  # newest first: the first move of each remains
+    # Do not load the moves' plans: `rows` contains them already.
+    moves = session.scalars(newest(session, MoveRow, model, task).options(lazyload(MoveRow.plan))).all()
+    # Moves are newest first, so the dict keeps the date of each plan's oldest move.
+    made_at = {move.plan_id: move.created_at for move in moves}
     best = _best_for(moves)
     versions_found = []
     for row in rows:
@@ -223,7 +227,7 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
 
 
 def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
-    """Return by plan where and since when its usual alias means it; `moves` newest first."""
+    """Return, by plan id, for which device and dtype its usual alias means it, and since when; `moves` newest first."""
     undone = {move.undoes_id for move in moves}
     best_by_version: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
     seen = set()
@@ -292,7 +296,7 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
 
 
 def alias_moves(session: Session, model: str, task: str, alias: str = "best") -> list[AliasMove]:
-    """Return what the alias has come to mean, newest first."""
+    """Return the history of the alias, newest move first."""
     its = newest(session, MoveRow, model, task).where(MoveRow.alias == alias).options(lazyload(MoveRow.plan))
     moves = session.execute(its.join(MoveRow.plan).add_columns(PlanRow.version)).all()
     undone = {move.undoes_id for move, _ in moves}
@@ -312,7 +316,7 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
 
 
 def offer(session: Session, plan: PlanRow) -> None:
-    """Let `best` mean a tuned plan, unless it means one of another method, of this device and dtype, that is faster."""
+    """Move `best` to a tuned plan, unless a faster plan of another method holds it for this device and dtype."""
     lock(session, plan.owner)
     here = _moves(session, LATEST_HERE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype)
     if not here or not _beats(here[0].plan, plan):
@@ -325,7 +329,7 @@ def has_best(session: Session, plan: PlanRow) -> bool:
 
 
 def _beats(current: PlanRow, new: PlanRow) -> bool:
-    """Return whether the verdict of the current plan is "use", and the new one is not known to be as fast."""
+    """Return whether the current plan has the verdict "use" and the new plan is not measured to be as fast."""
     if current.method == new.method or current.verdict != "use":
         return False
     return new.verdict != "use" or (current.measured_speedup or 0.0) > (new.measured_speedup or 0.0)
@@ -334,13 +338,13 @@ def _beats(current: PlanRow, new: PlanRow) -> bool:
 def _moves(
     session: Session, wanted: Select[MoveRow], model: ModelRow | None, task: str, alias: str, **where: str | None
 ) -> list[MoveRow]:
-    """Return the moves that one of the statements above selects."""
+    """Return the alias moves selected by one of the statements at the top of this file."""
     asked = {"model_id": model.id if model else None, "task": task, "alias": alias, **where}
     return list(session.scalars(wanted, asked))
 
 
 def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
-    """Describe how the answer differs from the question; None: it does not."""
+    """Describe how the plan found differs from what was asked for; None if it does not."""
     parts = ["model default"] if found.task != task else []
     if device not in (None, found.device) or dtype not in (None, found.dtype):
         where = " ".join(part for part in (found.device, found.dtype) if part)
@@ -361,7 +365,7 @@ def _move_row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveR
     )
 
 
-# --- versions ---
+# --- helpers for versions and stored sets ---
 
 
 def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: ModelRow | None, task: str) -> list[int]:
@@ -369,7 +373,7 @@ def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: Model
 
 
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
-    """Return the stored row of a record; its task need not be the plan's, for a look-up may have fallen back."""
+    """Return the stored row of a record. Its task may differ from the plan's, as a look-up may have fallen back."""
     its = of(LayerSetRow, model, record.task)
     set_row = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
     if set_row is None:

@@ -32,7 +32,7 @@ from .tables import (
 COMPARISON = ("id", "model", "task", "device", "dtype", "created_at", "report")
 
 
-# --- heads and probes; what is not stored raises LearnedNotFound, which names what is, and the command that trains ---
+# --- heads and probes; reads raise LearnedNotFound, which lists what is stored and names the training command ---
 
 
 def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> LearnedRecord:
@@ -96,7 +96,8 @@ def weights_of(session: Session, record: LearnedRecord) -> bytes:
 def _not_found(session: Session, model: str, task: str, kind: LearnedKind, version: int | None) -> LearnedNotFound:
     what = kind if version is None else f"version {version} of {kind}"
     learned_records = list_learned(session, model, None, kind)
-    if (row := by_fingerprint(session, model)) is not None:  # which is no name that a command takes
+    # Commands do not accept a fingerprint, so the advice must use the model's name.
+    if (row := by_fingerprint(session, model)) is not None:
         model = next(iter(names_of(session).get(row.id, ())), model)
     stored = ", ".join(f"{one.task} version {one.version}" for one in learned_records) or "nothing"
     verb = "is" if kind == "probe" or version is not None else "are"
@@ -146,7 +147,7 @@ def list_comparisons(
 def save_cost_profile(session: Session, profile: CostProfile) -> None:
     """Store measured costs in place of those of the same model, device, dtype and context bucket.
 
-    Those of a better quality stay, unless other software computed them.
+    Stored costs of better quality are kept, unless other software measured them.
     """
     same = {name: getattr(profile, name) for name in ("device", "dtype", "context_bucket", "n_layers")}
     if any(not profile.may_replace(other) for other in list_cost_profiles(session, profile.fingerprint, **same)):
@@ -176,7 +177,7 @@ def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **wh
 
 
 class Tried(NamedTuple):
-    """A trial's figures; its layer set as the database has it, to be read only where it is wanted.
+    """A trial's figures, with the layer set as stored JSON text that is parsed on demand.
 
     A page shows few of 10,000 trials: to make records of all takes several times as long as to read them so.
     """
@@ -195,7 +196,7 @@ class Tried(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what is equal for equal layer sets."""
+        """Return a key that is equal for equal layer sets."""
         return self.skip_attn, self.skip_mlp, self.quantised
 
     @property
@@ -210,8 +211,9 @@ class Tried(NamedTuple):
 
 
 def list_tried(session: Session, job: str, task: str) -> list[Tried]:
-    """Return a job's trials for a task in step order, with their figures alone."""
-    table = TrialRow.__table__.c  # not the row's attributes: the mapper would take as long as the database
+    """Return a job's trials for a task in step order, without parsing their layer sets."""
+    # Select columns, not ORM objects: building the objects would take as long as the query.
+    table = TrialRow.__table__.c
     texts = ("skip_attn", "skip_mlp", "quantised")
     columns = [cast(table[name], Text) if name in texts else table[name] for name in Tried._fields]
     mine = table.job_id == job, table.task == task

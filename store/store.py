@@ -17,12 +17,13 @@ from .migrations import SchemaState, connect_at_head, revision
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LEASE_S = 20.0
-PROBE_BYTES = 1 << 15  # eight pages of SQLite
+LEASE_S = 20.0  # Default seconds without a renewal after which an attempt counts as lost.
+# Bytes written by `check_writable`: eight pages of SQLite, so that a full disk is noticed.
+PROBE_BYTES = 1 << 15
 
 
 def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
-    """Make a method of a function of a session that writes nothing."""
+    """Wrap a read-only function of a session as a method that runs it in a transaction."""
 
     @wraps(work)
     def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -32,7 +33,7 @@ def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Tr
 
 
 def writes(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
-    """Make a method of a function of a session that writes, all or nothing."""
+    """Wrap a function of a session that writes as a method that runs it in one transaction."""
 
     @wraps(work)
     def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,7 +43,7 @@ def writes(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[T
 
 
 def renews(work: Callable[Concatenate[Session, float, P], T]) -> Callable[Concatenate[Jobs, P], T]:
-    """Make a method of a function that writes for an attempt and renews its lease, by so many seconds."""
+    """Wrap a function that writes for an attempt as a method that also renews its lease, for `lease_s` seconds."""
 
     @wraps(work)
     def method(self: Jobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,7 +60,7 @@ class Jobs(Transactions):
 
     lease_s = LEASE_S
 
-    # front doors
+    # Methods for the API and commands.
     submit = writes(transitions.submit)
     act = writes(transitions.act)
     get = reads(jobs.get)
@@ -74,7 +75,7 @@ class Jobs(Transactions):
     counts = reads(jobs.counts)
     states = reads(jobs.states)
 
-    # delivery
+    # Methods for the delivery of jobs to workers.
     due = reads(transitions.due)
     redeliver = writes(transitions.redeliver)
     lock = writes(transitions.take_lock)
@@ -86,7 +87,7 @@ class Jobs(Transactions):
         """End every attempt whose lease ran out: its job is queued again, or has failed."""
         return [lost for lease, worker in self._expired() if (lost := self._expire(lease, worker))]
 
-    # a running attempt
+    # Methods for a worker that runs an attempt.
     begin_here = renews(transitions.begin_here)
     claim = renews(transitions.claim)
     renew = renews(jobs.renew)
@@ -119,7 +120,7 @@ class Store(Transactions):
         return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
 
     def check_writable(self) -> None:
-        """Write to the database, so much that it grows for a moment.
+        """Check that the database can be written, with a write large enough to make its file grow.
 
         Raises: StoreError: it takes no writes.
         """

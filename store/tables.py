@@ -1,4 +1,4 @@
-"""The tables, and core's records as their rows and back, matched by the names of fields; rows never leave the store.
+"""The database tables, and the conversion of core's records to rows and back by field names; rows stay in the store.
 
 Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too). A field that
 has a column of its name needs no line behind the tables.
@@ -41,14 +41,14 @@ UNFINISHED_SQL = "state IN ('queued', 'running', 'paused')"
 
 
 class Base(DeclarativeBase):
-    """Holds the metadata; timestamps are text, UTC, ISO 8601."""
+    """Base of all tables; timestamps are ISO 8601 text in UTC."""
 
     metadata = MetaData(naming_convention=NAMING)
     type_annotation_map = {float: Double}  # noqa: RUF012  (SQLAlchemy reads it)
 
 
 class SchemaRow(Base):
-    """The name of the database's schema, in one row; Optuna would take a table `alembic_version` for its own."""
+    """The database's schema version, in one row. Not named `alembic_version`: Optuna would take that for its own."""
 
     __tablename__ = "swiftopt_alembic_version"
 
@@ -97,9 +97,9 @@ class JobRow(Base):
 
     __tablename__ = "swiftopt_jobs"
     __table_args__ = (
-        Index(None, "created_at", "id"),  # as they are listed
+        Index(None, "created_at", "id"),  # Index for listing jobs in order of creation.
         Index(None, "state", "created_at", "id"),
-        # two unfinished jobs never have the same fingerprint, whoever submits them at the same moment
+        # Prevents two unfinished jobs with the same fingerprint, even if they are submitted at the same moment.
         Index(
             "uq_swiftopt_jobs_fingerprint",
             "fingerprint",
@@ -117,7 +117,7 @@ class JobRow(Base):
     fingerprint: Mapped[str | None]
     idempotency_key: Mapped[str | None]
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
-    stream: Mapped[str | None]  # the sha256 of a StreamRow
+    stream: Mapped[str | None]  # SHA-256 of the StreamRow that holds the job's prompts.
     n_prompts: Mapped[int] = mapped_column(server_default="0")
     attempt: Mapped[int] = mapped_column(server_default="1")
     worker: Mapped[str | None]
@@ -127,7 +127,7 @@ class JobRow(Base):
     n_checkpoints: Mapped[int] = mapped_column(server_default="0")
     n_checkpoints_before: Mapped[int] = mapped_column(server_default="0")
     n_fruitless: Mapped[int] = mapped_column(server_default="0")
-    # as large as a megabyte, and read by an attempt that begins alone
+    # Loaded on demand: up to a megabyte, and only an attempt that begins needs it.
     snapshot: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     error: Mapped[str | None]
@@ -150,12 +150,12 @@ class EventRow(Base):
 
 
 class OutputRow(Base):
-    """A finished completion: the event that brought it. A prompt, or a turn of one, has one completion and no more."""
+    """A finished completion, with the event that reported it. Each prompt, or turn of a prompt, has at most one."""
 
     __tablename__ = "swiftopt_outputs"
 
     job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id), primary_key=True)
-    place: Mapped[int] = mapped_column(primary_key=True)  # of the prompt in the stream, from 0
+    place: Mapped[int] = mapped_column(primary_key=True)  # Index of the prompt in the stream, from 0.
     prompt_id: Mapped[str] = mapped_column(primary_key=True)
     event_id: Mapped[int] = mapped_column(ForeignKey(EventRow.id))
 
@@ -173,7 +173,7 @@ class CounterRow(Base):
 
 
 class LockRow(Base):
-    """A lock on what one process at a time may do: its owner, and its end (seconds since 1970, database clock)."""
+    """A lock for work that only one process may do: its owner and its end (seconds since 1970, database clock)."""
 
     __tablename__ = "swiftopt_locks"
 
@@ -183,7 +183,7 @@ class LockRow(Base):
 
 
 class OfTask:
-    """Columns of what is stored for a model and task."""
+    """Columns shared by everything that is stored for a model and task."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     model_id: Mapped[int] = mapped_column(ForeignKey("swiftopt_models.id"))
@@ -224,7 +224,7 @@ class LayerSetRow(OfTask, Measured, Base):
     created_at: Mapped[str]
     job: Mapped[str | None] = mapped_column("job_id", ForeignKey(JobRow.id), index=True)
     evidence: Mapped[list[list[float]]] = mapped_column(JSON)
-    prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # no look-up reads it
+    prompt_state: Mapped[bytes | None] = mapped_column(deferred=True)  # Loaded on demand: no look-up needs it.
 
     owner: Mapped[ModelRow] = relationship(lazy="joined", innerjoin="unnested")  # type: ignore[arg-type]
 
@@ -251,7 +251,7 @@ class LearnedRow(OfTask, Base):
 
 
 class WeightsRow(Base):
-    """The bytes of a safetensors file, apart from what lists read."""
+    """The bytes of a safetensors file, in a table of their own so that lists do not load them."""
 
     __tablename__ = "swiftopt_learned_weights"
 
@@ -294,7 +294,7 @@ class MoveRow(OfTask, Base):
 
 
 class ComparisonRow(OfTask, Base):
-    """What `compare` measured, side by side; `model` is the name that it was given."""
+    """The report of a `compare` run; `model` is the name that it was given."""
 
     __tablename__ = "swiftopt_comparisons"
     __table_args__ = (Index(None, "model_id", "task"),)
@@ -357,7 +357,7 @@ class TrialRow(Base):
     seconds: Mapped[float]
 
 
-# --- records as rows and back
+# --- conversion between records and rows
 
 Row = TypeVar("Row", bound=Base)
 Record = TypeVar("Record")
@@ -375,7 +375,7 @@ def to_row(table: type[Row], record: Any, **others: Any) -> Row:
 
 @contextmanager
 def reading(table: type[Base], key: object) -> Iterator[None]:
-    """Guard the making of a record from the row with that key: what fails is told in one sentence that names the row.
+    """Turn any error while a record is made from the row with this key into one that names the row.
 
     Raises: StoreError: the row was changed by hand, or by a newer swiftopt.
     """
@@ -408,7 +408,7 @@ def mapping(column: object) -> Mapping[str, Any]:
 
 
 def added(session: Session, row: Row) -> Row:
-    """Add a row and return it as a reader will get it: JSON has no tuples."""
+    """Add a row and return it as later reads will see it: with lists instead of tuples in JSON columns."""
     session.add(row)
     session.flush()
     session.refresh(row)
@@ -416,7 +416,7 @@ def added(session: Session, row: Row) -> Row:
 
 
 def _tuples(value: Any) -> Any:
-    """Undo what JSON does to a tuple."""
+    """Turn JSON lists back into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""Every change of a job's state: from submission to a worker and back, its end, and what people ask of it.
+"""All state changes of jobs: submission, delivery to workers, attempts and their end, and the users' verbs.
 
 An attempt's change is one UPDATE that names the state and attempt it expects, or is made on the locked row; one that
 matches no row came too late.
@@ -25,11 +25,12 @@ from .jobs import at_attempt, change, check, count, find, report, save_stream, s
 from .results import trials_by_task
 from .tables import UNFINISHED_SQL, JobRow, LockRow, added, mapping, to_row
 
-MAX_FRUITLESS = 3  # attempts in a row that ended without a new checkpoint, after which a job has failed
+# Consecutive attempts without a new checkpoint after which a job fails.
+MAX_FRUITLESS = 3
 BACKOFF_S, MAX_BACKOFF_S = (
     2.0,
     60.0,
-)  # The wait after the first failed attempt, doubled for each further one, and the longest.
+)  # Seconds until a job is retried after its first failed attempt (doubled after each further one), and the maximum.
 RAN_OUT = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
 
 
@@ -59,7 +60,7 @@ def submit(session: Session, spec: JobSpec) -> tuple[Job, bool]:
 
 
 def _known(session: Session, spec: JobSpec) -> JobRow | None:
-    """Return the job that was submitted under the same key, or is unfinished and does the same."""
+    """Return the job with the same idempotency key, or an unfinished one with the same fingerprint."""
     if spec.idempotency_key is not None:
         job_row = session.scalar(select(JobRow).where(JobRow.idempotency_key == spec.idempotency_key))
         if job_row is not None:
@@ -76,14 +77,15 @@ def _known(session: Session, spec: JobSpec) -> JobRow | None:
 
 
 def _same_unfinished(fingerprint: str) -> ColumnElement[bool]:
-    """Match the job, not yet ended, of a fingerprint: in the words of its index, which SQLite uses for no others."""
+    """Match the unfinished job with a fingerprint. SQLite uses the partial index only for the same SQL condition."""
     return and_(JobRow.fingerprint == fingerprint, text(UNFINISHED_SQL))
 
 
 def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) -> JobRow:
     if spec.stream is not None and spec.lines is not None:
         save_stream(session, spec.stream, spec.lines)
-    created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")  # jobs are listed by it
+    # In milliseconds, because jobs are listed in the order of this time.
+    created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     columns |= {"id": secrets.token_hex(6), "state": state, "attempt": 1, "due_at": clock_s(), "created_at": created_at}
     row = added(session, to_row(JobRow, spec, **columns))
     report(session, row.id, StateChanged(state, 1))
@@ -91,14 +93,14 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
 
 
 def due(session: Session) -> list[Delivery]:
-    """Return the queued attempts whose time has come, oldest first."""
+    """Return the queued attempts that are due, oldest first."""
     query = select(JobRow.id, JobRow.attempt, JobRow.queue).where(JobRow.state == "queued", JobRow.due_at <= clock_s())
     due_rows = session.execute(query.order_by(JobRow.due_at, JobRow.id))
     return [Delivery(job, attempt, queue) for job, attempt, queue in due_rows if queue is not None]
 
 
 def redeliver(session: Session, lost: Delivery) -> Delivery | None:
-    """Begin a new attempt in place of one that the queue has lost; None if a worker has it."""
+    """Start a new attempt in place of one that the queue lost; None if a worker has taken it already."""
     if change(session, lost, "queued", attempt=lost.attempt + 1) is None:
         return None
     count(session, "reconciled", "redelivered")
@@ -112,7 +114,7 @@ def expired(session: Session) -> list[tuple[Lease, str | None]]:
 
 
 class LostAttempt(NamedTuple):
-    """An attempt whose lease ran out, and the state that its job is in therefore."""
+    """An attempt whose lease ran out, and the new state of its job."""
 
     lease: Lease
     state: JobState
@@ -140,7 +142,7 @@ def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
 
 
 def held_locks(session: Session, prefix: str) -> list[str]:
-    """Return the names of the locks that somebody holds and that begin so."""
+    """Return the names of the currently held locks that begin with `prefix`."""
     query = select(LockRow.name).where(LockRow.name.startswith(prefix, autoescape=True), LockRow.until >= clock_s())
     return list(session.scalars(query))
 
@@ -252,7 +254,7 @@ def _locked(session: Session, lease: Lease) -> JobRow | None:
     return session.scalar(select(JobRow).where(at_attempt(lease)).with_for_update())
 
 
-# --- what people ask ---
+# --- verbs: pause, resume, stop, cancel, retry ---
 
 
 def act(session: Session, job: str, verb: Verb) -> Job:
@@ -295,7 +297,8 @@ def _stop(session: Session, row: JobRow) -> None:
     if row.state != "running" and not row.n_checkpoints:
         _refuse(row, "stopped", "it has found nothing yet, cancel it instead")
     row.wanted = "stop"
-    if row.state == "paused":  # a worker puts the best set so far together
+    # Queue the paused job once more: a worker must build the result from the best sets so far.
+    if row.state == "paused":
         _queue(session, row, "to be stopped")
 
 
@@ -316,7 +319,7 @@ def _retry(session: Session, row: JobRow) -> None:
         _refuse(row, "retried", "submit it again to tune anew")
     if row.queue is None and row.stream is None and row.kind == "tune":
         _refuse(row, "retried", "its prompts were not stored, run it again")
-    # a local run had no fingerprint: from now on it is a job like those that were submitted
+    # A local run has no fingerprint. On a retry it becomes a queued job, which needs one.
     fingerprint = row.fingerprint or _spec(row).fingerprint
     other = session.scalar(select(JobRow.id).where(_same_unfinished(fingerprint)))
     if other is not None:
@@ -332,7 +335,7 @@ def _spec(row: JobRow) -> JobSpec:
 
 
 def _queue(session: Session, row: JobRow, why: str, delay_s: float = 0.0) -> None:
-    """Let the next attempt be taken, so many seconds from now."""
+    """Queue the job's next attempt, to be taken in `delay_s` seconds or later."""
     row.attempt += 1
     row.lease_until, row.due_at = None, clock_s() + delay_s
     _enter(session, row, "queued", why)

@@ -1,1 +1,1 @@
-"""What a command or a job runs: generate, tune, compare, train, and what methods need for it."""
+"""The work behind commands and jobs: generate, tune, compare, train, and preparing what methods need."""

@@ -1,6 +1,6 @@
-"""What is refused before a tuning job is queued or run: all of which files and settings tell that it cannot succeed.
+"""Checks of a tuning job before it is queued or run: refuse jobs whose files or settings cannot work.
 
-It needs neither torch nor the network. The CLI, the API, the dashboard and workers ask it, so that each says the same.
+The checks need neither torch nor the network. The CLI, the API, the dashboard and workers share them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..optimizer.strategies import strategy_info
 
 
 def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: bool = False) -> None:
-    """Refuse a job that no worker could bring to an end.
+    """Refuse a job that no worker could complete.
 
     Args:   elsewhere: workers may be on other machines, with files that are not on this one.
     Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting does not fit the
@@ -43,7 +43,7 @@ def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: boo
 
 
 def _check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:
-    """Raises: SettingsError: completions are too short for a search: no longer than the context window."""
+    """Raises: SettingsError: completions are no longer than the context window, too short for a search."""
     window = request.settings.context_window
     longest = max(prompt.max_new_tokens or request.max_new_tokens for prompt in prompts)
     if request.settings.optimise and longest <= window:

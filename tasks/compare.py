@@ -1,4 +1,4 @@
-"""Compare methods on one stream: find or make their parts, run them by turns, and make the best one the task's plan."""
+"""Compare methods on one stream: prepare their parts, run them alternately, and make the best one the task's plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .report import SCHEMA, Figures, Interleaved, OnRun, Runs, by_ratio, decoder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One method of the comparison, or a peer where `method` is None; `error`: why it cannot run at all."""
+    """A method of the comparison, or a peer (`method` is None). `error` says why it cannot run."""
 
     name: str
     method: Method | None = None
@@ -44,8 +44,8 @@ class Entry:
 class Comparison:
     """Compare methods, from loading to the report.
 
-    Args: others: prompts that are not compared, for brief searches and trainings; without any these use the compared
-          ones. on_plain: gets the seconds that plain decoding takes for the first prompt, before anything is made.
+    Args: others: further prompts for brief searches and trainings, which otherwise use the compared prompts.
+          on_plain: called with plain decoding's seconds for the first prompt, before any part is made.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Comparison:
         check_judges(self.prompts)
         self.task = request.task or task_of(self.prompts)
         self.measure = measure_of(self.prompts)
-        self._quality: dict[tuple[str, str], float] = {}  # by question and answer
+        self._quality: dict[tuple[str, str], float] = {}  # Scores of judged answers, by (prompt, answer).
 
     def run(self) -> dict[str, Any]:
         """Return the object that `swiftopt compare --json` prints; `interrupted` if Ctrl-C came while methods ran.
@@ -104,7 +104,7 @@ class Comparison:
         return with_plan(report, rows, used, session.runtime.info.fingerprint, keep)
 
     def _known(self, entry: Entry) -> Figures:
-        """Return the entry's row with what is known without its runs; call it after them, for memory they allocated."""
+        """Return the entry's row without timings; call it after the runs, to include the memory they allocated."""
         if entry.name in PEERS:
             size = self.draft.info.n_parameters if entry.name == "hf-assisted" and self.draft is not None else 0
             return Figures(entry.name, PEERS[entry.name], extra_parameters=size)
@@ -119,7 +119,7 @@ class Comparison:
         return replace(row, extra_parameters=trained + drafting, extra_bytes=n_bytes)
 
     def _row(self, entry: Entry, runs: Mapping[str, Runs], finished: bool) -> Figures:
-        """Return the entry's row, without perplexities if Ctrl-C came: they take time."""
+        """Return the entry's row; after Ctrl-C without perplexities, which take time to compute."""
         row_so_far = self._known(entry)
         if entry.error is not None:
             return row_so_far.missing(len(self.prompts), entry.error)
@@ -130,7 +130,7 @@ class Comparison:
             runs[BASE],
             len(self.prompts),
             self._nll if finished else None,
-            # when sampling, a ratio test draws other tokens from the seed than plain decoding
+            # When sampling, ratio-test verifiers draw different tokens than plain decoding does with the same seed.
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and method_info(entry.name).predicts_early,
             samples=self.request.samples,
@@ -143,9 +143,9 @@ class Comparison:
         return row
 
     def _costs_of(self, runs: Runs) -> CostProfile | None:
-        """Return what passes with the layer sets of the runs cost, measured where it is not stored; None: without any.
+        """Return the costs of passes with the runs' layer sets, measured if not stored; None if no run has one.
 
-        Runs whose drafter estimates its own costs need none.
+        Runs whose drafter estimates its own costs are left out.
         """
         done = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
         sets = {
@@ -158,7 +158,7 @@ class Comparison:
         return stored_costs(runtime, store, self.n_positions, self.on_step, formats) if sets else None
 
     def _scores(self, runs: Runs) -> dict[int, float]:
-        """Return the quality of each answer, by the prompt's number; equal answers are judged once."""
+        """Return prompt number -> quality of its answer; equal answers are judged once."""
         scores = {}
         for number, run in runs.by_prompt.items():
             prompt = self.prompts[number]
@@ -208,14 +208,14 @@ def first_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def sampled(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
-    """Return each prompt `n` times, with seeds of their own."""
+    """Return each prompt `n` times, each copy with its own seed."""
     return [
         replace(prompt, id=f"{prompt.id}~{i}" if i else prompt.id, sample=i) for prompt in prompts for i in range(n)
     ]
 
 
 def task_of(prompts: Sequence[Prompt]) -> str:
-    """Return the task of the prompts; the default one where they have several."""
+    """Return the prompts' common task, or the default task if they have several."""
     tasks = {prompt.task for prompt in prompts}
     return tasks.pop() if len(tasks) == 1 else DEFAULT_TASK
 
@@ -243,7 +243,7 @@ def open_models(
 
 
 def enter(name: str, recipes: MakingRecipes, given: Mapping[str, Any]) -> Entry:
-    """Build a method; the `given` settings replace its defaults, or those stored with its layer set."""
+    """Build a method. The `given` settings override its defaults or the settings stored with its layer set."""
     if name in PEERS:
         return Entry(name)
     try:

@@ -26,7 +26,7 @@ from ..store import Store
 from .job import ModelTurn
 from .recipes import Recipe, Recipes, opened
 
-MOST_PLANNED = 64  # A planner keeps the methods of so many tasks.
+MOST_PLANNED = 64  # Tasks whose decoding methods a planner keeps in memory.
 
 
 def generate(
@@ -35,7 +35,7 @@ def generate(
     store: Store | None,
     on_step: OnStep = no_step,
 ) -> Iterator[Shown]:
-    """Decode the prompts, `request.concurrency` at a time; yield text as it grows, and each finished turn.
+    """Decode the prompts, `request.concurrency` at a time; yield new text, and each finished turn.
 
     Raises: ContextOverflow: a chat's later turn does not fit the context; all other prompts were decoded before.
             LayerSetNotFound, LearnedNotFound: a method was asked for, and what it needs is neither stored nor given.
@@ -61,7 +61,7 @@ def generate(
 
 
 def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: Prompt, **options: Any) -> Work[None]:
-    """Decode one prompt by its task's plan; reports `TextAdded` and, per turn, `Generated`, too."""
+    """Decode one prompt by its task's plan; also report `TextAdded`, and `Generated` after each turn."""
     method, info = planned
     text = GrowingText(session, prompt)
 
@@ -76,7 +76,7 @@ def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: P
 
 
 class Planner:
-    """Choose and build the method of each task once: the request's, else the stored plan's; threads may share it.
+    """Choose and build each task's method once: the request's, else the stored plan's. Thread-safe.
 
     Args: version: of the plan, whatever its verdict; None: the `best` one, if its verdict is "use". turn: see
           `stored_costs`.
@@ -98,18 +98,18 @@ class Planner:
         self._adaptive: Planner | None = None
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
-        """Return the method for a task and where it came from."""
+        """Return the method for a task and its origin."""
         if (planned := self._planned.get(task)) is None:
             with self._planning:
                 planned = self._planned[task] = self._planned.get(task) or self._plan(task)
-        # The task goes to the end of the order of use; those used least recently are dropped.
+        # Move the task to the end of the dict, then drop the least recently used tasks.
         self._planned[task] = self._planned.pop(task, planned)
         for other in list(self._planned)[:-MOST_PLANNED]:
             self._planned.pop(other, None)
         return planned
 
     def refresh(self) -> None:
-        """Forget the plans that look-ups no longer find, and the tasks without one; any thread may.
+        """Forget plans that look-ups no longer find, and tasks without a plan. Thread-safe.
 
         Raises: StoreError: the database is away.
         """
@@ -119,7 +119,7 @@ class Planner:
                 self._planned.pop(task, None)
 
     def drafting_for(self, task: str) -> Method:
-        """Return the method for a task; adaptive drafts where nothing is stored that can be used here."""
+        """Return the method for a task: adaptive drafts if no stored plan can be used here."""
         method, info = self.plan_for(task)
         if not info.note:
             return method
@@ -144,7 +144,8 @@ class Planner:
             return PLAIN, replace(info, method="plain", why_plain=_why_not(task, stored))
         try:
             return self._build(plan, self._recipe(task, plan)), info
-        except (InvalidInput, NotFound) as error:  # For example, its draft model is not on this machine.
+        except (InvalidInput, NotFound) as error:
+            # The plan's parts may be missing here, for example a draft model that is not on this machine.
             if self.version is not None:
                 raise
             note = f"the stored plan cannot be used here: {error}"
@@ -152,7 +153,7 @@ class Planner:
             return PLAIN, replace(info, method="plain", record=None, note=note, why_plain=why)
 
     def _requested(self, name: str, task: str, stored: FoundPlan | None) -> tuple[Method, GenerateInfo]:
-        """Build a method by name, from the stored plan if that has the same method."""
+        """Build a method by name; use the stored plan's parts if it has the same method."""
         same = stored if stored is not None and stored.plan.method == name else None
         plan = Plan(name, self.request.layer_set) if same is None else same.plan
         recipe = self._recipe(task, plan)
@@ -207,7 +208,7 @@ def _why_not(task: str, stored: FoundPlan) -> WhyPlain:
 
 
 class GrowingText:
-    """Turn tokens into text as they come; hold back what a later token could change or a stop string cut."""
+    """Turn tokens into text incrementally; hold back text that later tokens may change or a stop string may cut."""
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
         self._to_text, self._min_new_tokens = session.to_text, session.min_new_tokens
@@ -217,13 +218,14 @@ class GrowingText:
     def _start(self) -> None:
         self._token_ids: list[int] = []
         self._text = ""
-        self._from = self._read = self._n_shown = 0  # Tokens.
-        self._shown = 0  # Characters.
+        # Token positions: start and end of the last decoded window; tokens sent.
+        self._from = self._read = self._n_shown = 0
+        self._shown = 0  # Count of characters that were shown.
         self._logprobs: tuple[TokenLogprob, ...] = ()
         self._traced: tuple[TracedToken, ...] = ()
 
     def grown(self, event: Prefilled | Round) -> Iterator[TextAdded]:
-        """Yield the text that an event's tokens complete, if they do."""
+        """Yield the text that an event's tokens complete, if any."""
         self._logprobs += event.logprobs
         self._traced += event.traced
         of_prompt = event.prompt_logprobs if isinstance(event, Prefilled) else ()
@@ -231,8 +233,9 @@ class GrowingText:
             yield self._added(text, of_prompt)
 
     def ended(self, completion: Completion) -> Iterator[TextAdded]:
-        """Yield the rest of the completion's text and tokens, if there are any; the next tokens begin another one."""
-        if (text := self._new(completion.text)) or self._logprobs:  # A stop token has no text.
+        """Yield the rest of the completion's text and tokens, if any. The next token begins a new completion."""
+        # A final stop token adds no text, but its log probability still has to be sent.
+        if (text := self._new(completion.text)) or self._logprobs:
             yield self._added(text)
         self._start()
 
@@ -245,9 +248,10 @@ class GrowingText:
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that they complete."""
         self._token_ids += token_ids
-        # Only the newest tokens are decoded, behind some that were before: a token's text can depend on its neighbour.
+        # Decode the newest tokens together with a few earlier ones: a token's text can depend on the one before.
         before, text = (self._to_text(self._token_ids[self._from : end]) for end in (self._read, None))
-        if len(text) <= len(before) or text.endswith("\ufffd"):  # The last character is not complete.
+        # Wait for more tokens: the last character is still incomplete.
+        if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
         self._text += text[len(before) :]
         self._from, self._read = self._read, len(self._token_ids)

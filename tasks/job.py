@@ -1,4 +1,4 @@
-"""What a task needs to run as a job: its description, its lease, and patience with the database."""
+"""Support for tasks that run as jobs: job descriptions, lease renewal, and retries during database outages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
 from ..store import Jobs
 
-PEEK_S = 1.0  # between two reads of the job's verb
-RENEW_S = 5.0  # between two renewals
-GRACE_S = 0.5  # Work has so long to notice that its lease is lost; then the process ends.
-PATIENCE_S = 600.0  # An attempt waits so long, then ends with the error; its job continues elsewhere.
+PEEK_S = 1.0  # Seconds between two reads of the verb (pause, stop, ...) that users asked for.
+RENEW_S = 5.0  # Seconds between two renewals of the lease.
+GRACE_S = 0.5  # Seconds for the work to stop after its lease was lost, before the process is killed.
+# Longest wait for an unreachable database. After it the attempt fails and another worker continues the job.
+PATIENCE_S = 600.0
 LONGEST_WAIT_S = 5.0
 
-ModelTurn = Callable[[], AbstractContextManager[None]]  # Within it the calling thread alone computes with the model.
+ModelTurn = Callable[[], AbstractContextManager[None]]  # Context in which only the calling thread may run the model.
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Paused(Exception):
 class LeaseKeeper:
     """Renew a lease in a thread; a context manager around the work.
 
-    `wanted` is the verb that the job was sent, `lost` whether the attempt was replaced or its job has ended. With
-    `fatal` the process ends GRACE_S after that, whatever it is doing: another one uses the device.
+    `wanted` is the latest verb sent to the job. `lost` is set once the attempt was replaced or its job has ended; with
+    `fatal` the process is then killed after GRACE_S, because another process may use the device.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, *, fatal: bool) -> None:
@@ -78,7 +79,8 @@ class LeaseKeeper:
             except LeaseLost:
                 self.lost = True
                 break
-            except StoreError as error:  # the lease may run out, but nobody can take the job without the database
+            except StoreError as error:
+                # Keep working: without the database no other worker can take the job either.
                 logger.warning("lease=not renewed job=%s reason=%r", self._lease.job, str(error))
         if self.lost and self._fatal and not self._done.wait(GRACE_S):
             log_state(self._lease, state_without_lease(self._jobs, self._lease))
@@ -86,7 +88,7 @@ class LeaseKeeper:
 
 
 def state_without_lease(jobs: Jobs, lease: Lease) -> str:
-    """Return what took an attempt's lease, as its state in the log."""
+    """Return the state to log for an attempt whose lease was lost."""
     with suppress(SwiftoptError):
         if jobs.get(lease.job).state == "cancelled":
             return "cancelled"
@@ -94,9 +96,9 @@ def state_without_lease(jobs: Jobs, lease: Lease) -> str:
 
 
 def log_state(lease: Lease, state: str, error: BaseException | str = "", reason: str = "", **more: object) -> None:
-    """Log the state of a job at an attempt: one line of key=value, and the traceback of an error of no sentence.
+    """Log the state of a job at an attempt: a line of key=value, and the traceback of an unexpected error.
 
-    Args:   error: its class is named; a text is its name. more: further values, by their keys.
+    Args:   error: logged by its class name, or as it is if it is a text. more: further key=value pairs.
     """
     values = {"job": lease.job, "attempt": lease.attempt, "state": state, **more}
     if error:
@@ -108,9 +110,9 @@ def log_state(lease: Lease, state: str, error: BaseException | str = "", reason:
 
 
 def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """Call `work`, again while the database cannot be reached.
+    """Call `work`, and retry it while the database cannot be reached.
 
-    Raises: StoreUnavailable: it stayed away.
+    Raises: StoreUnavailable: the database stayed unreachable for `patience_s`.
     """
 
     def log(state: RetryCallState) -> None:
@@ -130,9 +132,9 @@ def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
 def tune_spec(
     request: TuneRequest, prompts: Sequence[Prompt], queue: str | None, idempotency_key: str | None = None
 ) -> JobSpec:
-    """Describe a tuning job for the store: the request, and the prompts themselves, so that no worker reads a file.
+    """Describe a tuning job for the store: the request with its prompts, so that workers read no stream file.
 
-    A model's path that is here is made whole, for workers in other folders.
+    A model's local path is made absolute, for workers in other folders.
     """
     if os.path.exists(path := os.path.expanduser(request.model)):
         request = replace(request, model=os.path.abspath(path))

@@ -13,13 +13,13 @@ import sys
 MEMORY = 2**30
 NOBODY = 65534
 NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000
-NO_NEW_PRIVILEGES = 38  # An option of prctl.
-CREATE_RULESET, RESTRICT_SELF = 444, 446  # system calls of Landlock
-CHANGES = 0b1111111110010  # its rights to write, remove and make files, of its first version
+NO_NEW_PRIVILEGES = 38  # PR_SET_NO_NEW_PRIVS of prctl(2).
+CREATE_RULESET, RESTRICT_SELF = 444, 446  # System call numbers of landlock_create_ruleset and landlock_restrict_self.
+CHANGES = 0b1111111110010  # Landlock access rights (ABI version 1) to write, remove and create files.
 
 
 def confine(seconds: int) -> None:
-    """Give up every right that a program of functions and assertions does not need."""
+    """Drop every privilege that a program of functions and assertions does not need."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.getuid() == 0:
         libc.unshare(NEW_NETWORK | NEW_IPC)
@@ -30,7 +30,8 @@ def confine(seconds: int) -> None:
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     rules = struct.pack("Q", CHANGES)
     ruleset = libc.syscall(CREATE_RULESET, rules, len(rules), 0)
-    if ruleset >= 0:  # without a rule, nothing of it is allowed anywhere
+    # A ruleset without rules denies the rights in CHANGES on every path. A negative result means: no Landlock.
+    if ruleset >= 0:
         libc.syscall(RESTRICT_SELF, ruleset, 0)
     for limit, most in (
         (resource.RLIMIT_AS, MEMORY),

@@ -1,4 +1,4 @@
-"""What a comparison measures beside time: energy, extra memory, and the output's perplexity and quality.
+"""What a comparison measures besides time: energy, extra memory, and the output's perplexity and quality.
 
 Energy comes from the machine's own counters, NVML for an NVIDIA GPU and RAPL for the processor, or is not measured.
 Quality is a data set's own measure: code is run, numbers, words and summaries are compared with a reference.
@@ -34,7 +34,7 @@ from ..models.rows import Rows
 from ..models.runtime import Runtime
 
 POWERCAP = Path("/sys/class/powercap")
-ROWS = 64  # tokens per pass of `nll`, so that the logits of a large vocabulary stay small
+ROWS = 64  # Tokens per forward pass of `nll`: bounds the memory of logits for large vocabularies.
 
 MEASURES: Mapping[Judge, str] = {
     "code": "pass@1",
@@ -42,21 +42,21 @@ MEASURES: Mapping[Judge, str] = {
     "match": "exact match",
     "summary": "ROUGE-2",
 }
-PROGRAM_S = 10  # The time limit of a program.
+PROGRAM_S = 10  # Time limit of a judged program, in seconds.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A rising count of microjoules; with `span` it wraps to 0 after that value."""
+    """A rising count of microjoules that wraps to 0 after `span`, if given."""
 
     source: str
     read: Callable[[], int]
     span: int | None = None
 
     def between(self, before: int, after: int) -> int:
-        """Return the microjoules from one reading to the next."""
+        """Return the microjoules between two readings."""
         return after - before if after >= before or self.span is None else after + self.span - before
 
 
@@ -80,7 +80,7 @@ class EnergyMeter:
         return tuple(counter.read() for counter in self._counters)
 
     def joules_since(self, before: Sequence[int]) -> float | None:
-        """Return the joules of all counters together since that reading; None where there is no counter."""
+        """Return the joules of all counters since a reading; None if there is no counter."""
         if not self._counters:
             return None
         spent = (c.between(b, a) for c, b, a in zip(self._counters, before, self.read(), strict=True))
@@ -92,7 +92,7 @@ def rapl(root: Path) -> list[Counter]:
     domains = []
     for zone in sorted(root.glob("intel-rapl:*")):
         try:
-            # Zones below a package are part of it, and "psys" holds the packages: each joule counts once.
+            # Count only packages: their subzones are included in them, and "psys" includes the packages.
             if not (zone / "name").read_text().startswith("package"):
                 continue
             int((zone / "energy_uj").read_text())
@@ -104,7 +104,7 @@ def rapl(root: Path) -> list[Counter]:
 
 
 def nvml(index: int) -> list[Counter]:
-    """Return the energy counter of torch's GPU of that number; none on GPUs that lack it."""
+    """Return the energy counter of the GPU with torch's index; an empty result if the GPU has none."""
     library: Any = import_module("pynvml")
     try:
         library.nvmlInit()
@@ -116,12 +116,12 @@ def nvml(index: int) -> list[Counter]:
 
 
 def extra_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -> int:
-    """Return the bytes that the method takes beyond plain decoding's: its tensors, and slots for keys and values.
+    """Return a method's memory beyond plain decoding's in bytes: its tensors and extra KV slots.
 
     Tensors are those it refers to beyond the target's own: heads, stacks, a draft model. Quantised copies belong to the
     target, for all methods to share; they count for each method that runs them.
 
-    Args: n_positions: of prompt and completion together. room: tokens of the completion.
+    Args: n_positions: tokens of prompt and completion. room: tokens of the completion.
     """
     model_tensors = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
     held: dict[int, int] = {}
@@ -181,13 +181,13 @@ def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -
 
 
 def measure_of(prompts: Sequence[Prompt]) -> str | None:
-    """Return the name of the measure that judges answers to the prompts; None where not all have the same one."""
+    """Return the name of the quality measure for the prompts; None unless all prompts have the same one."""
     judges = {prompt.reference.get("judge") for prompt in prompts}
     return MEASURES[judges.pop()] if len(judges) == 1 and None not in judges else None  # type: ignore[index]
 
 
 def check_judges(prompts: Sequence[Prompt]) -> None:
-    """Raises: SettingsError: a library that judges the prompts' answers is missing."""
+    """Raises: SettingsError: a library needed to judge the prompts' answers is missing."""
     if any(prompt.reference.get("judge") == "summary" for prompt in prompts):
         _rouge()
 
@@ -213,7 +213,7 @@ def quality(prompt: Prompt, text: str) -> float:
 
 
 def pass_at(k: int, n: int, n_passed: int) -> float:
-    """Return the chance that one of `k` samples passes, by `n` of which `n_passed` did (arXiv:2107.03374, Eq. 1)."""
+    """Estimate pass@k from `n` samples of which `n_passed` passed (arXiv:2107.03374, Eq. 1)."""
     return 1.0 - comb(n - n_passed, k) / comb(n, k)
 
 
@@ -234,7 +234,7 @@ def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
             return False
         finally:
             with suppress(ProcessLookupError):
-                killpg(child.pid, signal.SIGKILL)  # with whatever it started
+                killpg(child.pid, signal.SIGKILL)  # Kill the program and every process that it started.
     return child.returncode == 0 and output.decode(errors="replace").endswith(f"{mark}\n")
 
 

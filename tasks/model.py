@@ -35,8 +35,8 @@ from .generate import Planner, as_planned
 from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
-_n_tuned = 0  # Calls of `tune` that have ended.
-TURN_SHARE = 0.03  # Turns of other threads may take this share of the time spent decoding.
+_n_tuned = 0  # Completed calls of `tune` in this process.
+TURN_SHARE = 0.03  # Largest share of decoding time during which other threads may use the model.
 
 
 def load(
@@ -118,8 +118,8 @@ class Model(AbstractContextManager["Model"]):
     def __init__(self, name: str, runtime: Runtime, store: Store | None) -> None:
         self.name, self.runtime, self.store = name, runtime, store
         self._planners: dict[tuple[str | None, int | None], Planner] = {}
-        self.turn: ModelTurn = nullcontext  # Plans measure what they need in such a turn.
-        self._n_tuned = _n_tuned  # As it was when plans were looked up last.
+        self.turn: ModelTurn = nullcontext  # Context for planners to measure costs in.
+        self._n_tuned = _n_tuned  # Value of the module's _n_tuned at the last look-up of plans.
 
     def close(self) -> None:
         """Close the database."""
@@ -188,7 +188,7 @@ class Model(AbstractContextManager["Model"]):
             request = GenerateRequest(self.name, method=method)
             planner = Planner(request, self.runtime, self.store, version=version, turn=self.turn)
         planned = planner.plan_for(task)
-        # A planner is kept only when it has worked: a client may name any number of versions that do not exist.
+        # Keep a planner only after it succeeded: clients may name any number of versions that do not exist.
         self._planners.setdefault((method, version), planner)
         return planned
 
@@ -202,7 +202,7 @@ class Ticket:
     """A request of a live engine, as its caller sees it. Iterate over it for the text as it grows."""
 
     def __init__(self) -> None:
-        self._events: SimpleQueue[Shown | None] = SimpleQueue()  # None is the end.
+        self._events: SimpleQueue[Shown | None] = SimpleQueue()  # None marks the end.
         self._done = threading.Event()
         self.give_up: Callable[[], None] = lambda: None
         self.generated: list[Generated] = []
@@ -259,8 +259,10 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
-        self._turns: deque[tuple[Future[bool], threading.Event]] = deque()  # Whether a turn is granted, and its end.
-        self._decoded_s = self._given_s = 0.0  # The seconds of steps, and of turns while requests waited.
+        # Waiting threads: (future set once the thread may use the model, event set when it has finished).
+        self._turns: deque[tuple[Future[bool], threading.Event]] = deque()
+        # Seconds spent decoding, and seconds that requests waited while other threads used the model.
+        self._decoded_s = self._given_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -335,7 +337,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         try:
             while True:
                 while not self._inbox.empty() or not (self._requests or self._turns or self._closed):
-                    self._inbox.get()()  # waits while there is nothing to decode
+                    self._inbox.get()()  # Blocks while there is nothing to decode.
                 if self._closed:
                     return
                 if self._turns and (not self._requests or self._given_s <= TURN_SHARE * self._decoded_s):

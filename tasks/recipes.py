@@ -1,7 +1,7 @@
-"""The parts of methods for a task: look them up, or make briefly what a comparison finds missing.
+"""The parts that methods need for a task: look them up, or make missing ones quickly for a comparison.
 
 The costs of passes are measured once. Brief searches and trainings run outside a comparison's timing, within about a
-minute together, and what is stored of them is marked as brief. What only methods of wings need, wings make and read.
+minute together, and their stored results are marked as brief. Optional packages (wings) make parts that only they use.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from ..optimizer.search import Search
 from ..store import Store
 from .job import PATIENCE_S, ModelTurn, patiently
 
-TYPICAL_POSITIONS = 512  # Costs are measured at so many positions when no stream tells the length of texts.
+TYPICAL_POSITIONS = 512  # Context length in tokens at which costs are measured when no stream shows typical lengths.
 
-SWIFT_S = 10.0  # the time of a brief search
-SWIFT_STEPS = 100  # marks a set of a brief search in its stored settings
+SWIFT_S = 10.0  # Time limit of a brief search.
+# Step limit of a brief search. It is stored with the layer set, which tells brief searches from full ones.
+SWIFT_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The parts of one method, the stored records among them, and the settings that come with its layer set."""
+    """The parts of a method, including stored records, and the settings stored with its layer set."""
 
     parts: Resources
     layer_set: LayerSetRecord | None = None
@@ -76,7 +77,7 @@ class Recipes:
         learned: LearnedRecord | None = None,
         settings: Mapping[str, Any] = {},
     ) -> Recipe:
-        """Return the recipe of a method, of the given records or else the task's own.
+        """Return the recipe of a method, from the given records or else from those stored for the task.
 
         Adaptive drafts take the layer set that was tuned for them, unless `settings` name the format of their weights;
         their costs are those of the formats that `settings` need.
@@ -110,7 +111,7 @@ class Recipes:
         return Recipe(resources, record, learned, record.settings if name == "swift" and record is not None else {})
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the newest set for the task: of the method's own search where it has one, else of SWIFT's.
+        """Return the task's newest layer set, from the method's own search if it has one, else from SWIFT's.
 
         Raises: LayerSetNotFound: there is none.
         """
@@ -159,7 +160,7 @@ class Recipes:
         return self._weights[key]
 
     def keep_weights(self, record: LearnedRecord, weights: Any) -> None:
-        """Spare the reading of weights that were just made."""
+        """Keep weights that were just made, so that they need not be read again."""
         self._weights[record.kind, record.task, record.version] = weights
 
     def _checked(self, record: LayerSetRecord) -> LayerSetRecord:
@@ -172,7 +173,7 @@ class Recipes:
 
 
 class MadePart(NamedTuple):
-    """A missing part that was made: which, how, and in how many seconds."""
+    """A part that was missing and has been made: its name, how it was made, and the seconds it took."""
 
     piece: str
     how: str
@@ -206,7 +207,7 @@ class MakingRecipes(Recipes):
         self._learned: dict[str, LearnedRecord] = {}
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
-        """Return the stored set for the method, or search one: briefly, or as its preset says."""
+        """Return the stored layer set for the method, or search for one, briefly or with its preset."""
         preset, by = self.presets.get(name), searched_by(name)
         key = by if preset is None else name
         if key not in self._sets:
@@ -229,7 +230,7 @@ class MakingRecipes(Recipes):
         return self._learned[key]
 
     def _made(self, name: str, preset: Preset | None) -> Any:
-        """Return the record of a part that a wing makes."""
+        """Return the record of a part that an optional package (wing) makes."""
         return load_from_wing(parts()[name].maker)(self, preset)
 
     def _swift_set(self, preset: Preset | None) -> LayerSetRecord:
@@ -238,7 +239,8 @@ class MakingRecipes(Recipes):
         self.on_step(f"make: a layer set, by {f'{budget_s:.0f} s of ' if preset is None else ''}SWIFT's search")
         clock = perf_counter()
         settings = SwiftSettings(max_steps=SWIFT_STEPS) if preset is None else SwiftSettings(**preset.tuning)
-        window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))  # short texts count too
+        # At most half a completion, so that short completions can be scored.
+        window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))
         settings = replace(settings, context_window=window)
         search = searched(self.session, self.prompts, settings, budget_s)
         n_tried = len(search.trials)
@@ -247,12 +249,12 @@ class MakingRecipes(Recipes):
         return self.kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
     def kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
-        """Describe a set that was made for a method, and store it where made parts are kept."""
+        """Describe a layer set that was made for a method, and store it if made parts are to be kept."""
         record = set_record(self.runtime, self.model, self.task, layer_set, **known)
         return record if self.keep is None else self.keep.add_layer_set(record, plan_method=method, promote=False)
 
     def note_made(self, piece: str, how: str, seconds: float) -> None:
-        """List a part that was made."""
+        """Add a part to the list of made parts."""
         self.made.append(MadePart(piece, f"{how}, {seconds:.0f} s", round(seconds, 1)))
 
 
@@ -301,8 +303,8 @@ def stored_costs(
 ) -> CostProfile:
     """Return the model's cost profile on this machine with the named formats, measured once and stored.
 
-    What other versions of torch or of our kernels took is measured again, and so is what was disturbed. It measures in
-    a `turn` of the model, where others use it too, and waits `patience_s` for a database that is away.
+    Costs from other versions of torch or of our kernels, and disturbed ones, are measured again. Measurements run
+    within `turn`, for models that other threads use too. An unreachable database is retried for `patience_s`.
 
     Raises: StoreUnavailable: it stayed away.
     """

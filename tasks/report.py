@@ -1,4 +1,4 @@
-"""Runs of methods by turns, the report of their figures against plain decoding, and the plan that follows from it."""
+"""Alternating runs of methods, the report that compares them with plain decoding, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .measures import EnergyMeter, pass_at
 from .recipes import Recipe
 
 SCHEMA = "swiftopt.compare/1"
-K = 10  # The k of pass@k.
+K = 10  # k of the pass@k metric.
 WARM_UP_TOKENS = 4
-SLOWEST = 2.0  # times plain decoding's whole time that a method may take
-LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, the value of transformers' documentation
-FEWEST = 2  # prompts that a slow method decodes all the same: an interval needs two
+SLOWEST = 2.0  # A method stops once it would take this many times as long as plain decoding takes for all prompts.
+LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of hf-lookup, as in the documentation of transformers.
+FEWEST = 2  # Prompts that even a slow method decodes: a confidence interval needs two.
 
 S = TypeVar("S", Timed, Array)
-Decoded = tuple[tuple[int, ...], Completion | None]  # the tokens, and the completion if our own loop decoded
+Decoded = tuple[tuple[int, ...], Completion | None]  # Token ids; the Completion is None for other engines' decoding.
 Decode = Callable[[Prompt], Decoded]
-NLL = Callable[[int, tuple[int, ...]], float]  # (prompt number, token ids) -> -log-likelihood under the target
-OnRun = Callable[[str, int, int, Timed], None]  # method, prompt number from 0, prompts, figures
+NLL = Callable[[int, tuple[int, ...]], float]  # (prompt number, token ids) -> negative log-likelihood under the target.
+OnRun = Callable[[str, int, int, Timed], None]  # (method, prompt's index, number of prompts, timings).
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt under one method, prefill included."""
+    """A prompt decoded with a method; its time includes the prefill."""
 
     token_ids: tuple[int, ...]
     seconds: float
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(slots=True)
 class Runs:
-    """A method's runs by prompt number; `error` says why there are no more."""
+    """A method's runs by prompt number; `error` says why it stopped early."""
 
     name: str
     by_prompt: dict[int, Run] = field(default_factory=dict)
@@ -92,11 +92,11 @@ def peer(name: str, session: Session, draft: Runtime | None) -> Decode:
 
 
 class Interleaved:
-    """Run methods by turns on the same prompts, so that disturbances of the machine affect all alike.
+    """Run methods alternately on the same prompts, so that disturbances of the machine affect all equally.
 
     The first method is the base; the order rotates from prompt to prompt. A method that takes more than SLOWEST times
-    the base's time stops after as many prompts as fit in that, FEWEST at least. One that fails stops, and its error is
-    recorded; the base's is raised. With `complete` every method decodes every prompt, and any error is raised.
+    the base's time stops early, after at least FEWEST prompts. A method that fails stops, and its error is recorded; an
+    error of the base is raised. With `complete` every method decodes every prompt, and any error is raised.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Interleaved:
     def run(self) -> bool:
         """Warm up, then decode everything; return False if Ctrl-C came before the end. Finished runs are in `runs`."""
         names = [*self.methods]
-        # a short completion takes the first allocations out of the timing
+        # Warm up with a short completion: one-time allocations must not count in the timings.
         warm_up = replace(self.prompts[0], max_new_tokens=WARM_UP_TOKENS)
         try:
             for name in names:
@@ -130,7 +130,7 @@ class Interleaved:
         return True
 
     def affordable(self, name: str) -> int:
-        """Return how many prompts a method may decode, by its speed so far."""
+        """Return how many prompts a method may decode, given its speed so far."""
         method_runs, base = self.runs[name], self.runs[self.base]
         if self.complete or not method_runs.by_prompt or not base.by_prompt or name == self.base:
             return len(self.prompts)
@@ -251,13 +251,13 @@ def figures(
 
 
 def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
-    """Return the quality figures of answers scored from 0 to 1, by number; each prompt's samples are neighbours."""
+    """Return quality figures from answer number -> score (0 to 1); a prompt's samples have consecutive numbers."""
     by_prompt: dict[int, list[float]] = {}
     for number, score in scores.items():
         by_prompt.setdefault(number // samples, []).append(score)
     whole = [
         prompt_scores for prompt_scores in by_prompt.values() if len(prompt_scores) == samples
-    ]  # a slow method may have stopped in the middle
+    ]  # Leave out a prompt some of whose samples are missing because a slow method stopped early.
     if not whole:
         return {}
     means = np.array([[sum(prompt_scores) / samples, 1.0] for prompt_scores in whole])
@@ -289,7 +289,7 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, sample
     )
 
     def log_ratio(sums: Array) -> Array:
-        """Return the difference in nats per token, for sums of nats and tokens of either, (..., 4)."""
+        """Return the difference in nats per token, from an array (..., 4) of both methods' sums of nats and tokens."""
         return np.asarray(sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3])
 
     whole = rows.sum(axis=0)
@@ -303,7 +303,7 @@ def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, sample
 
 
 def _counts(completions: Sequence[Completion], predicts_early: bool, costs: CostProfile | None) -> dict[str, Any]:
-    """Return the figures made of the decoding loop's counts; none where another loop decoded."""
+    """Return figures from our decoding loop's counters; an empty result for other engines' decoding."""
     drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
     passes, decoded = sum(d.target_passes for d in completions), sum(d.n_decoded for d in completions)
     refused = sum(d.refused for d in completions)
@@ -325,7 +325,7 @@ def _counts(completions: Sequence[Completion], predicts_early: bool, costs: Cost
 
 
 def best_of(rows: Sequence[Figures]) -> Figures | None:
-    """Return the fastest lossless method whose whole interval lies above 1; None: plain decoding is the plan."""
+    """Return the fastest lossless method whose speed-up's interval lies above 1; None: plain decoding is the plan."""
     sure = [row for row in rows if not row.lossy and row.ratio_interval is not None and row.ratio_interval[0] > 1]
     return max(sure, key=lambda row: row.ratio or 0.0, default=None)
 
@@ -390,7 +390,7 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
 def _standing(
     report: Mapping[str, Any], fingerprint: str, plan: Plan, ran: Sequence[str], store: Store
 ) -> FoundPlan | None:
-    """Return the plan that stays: for this very task, device and dtype, of a method that did not run, and faster."""
+    """Return the stored plan to keep: same task, device and dtype, faster, and of a method that did not run."""
     try:
         stored_plan = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
     except LayerSetNotFound:

@@ -1,4 +1,4 @@
-"""One task of a served model: timings of plain and drafted rounds, the verdict that they give, and all its figures.
+"""One task of a served model: timings of plain and drafted rounds, the verdict on drafting, and its figures.
 
 `TaskTraffic.status` computes the figures of a task; pages, `/v1/tuning` and `/metrics` show that record. What each
 figure means is a table in docs/serving.md.
@@ -25,24 +25,24 @@ from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
 from ..optimizer.verdict import Timed, judge, speed
 
-LOOK_MARGIN = 1.5  # The search's share of the time must have room for a look that takes so many times as expected.
-MAX_PAIRS = 20  # A verdict is made of so many of the latest pairs.
-MIN_PAIRS = 6  # Fewer pairs give no verdict.
-JUDGE_EVERY = 2  # There is a look after so many new pairs.
-# The error of one look's interval. With no real gain the verdict is "use" in 3 % of runs of 50 requests, and in 5 % of
-# runs of 100.
+LOOK_MARGIN = 1.5  # Initial safety factor on the expected time of scoring candidates, see `TaskTraffic.may_search`.
+MAX_PAIRS = 20  # Verdicts use at most this many of the latest pairs of timings.
+MIN_PAIRS = 6  # Pairs of timings that a verdict needs.
+JUDGE_EVERY = 2  # New pairs of timings between two verdicts.
+# Error probability of the confidence interval of a single verdict. Verdicts are repeated as pairs arrive: with no real
+# gain, one of them is "use" in 3 % of runs of 50 requests and in 5 % of runs of 100.
 LOOK_ERROR = 0.005
-COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # The rounds of one comparison.
+COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use": 2}  # Rounds per comparison.
 UNMEASURED = Verdict("unmeasured")
 
-RoundPair = tuple[Timed, Timed]  # One request's plain rounds, and its drafted ones.
+RoundPair = tuple[Timed, Timed]  # (plain rounds, drafted rounds) of one request.
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One look at pairs of timings: the verdict, and the tokens per second that its ratio is the quotient of.
+    """A verdict on pairs of timings, with both speeds in tokens per second, whose quotient is its ratio.
 
-    `timed` says what the pairs are of: rounds of served requests, or a job's whole requests.
+    `timed` says what each pair timed: rounds of a served request, or a job's whole request.
     """
 
     verdict: Verdict = UNMEASURED
@@ -53,10 +53,10 @@ class Judgement:
 
     @classmethod
     def of_rounds(cls, pairs: Sequence[RoundPair]) -> Judgement:
-        """Compare the time of drafted tokens with what plain decoding takes for as many of the same requests.
+        """Compare the time of drafted tokens with plain decoding's time for as many tokens of the same requests.
 
-        Plain rounds are about as many in every request, drafted ones as many as it is long: long and short requests, of
-        other speeds, would count in other shares on either side.
+        Weight both sides by drafted tokens: every request has about as many plain rounds, but drafted rounds grow with
+        its length. Plain totals would give long requests, whose speed differs, another weight than drafted totals.
         """
         drafted = [rounds for _, rounds in pairs]
         plain = [Timed(rounds.tokens, base.seconds * rounds.tokens / base.tokens) for base, rounds in pairs]
@@ -65,7 +65,7 @@ class Judgement:
 
     @classmethod
     def of_plan(cls, stored: FoundPlan) -> Judgement:
-        """Return what a stored plan says of itself; its speeds where its own verdict's runs are stored."""
+        """Return a stored plan's own verdict, with its speeds if the runs behind the verdict are stored."""
         plan, record = stored.plan, stored.plan.layer_set
         verdict = Verdict(plan.verdict, plan.measured_speedup, plan.measured_interval)
         if plan.measured_speedup is None:
@@ -79,7 +79,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class DraftedRounds:
-    """What drafts have done: rounds, the tokens and the engine's seconds of these, draft steps, and accepted ones."""
+    """Totals of drafted rounds: rounds, their tokens and engine seconds, draft steps, accepted draft tokens."""
 
     rounds: int = 0
     tokens: int = 0
@@ -92,12 +92,12 @@ class DraftedRounds:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """α; None if nothing was drafted."""
+        """Acceptance rate α; None if nothing was drafted."""
         return self.accepted / self.steps if self.steps else None
 
     @property
     def mean_generated_length(self) -> float | None:
-        """M; None without a round."""
+        """Tokens per round, M; None without a round."""
         return self.tokens / self.rounds if self.rounds else None
 
 
@@ -109,9 +109,9 @@ def _no_time() -> list[Timed]:
 class RoundTimings:
     """Tokens and seconds of one request's rounds, plain and drafted; `layer_set` is of their drafts.
 
-    `alone` are the rounds beside which nothing was read, with the seconds that the request waited for them. `plain_s`
-    and `drafted` are of all rounds, with the request's part of the engine's seconds: those of requests that run at once
-    add up to the time that has passed. `is_drafted` is of the current round.
+    `alone` are rounds during which no prompt was read, with the seconds that the request waited for them. `plain_s` and
+    `drafted` cover all rounds, with the request's share of the engine's seconds: the shares of concurrent requests add
+    up to the elapsed time. `is_drafted` describes the current round.
 
     Args: drafts: whether drafts are in use. compares: whether the request takes part in comparisons.
     """
@@ -126,7 +126,7 @@ class RoundTimings:
     _n_beside: int = 0
 
     def begin(self, compared: range, compared_drafts: bool, load: Load) -> None:
-        """Choose the way of the next round: in the target's `compared` passes the one that is compared."""
+        """Choose whether the next round drafts; during the target's `compared` passes, the comparison decides."""
         self.is_drafted = compared_drafts if self.compares and load.n_checks in compared else self.drafts
         self._n_beside = load.n_beside
 
@@ -142,23 +142,23 @@ class RoundTimings:
 
     @property
     def why_plain(self) -> WhyPlain | None:
-        """Why nothing was drafted although drafts are in use, as far as these rounds tell."""
+        """Why nothing was drafted although drafts are in use, judging by these rounds."""
         n_drafted, plain = self.drafted.rounds, self.plain_s
         return COMPARISON if self.drafts and plain and not n_drafted else None
 
     @property
     def pair(self) -> RoundPair | None:
-        """The plain and the drafted rounds, where there were both."""
+        """The plain and the drafted rounds; None unless there were both."""
         plain, drafted = self.alone
         return (plain, drafted) if self.compares and plain.tokens and drafted.tokens else None
 
 
 @dataclass(slots=True)
 class TaskTraffic(TunedTask):
-    """One task of a served model: what is known of its drafts, and which way is in use.
+    """One task of a served model: what is known of its drafts, and whether they are in use.
 
-    `judged` is the latest look at the `pairs`, which are of the drafts of `paired`; `n_unjudged` of them came after it.
-    `word` is the verdict on the drafts in use, which stays until the pairs say otherwise. No search begins before the
+    `judged` is the latest verdict on the `pairs`, timed with layer set `paired`; `n_unjudged` pairs are newer.
+    `word` is the verdict in force for the drafts in use, until newer pairs contradict it. No search begins before the
     plan was `looked_up`. `version` is the stored plan in use, and `best` the version that `best` meant at the latest
     look-up.
 
@@ -193,12 +193,12 @@ class TaskTraffic(TunedTask):
 
     @property
     def drafts(self) -> bool:
-        """Whether drafts are in use: until they are known not to pay."""
+        """Whether drafts are in use, which they are until measured not to pay."""
         return self.pinned == "best" or (self.pinned is None and self.word != "plain")
 
     @property
     def why_plain(self) -> WhyPlain | None:
-        """Why requests are decoded plainly; None: drafts are in use."""
+        """Why requests are decoded without drafts; None: drafts are in use."""
         if self.drafts:
             return None
         if self.pinned is not None:
@@ -211,7 +211,7 @@ class TaskTraffic(TunedTask):
 
     @property
     def is_tuned(self) -> bool:
-        """Whether there is something to lose: a stored plan in use, drafts that are known to pay, or a pin."""
+        """Whether the task has state worth keeping: a stored plan in use, drafts that pay, or a pin."""
         return self.version is not None or self.pinned is not None or self.word == "use"
 
     @property
@@ -220,20 +220,20 @@ class TaskTraffic(TunedTask):
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that plain decoding would have taken longer than the drafts in use; None: they are not judged."""
+        """Seconds saved against plain decoding by the drafts in use; None: there is no verdict on them."""
         ratio = self.judged.verdict.ratio
         return None if ratio is None else self.drafted.seconds * (ratio - 1)
 
     def may_search(self, expected_s: float) -> bool:
-        """Whether the search's share of the time has room for a look that is expected to take so many seconds.
+        """Whether the search's share of the time allows scoring candidates for `expected_s` seconds.
 
-        There must be room for one that takes longer by as much as the slowest so far did.
+        The expected seconds are multiplied by the largest overrun so far.
         """
         has_room = self.search_s + self.slowest_look * expected_s <= SEARCH_SHARE * self.seconds
         return self.looked_up and self.pinned is None and has_room
 
     def count_look(self, seconds: float, expected_s: float) -> None:
-        """Count a look at candidates that took `seconds`."""
+        """Record that scoring candidates took `seconds`."""
         self.search_s += seconds
         self.slowest_look = max(self.slowest_look, seconds / expected_s)
 
@@ -251,7 +251,7 @@ class TaskTraffic(TunedTask):
             self.drafted += rounds.drafted
 
     def add(self, rounds: RoundTimings) -> bool:
-        """Learn from a request's rounds; returns whether the drafts are to be stored."""
+        """Learn from a request's rounds; return whether to store the drafts as a new version."""
         layer_set, pair = self.search.layer_set, rounds.pair
         if self.paired not in (None, layer_set):
             self.drop_pairs()
@@ -275,7 +275,7 @@ class TaskTraffic(TunedTask):
         self.judged, self.n_unjudged = Judgement.of_rounds(self.pairs), 0
 
     def drop_pairs(self) -> None:
-        """Judge anew: another set drafts now, or the text has changed."""
+        """Discard the timings: another layer set drafts now, or the text has changed."""
         self.saved_before_s += self.saved_s or 0.0
         self.drafted, self.judged, self.n_unjudged = DraftedRounds(), Judgement(), 0
         self.pairs.clear()
@@ -283,7 +283,7 @@ class TaskTraffic(TunedTask):
     def use_plan(self, stored: FoundPlan, search: Search) -> None:
         """Use a stored plan's drafts, those of `search`, from the next request on.
 
-        A set that a server stored while it searched is searched and judged further; a job's search is over.
+        A plan stored by a server is searched and judged further; a plan from a job is used as it is.
         """
         record = stored.plan.layer_set
         self.search.finish("a stored plan is in use")
@@ -297,10 +297,11 @@ class TaskTraffic(TunedTask):
         else:
             self.judged = Judgement.of_plan(stored)
             search.finish("a stored plan is in use")
-        self.shift.chart, self.shift.settled = AcceptanceChart(), False  # Requests in progress use the old drafts.
+        # Start a new chart: requests in progress still use the old drafts, whose acceptance must not count.
+        self.shift.chart, self.shift.settled = AcceptanceChart(), False
 
     def record_in_use(self, model: str, runtime: Runtime) -> LayerSetRecord:
-        """Describe the drafts in use, with the verdict on them and what it is of; `model` is the name in use."""
+        """Describe the drafts in use, with their verdict and its timings; `model` is the served model's name."""
         return replace(
             self.record(model, runtime, self.judged.verdict, self.pairs),
             acceptance_rate=_rounded(self.drafted.acceptance_rate, 4),

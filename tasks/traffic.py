@@ -1,9 +1,9 @@
-"""Learn from the requests that a model serves: search beside them, try what was found on them, keep what pays.
+"""Learn from the requests that a model serves: search for drafts meanwhile, try them, and keep those that pay.
 
-A request's output is plain decoding's however it is decoded. So from time to time all requests are decoded for a few
-rounds the way that is not in use, plain or drafted: each request then has timings of both ways for one text, and the
-verdict's statistics judge these pairs. The surer the verdict, the fewer such rounds. There are always some, so that
-drafts that stop paying are dropped, and are used again when they pay.
+Drafts never change a request's output. So from time to time all requests switch for a few rounds between drafted and
+plain decoding: each request then has timings of both for the same text, and the verdict compares these pairs. The surer
+the verdict, the fewer such rounds. Some always remain, so that drafts that stop paying are dropped, and are used again
+once they pay.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
 DRAFT_FORMAT = "int4"
-LEASE_S = 30.0  # A replica holds a task's search for so long, and renews the lease after a third of it.
-SAVE_COSTS_S = 60.0  # The time between two times of storing costs that followed decoding.
-REFRESH_S = 5.0  # The time between two look-ups of what other replicas stored.
-MAX_TASKS = 64  # When as many tasks of a model are tuned, further names count as the default task.
-MIN_SIMILARITY = 0.8  # A text with a larger cosine of its state to a task's state is taken for that task.
+LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a third of this time.
+SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the database.
+REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
+# Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
+MAX_TASKS = 64
+# Cosine between a prompt's hidden state and a task's mean from which the prompt is assigned to that task.
+MIN_SIMILARITY = 0.8
 
 T = TypeVar("T")
 
@@ -58,9 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchedDrafter(Drafter):
-    """Drafts by `method` in a round, or decodes it plainly, as `drafts` says when the round begins.
+    """Drafts with `method` if `drafts()` is true when a round begins, else decodes the round plainly.
 
-    The method may change until the prompt was read.
+    `method` may be replaced until the prompt is read.
     """
 
     def __init__(self, method: Method, drafts: Callable[[], bool]) -> None:
@@ -86,9 +88,9 @@ class SwitchedDrafter(Drafter):
 
 
 class BackgroundQueries:
-    """Queries the database in a thread of its own, in order; `take` passes the results on in the decoding thread.
+    """Queries the database in a separate thread, in order; `take` processes the results in the decoding thread.
 
-    So no round waits for a database that is slow or away.
+    No round waits for a slow or unreachable database.
     """
 
     def __init__(self) -> None:
@@ -97,14 +99,14 @@ class BackgroundQueries:
         self._asked: dict[tuple[str, str], float] = {}
 
     def ask(self, what: str, task: str, work: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0) -> None:
-        """Run `work` and pass its result to `take`; not while the same query is open, nor again within `every_s`."""
+        """Run `work` and pass its result to `take`, unless the same query is pending or ran less than `every_s` ago."""
         query, now = (what, task), time.monotonic()
         if query not in self._open and now - self._asked.get(query, -math.inf) >= every_s:
             self._asked[query] = now
             self._open[query] = self._pool.submit(work), take
 
     def take(self) -> None:
-        """Pass on the results that are there; where the database was away, log it and leave things as they are."""
+        """Pass on the available results; log a query that failed because the database was unreachable."""
         for query, (result, take) in list(self._open.items()):
             if not result.done():
                 return
@@ -115,11 +117,11 @@ class BackgroundQueries:
                 logger.warning("tuning=no %s task=%s reason=%r", *query, str(error))
 
     def forget(self, task: str) -> None:
-        """Forget when a task's queries were asked."""
+        """Forget the times of a task's last queries."""
         self._asked = {query: at for query, at in self._asked.items() if query[1] != task}
 
     def close(self) -> None:
-        """Wait for the running query and for versions to be stored; drop the others."""
+        """Wait for the running query and for pending writes of versions; drop all other queries."""
         for query, (result, _) in list(self._open.items()):
             if query[0] != "version" and result.cancel():
                 del self._open[query]
@@ -132,8 +134,8 @@ class ServedRequest:
 
     Its task is known once its prompt was read, where the request names none: `handle` of `Prefilled` begins its rounds.
 
-    Args: task: whose drafts; None: the task whose prompts are most similar. learns: whether ways are compared on the
-          request, and the search may use it. counts: whether its rounds are part of the task's figures.
+    Args: task: whose drafts to use; None: the task with the most similar prompts. learns: whether comparisons and the
+          search may use the request. counts: whether its rounds count in the task's figures.
     """
 
     def __init__(
@@ -152,11 +154,11 @@ class ServedRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its prompt was read, so that it counts as running."""
+        """Whether the request's prompt was read, so that it counts as running."""
         return self._rounds is not None
 
     def handle(self, event: WorkEvent) -> Work[None]:
-        """Report what the client gets of an event of the decoding, and search for better drafts after it."""
+        """Report the client's part of a decoding event, then search for better drafts."""
         self._traffic.take_stored()
         match event:
             case Prefilled(context=context):
@@ -215,7 +217,8 @@ class Traffic:
     ) -> None:
         self.model, self.runtime, self.store = model, runtime, store
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
-        if store is not None:  # Look-ups then find what is stored under the model's alias and path, too.
+        # Store the name under which the model is served, so that look-ups by it find the model's plans.
+        if store is not None:
             named = replace(runtime.info, names=(*runtime.info.names, model))
             patiently(lambda: store.remember_model(named))
         self.costs = self._stored_costs(on_step)
@@ -224,18 +227,20 @@ class Traffic:
         runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
         self._is_busy = is_busy
-        # The target's passes of the latest comparison, whose rounds all draft, or none does. All requests take part at
-        # once: a plain round beside drafted ones waits for their drafts, so its time is not that of plain decoding.
+        # Target passes (numbered by load.n_checks) of the latest comparison, and whether its rounds draft. All requests
+        # switch together: a plain round that is batched with drafted rounds waits for their drafts, which would distort
+        # the time of plain decoding.
         self._compared, self._compared_drafts = range(0), False
-        self._n_running = self._n_begun = 0  # Requests being decoded, and those begun since the latest comparison.
+        self._n_running = self._n_begun = 0  # Requests now decoding; requests begun since the latest comparison.
         self._tasks: dict[str, TaskTraffic] = {}
         self._owner = secrets.token_hex(8)
-        self._leases: dict[str, float] = {}  # By task: until when this replica searches, in `time.monotonic` seconds.
+        # Task -> end of this replica's lease on its search, on the monotonic clock.
+        self._leases: dict[str, float] = {}
         self._queries = BackgroundQueries()
         self._known: tuple[KnownSet, ...] = ()
         if store is not None:
             self._known = tuple(store.known_sets(runtime.info.fingerprint))
-        for known_set in self._known:  # The newest come first.
+        for known_set in self._known:  # The newest sets come first.
             if known_set.task and known_set.task not in self._tasks and len(self._tasks) < MAX_TASKS:
                 self._tasks[known_set.task] = self._new_task(known_set.task)
                 self._tasks[known_set.task].shift.total = known_set.state
@@ -246,7 +251,8 @@ class Traffic:
         profile = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
         stored: Sequence[CostProfile] = []
         if self.store is not None:
-            with suppress(StoreError):  # The typical context's costs are enough.
+            with suppress(StoreError):
+                # Costs at the typical context length are enough.
                 device, dtype = profile.device, profile.dtype
                 stored = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
         alike = (other for other in stored if other.software == profile.software and draft_format in other.formats)
@@ -261,7 +267,7 @@ class Traffic:
         counts: bool = True,
         **options: Any,
     ) -> Work[None]:
-        """Decode one request; reports `TextAdded` and `Generated`, too. Arguments as for `ServedRequest`."""
+        """Decode one request; also report `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
         served = ServedRequest(self, session, prompt, task, learn, counts)
         scratch = max(task_known.search.scratch_rows for task_known in self._tasks.values()) if learn else 0
         method, given = Method("adaptive", served.drafter), {**options, "scratch_rows": scratch, "with_state": True}
@@ -279,20 +285,21 @@ class Traffic:
         is_over = self._n_running == 1 or load.n_checks >= self._compared.stop
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0
-            first = load.n_checks + (self._n_running > 1)  # Other requests' rounds have begun in this pass.
+            # With other requests running, start at the next pass: their rounds in this one have begun already.
+            first = load.n_checks + (self._n_running > 1)
             self._compared, self._compared_drafts = range(first, first + n_rounds), not rounds.drafts
         return rounds
 
     def compare(self, rounds: RoundTimings, load: Load) -> None:
-        """Begin the next round of a request, in the way that the present comparison has, if there is one."""
+        """Begin a request's next round, drafted or plain as the current comparison requires."""
         rounds.begin(self._compared, self._compared_drafts, load)
 
     def take_stored(self) -> None:
-        """Take in what queries of the database have brought."""
+        """Process the results of finished database queries."""
         self._queries.take()
 
     def learn_costs(self, load: Load) -> None:
-        """Let the costs follow the passes that were timed since the last event, and store them from time to time."""
+        """Update the costs from passes timed since the last event, and store them every SAVE_COSTS_S."""
         self.costs.learn(load.take_timings())
         now = time.monotonic()
         if self.store is None or now < self._costs_saved_at + SAVE_COSTS_S:
@@ -310,7 +317,7 @@ class Traffic:
         self.task(event.prompt.task).count(event.completion)
 
     def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> PassGenerator[None]:
-        """Look at candidates beside a request, and count the seconds of that."""
+        """Score candidates during a request, and count the seconds."""
         before, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
         try:
             yield from task.search.score(context, prompt_id)
@@ -318,7 +325,7 @@ class Traffic:
             task.count_look(context.tally.optimise_s - before, expected_s)
 
     def _look_s(self, task: TaskTraffic, prompt_id: str) -> float:
-        """The seconds that the next look beside a prompt is expected to take, by measured costs."""
+        """Expected seconds of scoring candidates on a prompt, from measured costs."""
         return self.costs.at().target_pass_s(task.search.rows_ahead(prompt_id))
 
     def may_search(self, task: TaskTraffic, prompt_id: str) -> bool:
@@ -327,7 +334,7 @@ class Traffic:
         return task.may_search(self._look_s(task, prompt_id)) and self._has_lease(task.name)
 
     def _has_lease(self, task: str) -> bool:
-        """Whether this replica alone, among those on machines alike, surely searches for a task."""
+        """Whether this replica holds the lease on a task's search among replicas on identical machines."""
         if self.store is None:
             return True
         take = partial(self._leases.__setitem__, task)
@@ -335,13 +342,13 @@ class Traffic:
         return time.monotonic() < self._leases.get(task, -math.inf)
 
     def _lease(self, store: Store, task: str, seconds: float = LEASE_S) -> float:
-        """Lease the search of a task, or give it back with 0 seconds; returns until when this replica has it."""
+        """Lease a task's search (0 seconds: release it); return the lease's end, -inf if another replica has it."""
         place = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
         until = time.monotonic() + seconds
         return until if store.jobs.lock(" ".join(("search", *place, task)), self._owner, seconds) else -math.inf
 
     def nearest_task(self, prefilled: Prefilled) -> str:
-        """The task whose prompts are most similar to one that was just read, else the default."""
+        """The task whose prompts are most similar to the prompt just read, else the default task."""
         assert prefilled.state is not None
         state = single(unit(prefilled.state.tolist()))
         states = {task.name: task.shift.state for task in self._tasks.values()}
@@ -368,7 +375,7 @@ class Traffic:
         self._queries.ask("version", task.name, partial(self.store.add_layer_set, record), take)
 
     def task(self, name: str) -> TaskTraffic:
-        """The task, with the newest plan known by now that any replica has stored for it."""
+        """The task of that name, using the newest plan known from any replica."""
         self._queries.take()
         if name not in self._tasks and len(self._tasks) >= MAX_TASKS and not self._drop_task():
             name = DEFAULT_TASK
@@ -385,7 +392,7 @@ class Traffic:
     def _drop_task(self) -> bool:
         """Drop the untuned task that was used least recently, those without trials first; return whether there is one.
 
-        Requests of it that are being decoded go on with its drafts.
+        Requests of that task in progress keep its drafts.
         """
         stored = {DEFAULT_TASK, *(known_set.task for known_set in self._known)}
         untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in stored]
@@ -399,7 +406,7 @@ class Traffic:
         return True
 
     def _look_up(self, store: Store, name: str) -> FoundPlan | None:
-        """The plan that `best` means for a task here, if it is a layer set for adaptive drafts in our format."""
+        """The plan behind the alias `best` of a task, if it is a layer set for adaptive drafts in our draft format."""
         runtime = self.runtime
         try:
             plan = store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
@@ -415,7 +422,8 @@ class Traffic:
         if stored is None or stored.plan.layer_set is None:
             return
         before, task.best = task.best, stored.version
-        if stored.version not in (before, task.version):  # Another replica, or a person, has moved `best`.
+        # A version that is neither the previous best nor our own: another replica or an operator changed `best`.
+        if stored.version not in (before, task.version):
             task.use_plan(stored, self._new_task(task.name, stored.plan.layer_set.layer_set).search)
 
     def _new_task(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
@@ -424,7 +432,7 @@ class Traffic:
         return task
 
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
-        """Pause or resume searches and comparisons, or pin a task to one way (None: let it be judged again)."""
+        """Pause or resume searches and comparisons, or pin a task to drafts or plain decoding (None: unpin)."""
         if verb == "pin":
             steered = self.task(task or DEFAULT_TASK)
             before, steered.pinned = steered.drafts, way
@@ -433,7 +441,7 @@ class Traffic:
             self.paused = verb == "pause"
 
     def status(self) -> ModelTuning:
-        """Return what is in use, what is being tried, what it costs and what it brings."""
+        """Return the tuning status: drafts in use, candidates, cost of the search, and seconds saved."""
         self._queries.take()
         return ModelTuning(
             self.paused, tuple(task.status() for task in self._tasks.values()), costs=self._cost_status()
@@ -449,9 +457,11 @@ class Traffic:
         for task in self._tasks.values():
             task.search.close()
         if self.store is not None:
-            with suppress(StoreError):  # The next engine measures again.
+            with suppress(StoreError):
+                # If storing fails, the next engine measures the costs again.
                 self._save_costs(self.store, self.costs.refined())
         for name, until in self._leases.items():
             if self.store is not None and time.monotonic() < until:
-                with suppress(StoreError):  # The lease ends by itself.
+                with suppress(StoreError):
+                    # If the release fails, the lease expires.
                     self._lease(self.store, name, 0.0)

@@ -34,9 +34,9 @@ from .admission import check_tuning
 from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently, tune_spec
 from .recipes import stamped, stored_costs
 
-SHOW_S = 1.0  # between two updates of the figures that others read
-CHECKPOINT_S = 5.0  # between two checkpoints while neither a pass of candidates nor a prompt ends
-SHORT_PATIENCE_S = 5.0  # How long to wait for the database while other users of the model wait.
+SHOW_S = 1.0  # Seconds between two writes of the job's progress figures.
+CHECKPOINT_S = 5.0  # Seconds between two checkpoints, besides those after each pass of candidates and each prompt.
+SHORT_PATIENCE_S = 5.0  # Longest wait for the database while the model is shared with an engine.
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -68,7 +68,8 @@ def run_tuning(
     prompts = prompts[: request.limit]
     check_tuning(request, prompts)
     spec = tune_spec(request, prompts, None)
-    store.jobs.expire()  # without a service nothing else ends the runs whose process was killed
+    # End the runs of killed processes: without a service, no reconciler does so.
+    store.jobs.expire()
     with LineWriter(Path(request.out) if request.out else default_output(request.stream)) as writer:
         claim = store.jobs.begin_here(spec, f"{socket.gethostname()}-{os.getpid()}")
         with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
@@ -84,9 +85,9 @@ def load_model(request: TuneRequest, on_step: OnStep) -> Runtime:
 class TuningRun:
     """Tune under a lease; `on_event` gets every event after it was written.
 
-    `ending` returns whether the process ends soon: the run then raises HandedBack at its next checkpoint. `load` loads
-    the request's model. Where others use that model as well, `turn` waits until this run may compute: from one event to
-    the next, never while it waits for the database.
+    `ending` returns whether the process is to end: the run then raises HandedBack at its next checkpoint. `load` loads
+    the request's model. If other threads use the model too, the run computes within `turn`, which it holds from one
+    event to the next, but never while it waits for the database.
 
     Raises: LeaseLost: in `tune`, when the attempt was replaced or its job cancelled.
     """
@@ -109,9 +110,9 @@ class TuningRun:
         self._jobs, self._lease = store.jobs, claim.lease
         self._keeper, self._on_event, self._writer, self._ending = keeper, on_event, writer, ending
         self._load, self._turn, self._now = load, turn, ExitStack()
-        self._pending: list[Event] = []  # reported, not yet written
+        self._pending: list[Event] = []  # Events that are not in the database yet.
         self._n_checkpoints = claim.n_checkpoints
-        self._snapshot = claim.snapshot  # of the last checkpoint
+        self._snapshot = claim.snapshot  # Tuner state of the last checkpoint.
         self._written = self._shown = self._saved = monotonic()
         self._wanted: Wanted | None = claim.job.wanted
 
@@ -144,7 +145,7 @@ class TuningRun:
         return finished
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
-        """Choose the drafts' format and make its copies; return the settings and costs with it."""
+        """Choose the drafts' weight format and convert the weights; return settings and costs for this format."""
         settings, begun = self.request.settings, self.claim.snapshot or {}
         if settings.draft_format == AUTO and (chosen := begun.get("draft_format")):
             settings = replace(settings, draft_format=chosen)
@@ -155,7 +156,7 @@ class TuningRun:
             raise SettingsError(words)
 
         def on_step(step: str) -> None:
-            self._now.close()  # others may use the model meanwhile
+            self._now.close()  # Let other threads use the model while the step is reported.
             self.handle(PhaseChanged("", "profile", step))
             self._take_turn()
 
@@ -168,7 +169,7 @@ class TuningRun:
         return exhaust(self._in_turns(prepared(session, self.prompts, settings, measured)), self.handle)
 
     def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
-        """Yield a generator's events, each computed in a turn."""
+        """Yield a generator's events, computing each while holding the model."""
         while True:
             self._take_turn()
             with self._now:
@@ -186,14 +187,14 @@ class TuningRun:
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them plans.
 
-        A retry goes on from the last checkpoint: what came behind it is dropped, as events without their rows would be.
+        A retry continues from the last checkpoint and drops everything after it, including unwritten events.
         """
         self._pending.clear()
         for task in self.tuner.unfinished() if self.tuner is not None else ():
             self._finish(task, "never")
 
     def handle(self, event: Event) -> None:
-        """Write what must not be lost, pass the event on, then obey the job's verb."""
+        """Write the event if it must not be lost, pass it on, then obey the job's verb."""
         if isinstance(event, Progress):
             self._show(event)
         else:
@@ -233,7 +234,7 @@ class TuningRun:
             self._shown = now
 
     def _has_moved(self) -> bool:
-        """Whether a checkpoint would differ: an equal one would count as progress of a job that always dies."""
+        """Whether a checkpoint would differ from the last: an equal one would count as progress of a crashing job."""
         assert self.tuner is not None
         self._saved = monotonic()
         return self.tuner.snapshot() != self._snapshot
@@ -281,7 +282,8 @@ def _tune(run: TuningRun) -> list[TaskFinished]:
     jobs, lease = run.store.jobs, run.claim.lease
     try:
         return run.tune()
-    except LeaseLost as error:  # the job was cancelled, or its lease ran out, as on a machine that slept
+    except LeaseLost as error:
+        # The job was cancelled, or its lease ran out, for example while the machine was suspended.
         ended = jobs.get(lease.job)
         if ended.state == "failed":
             words = f"job {ended.id} was ended from outside ({ended.error}); its completions so far are kept"
@@ -289,7 +291,8 @@ def _tune(run: TuningRun) -> list[TaskFinished]:
         raise JobCancelled(f"job {ended.id} was cancelled; its completions so far are kept") from error
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        with suppress(SwiftoptError):  # the first error is the one to report
+        with suppress(SwiftoptError):
+            # Ignore errors here: the original error is the one to report.
             run.keep_unfinished()
             jobs.end(lease, "cancelled" if interrupted else "failed", str(error) or type(error).__name__)
         raise

@@ -1,1 +1,1 @@
-"""What commands are made of: options, printed and drawn results, and the program that runs them."""
+"""Building blocks of commands: options, printed and drawn results, and the function that runs a program."""

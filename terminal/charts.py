@@ -25,9 +25,9 @@ from .render import device_words, map_caption, number, ratio
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Report = Mapping[str, Any]  # a benchmark's, as `--json` prints it
+Report = Mapping[str, Any]  # A benchmark's report, as `--json` prints it.
 
-# the light theme of server/dashboard/static/style.css
+# Colours of the light theme in server/dashboard/static/style.css.
 BLUE, ORANGE, MID_BLUE, LIGHT_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#4d93c0", "#7fb0d6", "#d7e3ee"
 INK, GREY, LINE = "#1c2128", "#57606a", "#d0d7de"
 CYCLE = (ORANGE, GREY, BLUE, PALE_BLUE, "#1a6b35", "#8a5cc2", INK)
@@ -36,13 +36,13 @@ STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 11,
     "text.color": INK,
-    "text.parse_math": False,  # a name may hold a dollar sign
+    "text.parse_math": False,  # Model and task names may contain dollar signs.
     "axes.labelcolor": INK,
     "axes.edgecolor": GREY,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "axes.titlecolor": GREY,
-    "axes.grid": True,  # a grid behind the data instead of a frame around it
+    "axes.grid": True,  # Grid lines behind the data replace the frame around it.
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -57,24 +57,24 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 2,
     "legend.frameon": False,
     "legend.fontsize": 10,
-    "svg.fonttype": "none",  # text that can be read and searched
-    "svg.hashsalt": "swiftopt",  # the same data give the same file
+    "svg.fonttype": "none",  # Keep text as searchable text instead of paths.
+    "svg.hashsalt": "swiftopt",  # Fixed salt: the same data give the same file.
 }
 NO_METADATA: dict[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 WIDTH_IN, DPI = 10.0, 150
-BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # height of a bar with its gap, and of what is above and below all of them
+BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # Heights of a bar with its gap, and of title and axis together.
 MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
-MEAN_OF = 4  # prompts behind each point of a line of acceptance
-BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # words beside a point
+MEAN_OF = 4  # Window of the moving means, in prompts.
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # Style of labels next to a point.
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The files that a picture is written to; false where there are none. `origin` is kept in their metadata.
+    """The files that a picture is written to; false if there are none. `origin` is written into their metadata.
 
-    What cannot be written is in `failed`: a result is printed first, whatever becomes of its picture.
+    Errors of writing are collected in `failed`, so that the result is printed even if its picture cannot be written.
     """
 
     png: Path | None = None
@@ -102,7 +102,7 @@ class Pictures:
             check_writable(path)
 
     def draw(self, draw: Callable[..., None], found: Any) -> None:
-        """Call a `draw_...` with what was found, where there are files to write."""
+        """Call `draw`, one of the `draw_...` functions, with `found` if there are files to write."""
         if self:
             draw(found, self)
 
@@ -116,11 +116,11 @@ class Pictures:
 def picture(
     pictures: Pictures, height_in: float, title: str, h_pad: float | None = None, **panels: Any
 ) -> Iterator[Any]:
-    """Give the axes of an empty figure with a title, and write it in each format when the block ends.
+    """Yield the axes of an empty figure with a title, and write the figure in each format when the block ends.
 
     `panels` goes to `Figure.subplots`. A file that cannot be written is kept as `failed`.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it has no folder of its own
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # Hide matplotlib's warning about a missing cache folder.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,13 +129,14 @@ def picture(
     with rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=h_pad)
         figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white", layout=layout)
-        FigureCanvasAgg(figure)  # draws without a display, whatever backend is configured
+        FigureCanvasAgg(figure)  # This canvas needs no display, whatever backend is configured.
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         yield figure.subplots(**panels)
         for name, path in pictures.files.items():
             try:
                 with writing(path), warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: it shows boxes
+                    # The font may lack letters of a name; boxes are drawn for them, so hide the warning.
+                    warnings.filterwarnings("ignore", "Glyph")
                     figure.savefig(path, format=name, metadata={**NO_METADATA[name], "Description": pictures.origin})
             except OutputError as error:
                 pictures.failed.append(error)
@@ -144,7 +145,7 @@ def picture(
 
 
 def legend(*every: Axes) -> None:
-    """Draw one legend of all axes below them, each label once."""
+    """Draw a single legend for all axes at the bottom of the figure, with each label once."""
     handles_by_label: dict[str, Any] = {}
     for axes in every:
         handles, labels = axes.get_legend_handles_labels()
@@ -156,7 +157,7 @@ def legend(*every: Axes) -> None:
 
 
 def model_name(model: str) -> str:
-    """Return the last part of a model that is given as a folder or hub id, fit for an SVG file."""
+    """Return the last part of a model's path or hub id, without characters that are not allowed in SVG files."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in Path(model).name or model)
 
 
@@ -165,7 +166,7 @@ def conditions(report: Report, *more: str) -> str:
 
 
 def moving_means(values: Sequence[float | None]) -> list[float]:
-    """Return means over the latest prompts up to each; prompts without a draft (None) are left out."""
+    """Return moving means over the last MEAN_OF prompts; values of None (no draft) are left out."""
     means = []
     for end in range(1, len(values) + 1):
         numbers = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
@@ -188,15 +189,16 @@ def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pic
 
 
 def draw_tuning(tasks: Sequence[TaskFinished], pictures: Pictures) -> None:
-    """Draw each task's layer set and search, the speed along its stream and where the time went (SWIFT Figure 6)."""
+    """Draw each task's layer set, search, speed along the stream, and time by part of the run (SWIFT Figure 6)."""
     _draw_sets([(task.record, task.trials, task) for task in tasks], pictures)
 
 
 def _draw_sets(
     found: Sequence[tuple[LayerSetRecord, Sequence[Trial], TaskFinished | None]], pictures: Pictures
 ) -> None:
-    """Draw panels below each other, with the model's name above them and one legend below."""
-    panels: list[tuple[float, Callable[[Any], None]]] = []  # the height of each in inches, and what draws it
+    """Draw a column of panels with the model's name as title and one legend at the bottom."""
+    # Height of each panel in inches, and the function that draws it.
+    panels: list[tuple[float, Callable[[Any], None]]] = []
     for record, trials, task in found:
         name = f"{record.task} · " if len(found) > 1 else ""
         panels.append((MAP_IN, partial(_draw_map, record=record, name=name)))
@@ -239,7 +241,7 @@ def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
 
 
 def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) -> None:
-    """Draw what each candidate scored, the best so far, and which were adopted."""
+    """Draw each trial's score, the best score so far, and the adopted trials."""
     steps, values = [trial.step for trial in trials], [trial.score for trial in trials]
     axes.scatter(steps, values, s=12, color=GREY, alpha=0.55, linewidths=0, label="a trial")
     axes.step(steps, list(accumulate(values, max)), where="post", color=BLUE, label="best so far")
@@ -253,7 +255,7 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     figures = (
         f"α {number(record.acceptance_rate)}",
         f"M {number(record.mean_generated_length)}",
-        *(() if record.verdict == "plain" else ratios),  # of a plan that is not used
+        *(() if record.verdict == "plain" else ratios),  # No speed ratios for a draft that is not used.
         f"verdict {record.verdict}",
         device_words(record),
     )
@@ -265,12 +267,12 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
 
 
 def end_at_one(axes: Axes) -> None:
-    """End the axis of a share at 1, where its margin would go beyond."""
+    """Limit the y axis to 1 for values that are shares; matplotlib's margin would exceed 1."""
     axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
 
 
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
-    """Draw tokens per second by prompt, against plain decoding's."""
+    """Draw tokens per second by prompt, with plain decoding's speed as a line."""
     draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, BLUE, f"tok/s, mean of {MEAN_OF} prompts")
     if task.plain_tok_s is not None:
         axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
@@ -294,8 +296,8 @@ def _draw_parts(axes: Axes, task: TaskFinished) -> None:
 def draw_ratios(report: Report, pictures: Pictures) -> None:
     """Draw the speed ratios of `compare`, `bench decode`, `bench ablate` or `bench peers` as bars, with intervals.
 
-    The fastest is on top, but the variants of an ablation are in its order; those that were not run have no bar. Lossy
-    rows are hatched, and engines that run other weights.
+    The fastest row is on top; variants of an ablation keep its order. Rows that did not run have no bar. Lossy rows and
+    engines with other weights are hatched.
     """
     subtitle = f" / {report['task']}" if "task" in report else f" · {report['title']}" if "title" in report else ""
     of_engines = any("same_weights" in row for row in report.get("results", ()))
@@ -322,7 +324,7 @@ def draw_ratios(report: Report, pictures: Pictures) -> None:
 def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
     """Draw a row's bar; return the upper end of its interval."""
     low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-    colour = BLUE if low > 1 else PALE_BLUE  # dark where the whole interval is above the base
+    colour = BLUE if low > 1 else PALE_BLUE  # Dark if the whole interval lies above the base (ratio 1).
     pattern: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if hatched else {}
     axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
     axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")

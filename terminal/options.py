@@ -41,25 +41,26 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 Parameter = TypeVar("Parameter")
-Completer = Callable[[str], list[CompletionItem[str]]]  # what a shell offers for a value that is begun
+Completer = Callable[[str], list[CompletionItem[str]]]  # Maps an incomplete value to the shell's completions.
 
 
 # --- commands and their help
 
-# headings of help, where a command has many options
+# Headings of --help for commands with many options.
 COMMON, MAIN, PROMPTS, MACHINE = "Common options", "Main options", "Prompts and completions", "Model and machine"
 DRAFTING, SAMPLING, SEARCH, SERVICES = "Drafting", "Sampling", "Search", "Jobs and database"
 MEASUREMENT, ENGINES = "Measurement", "Other engines"
 OTHER = "Other options"
-ALL_OPTIONS = "swiftopt.all-options"  # key of a context's `meta`: true where help lists the options that are not common
-MANY = 12  # options from which on they have headings
-N_MAIN = 3  # The first options that a command declares come first in its help.
-TASKS_SHOWN = 3  # A remark on a stream names so many tasks.
-PLACEMENT = ("dtype", "device", "speed")  # options for where and how a model runs
+# Key of `Context.meta`: true if help lists all options instead of only the common ones.
+ALL_OPTIONS = "swiftopt.all-options"
+MANY = 12  # Number of options from which --help groups them under headings.
+N_MAIN = 3  # The first N_MAIN declared options are listed as main options.
+TASKS_SHOWN = 3  # Maximum number of tasks named in a remark on a stream.
+PLACEMENT = ("dtype", "device", "speed")  # Options that choose where and how a model runs.
 
 
 class HeadedOption(click.Option):
-    """An option with the heading under which help lists it, where its command has many."""
+    """An option with the heading under which --help lists it if the command has many options."""
 
     def __init__(self, *names: Any, heading: str = OTHER, **more: Any) -> None:
         super().__init__(*names, **more)
@@ -67,9 +68,9 @@ class HeadedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """Lists many options under headings, the first few of them before all.
+    """A command whose --help groups many options under headings, the main ones first.
 
-    With `common`, names of parameters, `--help` lists these alone, in that order, and `--help-all` lists all.
+    If `common` names parameters, `--help` lists only these, in that order, and `--help-all` lists all.
     """
 
     def __init__(self, *args: Any, common: str = "", **more: Any) -> None:
@@ -83,7 +84,7 @@ class GroupedCommand(click.Command):
         shown = self._shown(ctx)
         if self.common and not ctx.meta.get(ALL_OPTIONS):
             by_name = {param.name: param for param in shown}
-            # Options of wings may be missing; the last two are for help.
+            # Options of wings may not be installed. The last two options are --help-all and --help.
             listed = [*(by_name[name] for name in self.common if name in by_name), *shown[-2:]]
             self._write(ctx, formatter, COMMON, listed)
             n_more = len(shown) - len(listed)
@@ -95,7 +96,7 @@ class GroupedCommand(click.Command):
         sections: dict[str, list[click.Option]] = {MAIN: shown[:N_MAIN]}
         for param in shown[N_MAIN:]:
             sections.setdefault(getattr(param, "heading", OTHER), []).append(param)
-        others = sections.pop(OTHER)  # --help at least
+        others = sections.pop(OTHER)  # Never empty: --help has no heading of its own.
         for heading, params in [*sections.items(), (OTHER, others)]:
             self._write(ctx, formatter, heading, params)
 
@@ -129,7 +130,7 @@ _HELP_ALL = click.Option(
 
 
 class ConfiguredGroup(click.Group):
-    """Passes configured values on to its commands, where click looks for them; has commands of wings among its own."""
+    """A group that passes configured values to its commands as `default_map` and includes commands of wings."""
 
     command_class = GroupedCommand
 
@@ -137,7 +138,7 @@ class ConfiguredGroup(click.Group):
         return self.among_wings(self.commands)
 
     def among_wings(self, names: Iterable[str]) -> list[str]:
-        """Return names of commands, each followed by the commands that wings add after it."""
+        """Return the command names; commands of wings follow the command that they name."""
         added = self._of_wings().values()
         return [name for known in names for name in (known, *(each.name for each in added if each.after == known))]
 
@@ -157,17 +158,17 @@ class ConfiguredGroup(click.Group):
 
 
 def command(name: str | None = None, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of no group; `more` goes to `click.command`."""
+    """Make a command outside any group; `more` goes to `click.command`."""
     return click.command(name, cls=GroupedCommand, **more)
 
 
 def together(*options: Decorator[Any]) -> Decorator[Any]:
-    """Join decorators to one; help lists their options in the order given."""
+    """Combine decorators into one; --help lists their options in the given order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def of_wings(command: str) -> Decorator[Any]:
-    """Add the options that wings have for a floor's command."""
+    """Add the options that wings declare for a command, such as `engines` for `tune`."""
     return together(*(load_from_wing(wing.options[command]) for wing in wings() if command in wing.options))
 
 
@@ -215,7 +216,7 @@ def from_field(heading: str, values: type[Any], name: str, help: str, **more: An
 
 
 class ModelTask(NamedTuple):
-    """What MODEL/TASK names."""
+    """A model and a task, parsed from MODEL/TASK."""
 
     model: str
     task: str
@@ -225,9 +226,9 @@ class ModelTask(NamedTuple):
 
 
 class Parsed(click.ParamType[Parameter]):
-    """Reads a value with a function, whose ValueError says what is wrong; errors of ours pass through.
+    """Parameter type that parses with a function; its ValueError becomes the usage error, SwiftoptErrors pass through.
 
-    `complete` returns what a shell offers for a value that is not complete.
+    `complete` returns the shell completions of an incomplete value.
     """
 
     def __init__(self, name: str, parse: Callable[[str], Parameter], complete: Completer | None = None) -> None:
@@ -246,7 +247,7 @@ class Parsed(click.ParamType[Parameter]):
 
 
 def _files(incomplete: str) -> list[CompletionItem[str]]:
-    """Leave the name of a file to the shell."""
+    """Let the shell complete a file name."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -256,7 +257,7 @@ def beginning(incomplete: str, known: Mapping[str, str]) -> list[CompletionItem[
 
 
 def _models(incomplete: str) -> list[CompletionItem[str]]:
-    """Complete a model's alias, else the name of a folder or a GGUF file."""
+    """Complete a model's alias; if none matches, a folder or GGUF file."""
     from ..models.sources import ALIASES
 
     return beginning(incomplete, {name: alias.hub_id for name, alias in ALIASES.items()}) or _files(incomplete)
@@ -269,7 +270,7 @@ def _methods(incomplete: str) -> list[CompletionItem[str]]:
 
 
 def _model_task(text: str) -> ModelTask:
-    """Split at the last slash, for a model may be a folder or a hub id."""
+    """Split MODEL/TASK at the last slash: a folder or hub id may itself contain slashes."""
     model, _, task = text.rpartition("/")
     if not model or not task:
         raise ValueError(f"{text!r} lacks a model or a task: give MODEL/TASK, for example smollm2-135m/notes")
@@ -316,9 +317,9 @@ def _stop(text: str) -> str:
 
 
 class IntRange(click.IntRange):
-    """Refuses what no database stores, too."""
+    """Also rejects integers too large for a database column."""
 
-    name = "integer"  # of which "1e3" is none; click says "integer range"
+    name = "integer"  # Type name in error messages; click's is "integer range".
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number: int = super().convert(value, param, ctx)
@@ -326,7 +327,7 @@ class IntRange(click.IntRange):
 
 
 class FloatRange(click.FloatRange):
-    """Refuses what no comparison finds outside a range, too: `nan`, and `inf` where there is no upper end."""
+    """Also rejects `nan` and `inf`, which the range check of click lets through."""
 
     name = "float"
 
@@ -345,7 +346,7 @@ FOLDER = Parsed("FOLDER", str, lambda incomplete: [CompletionItem(incomplete, ty
 
 
 def adapted(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
-    """Make a decorator of a function: a command gets what the function returns for the values of its options."""
+    """Make a decorator that passes option values through `change` before the command gets them."""
 
     def decorate(command: Any) -> Any:
         return functools.wraps(command)(lambda **values: command(**change(**values)))
@@ -353,7 +354,7 @@ def adapted(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
     return decorate
 
 
-# What becomes of a stream's lines that name another task than --task, by what a command takes that for.
+# Remarks on stream lines that name a task other than --task, by what the command uses --task for.
 TaskUse = Literal["default", "result", "plan"]
 OTHER_TASKS: Mapping[TaskUse, str] = {
     "default": "they keep it, and --task {task} is for {rest}",
@@ -363,7 +364,7 @@ OTHER_TASKS: Mapping[TaskUse, str] = {
 
 
 class TaskOption(HeadedOption):
-    """--task of a command that reads a stream, with what it is for."""
+    """Option --task of a command that reads a stream; `use` says what the command uses the task for."""
 
     def __init__(self, *names: Any, use: TaskUse, **more: Any) -> None:
         super().__init__(*names, **more)
@@ -376,9 +377,9 @@ def task(use: TaskUse, help: str, heading: str = OTHER) -> Decorator[Any]:
 
 
 def note_tasks(prompts: Sequence[Prompt], use: TaskUse | None = None) -> None:
-    """Print what becomes of prompts whose lines name another task than the running command's --task, if any do.
+    """If some prompts name a task other than --task, print a note on how they are treated.
 
-    Args: use: what --task is for, where that is not what it is for usually.
+    Args: use: what --task is used for in this call, if not as the command declares.
     """
     context = click.get_current_context()
     name = context.params.get("task")
@@ -395,7 +396,7 @@ def note_tasks(prompts: Sequence[Prompt], use: TaskUse | None = None) -> None:
 
 
 def prompts_of(stream: str, task: str | None, limit: int | None, form: StreamForm | None = None) -> list[Prompt]:
-    """Read a stream as `read_stream` does, for a command with --task, and print what becomes of lines that name others.
+    """Read a stream as `read_stream` does, and print a note if lines name a task other than --task.
 
     Raises: StreamNotFound, StreamError, SettingsError: as `read_stream`.
     """
@@ -411,20 +412,20 @@ def _with_form(template: str | None, shots: int | None, stop: tuple[str, ...], *
 
 @adapted
 def read(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
-    """Read the stream that --stream, --task, --limit and `form` say, as `prompts`."""
+    """Read the stream given by --stream, --task, --limit and `form` into `prompts`."""
     return {**values, "prompts": prompts_of(stream, values["task"], limit, form)}
 
 
 @adapted
 def read_more(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
-    """Read the stream as `read` does, and the prompts after --limit as `others`."""
+    """Read the stream as `read` does, with the prompts beyond --limit as `others`."""
     prompts, others = read_with_others(stream, values["task"], limit, form)
     note_tasks(prompts)
     return {**values, "prompts": prompts, "others": others}
 
 
 def _use_template(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    """Make the template's length of an answer the default."""
+    """Use the template's answer length as the default of --max-new-tokens."""
     if name is not None:
         defaults = {"max_new_tokens": TEMPLATES[name].max_new_tokens}
         context.default_map = {**(context.default_map or {}), **defaults}
@@ -512,7 +513,7 @@ threads = option(
     callback=_set_threads,
     help="Threads to compute with in this process.  [default: one per usable core]",
 )
-SHARED: dict[str, tuple[str, str]] = {  # heading and help of fields that several dataclasses have
+SHARED: dict[str, tuple[str, str]] = {  # Heading and help text of fields shared by several dataclasses.
     "dtype": (MACHINE, "auto (as stored), float32, bfloat16 or float16."),
     "device": (MACHINE, "auto, cpu, cuda, cuda:N, or auto-map for several GPUs."),
     "speed": (MACHINE, "exact: our kernels; eager: torch's operations; graphs: CUDA graphs; auto chooses."),
@@ -534,9 +535,9 @@ def machine(values: type[Any], *more: str) -> Decorator[Any]:
 
 
 def pictures(help: str) -> Decorator[Any]:
-    """Make --png and --svg; the command gets both as `pictures`, files that were found to be writable.
+    """Make --png and --svg; the command gets both as `pictures`.
 
-    A file that is not ends the command before it begins its work.
+    The command fails before its work if one of the files cannot be written.
     """
 
     def decorate(command: Any) -> Any:
@@ -576,7 +577,7 @@ sampling = together(
 
 
 def on_command_line(name: str) -> bool:
-    """Return whether the running command got an option from its command line itself."""
+    """Return whether an option was given on the command line, not by a default or the configuration."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
@@ -585,7 +586,7 @@ def on_command_line(name: str) -> bool:
 
 
 def pick(values: type[Any], options: dict[str, Any]) -> Any:
-    """Make a dataclass from the options that are its fields; a field that is a dataclass is made of them likewise.
+    """Build a dataclass from the options named like its fields; nested dataclasses are built in the same way.
 
     Raises: SettingsError: a value is out of its range.
     """
@@ -618,7 +619,7 @@ def check_model(request: ModelRequest, *others: str | None) -> None:
 
 
 def lacks(package: str) -> str:
-    """Return that an installation has no such package, and what to do; the image of the API alone leaves many out."""
+    """Return an error message on a missing package, with advice; the API-only Docker image lacks many packages."""
     return (
         f"{package} is not installed here, and this needs it: pip install swiftopt with its dependencies, or take the"
         " image that has models"
@@ -632,7 +633,7 @@ def check_can_decode() -> None:
 
 
 def load(request: ModelRequest) -> Runtime:
-    """Load the model of a request, with remarks on how far that is.
+    """Load the model of a request, printing notes on the progress.
 
     Raises: SwiftoptError: it cannot be loaded.
     """

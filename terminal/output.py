@@ -23,7 +23,7 @@ from ..core.events import phase_of
 
 Found = TypeVar("Found")
 
-INTERRUPTED = 130  # the exit code after Ctrl-C, as shells report it
+INTERRUPTED = 130  # Exit code after Ctrl-C, as in shells: 128 + SIGINT.
 
 
 def console(**more: Any) -> Console:
@@ -35,10 +35,10 @@ def console(**more: Any) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command has found: a JSON object for a program; for a person parts on stdout and remarks on stderr.
+    """Result of a command: a JSON object for programs; for people, parts on stdout and remarks on stderr.
 
-    Texts are printed as they are, other parts as rich draws them. What was `interrupted` ends the program as Ctrl-C
-    does, otherwise its exit code is `code`.
+    Strings are printed unchanged, other parts are rendered by rich. If `interrupted`, the program exits as after
+    Ctrl-C, otherwise with `code`.
     """
 
     value: Mapping[str, Any]
@@ -67,12 +67,12 @@ class Result:
 def listed(
     value: Mapping[str, Any], found: Sequence[Found], table: Callable[[Sequence[Found], int], RenderableType], none: str
 ) -> Result:
-    """Return the result of a list, with the table of what was found in the console's width; `none` is for nothing."""
+    """Return the result of a listing as a table as wide as the console, or the remark `none` if nothing was found."""
     return Result(value, [table(found, console().width)] if found else [], [] if found else [none])
 
 
 def show(part: RenderableType) -> None:
-    """Print a part of a result for a person; nothing is cut off, for a cut path is of no use."""
+    """Print a part of a result for a person, without truncation: a truncated path is useless."""
     if isinstance(part, str):
         click.echo(part)
     else:
@@ -85,7 +85,7 @@ def emit_json(value: Mapping[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark to stderr; where stderr cannot take it, the result still counts."""
+    """Print a remark to stderr; a failed write to stderr does not fail the command."""
     try:
         click.echo(text, err=True)
     except BrokenPipeError:
@@ -94,21 +94,21 @@ def note(text: str) -> None:
         silence(sys.stderr)
 
 
-# Line ends, blanks, characters of scripts that are written without blanks, and words or parts of them.
+# Pieces of text: line ends, blanks, single characters of scripts without spaces (Chinese, Japanese), and words.
 _UNSPACED = r"\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60"
 _PIECES = re.compile(rf"\n|[^\S\n]+|[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 class TextPrinter:
-    """Prints text as it comes; at a terminal a word that does not fit is taken back and begins the next line."""
+    """Prints streamed text; at a terminal, a word that does not fit is erased and moved to the next line."""
 
     def __init__(self, err: bool = False, dim: bool = False) -> None:
         context, stream = click.get_current_context(silent=True), sys.stderr if err else sys.stdout
         self._console, self._err = console(stderr=err), err
         self._dim = dim and not (context is not None and context.color is False)
         self._wraps = stream.isatty() and not self._console.is_dumb_terminal
-        self._column = self._start = 0  # of the cursor, and of the word that it stands in
-        self._word = ""  # as far as it is printed
+        self._column = self._start = 0  # Columns of the cursor and of the current word's start.
+        self._word = ""  # The printed part of the current word.
 
     def write(self, text: str) -> None:
         """Print the next part of the text."""
@@ -117,12 +117,12 @@ class TextPrinter:
         text = click.style(text, dim=True) if self._dim else text
         click.echo(
             text, nl=False, err=self._err, color=self._wraps or None
-        )  # else click leaves out what moves the cursor
+        )  # `color` keeps click from stripping the escape codes that move the cursor.
 
     def _fitted(self, piece: str) -> str:
-        """Return what prints a piece of the text, and follow the cursor."""
+        """Return the characters and escape codes that print a piece, and update the cursor's column."""
         width, size = self._console.width, cell_len(piece)
-        is_alone = piece.isspace() or re.fullmatch(f"[{_UNSPACED}]", piece) is not None  # no part of a word
+        is_alone = piece.isspace() or re.fullmatch(f"[{_UNSPACED}]", piece) is not None  # The piece belongs to no word.
         if is_alone or not self._word:
             self._word, self._start = "", self._column
         word, fits = self._word + piece, self._column + size < width
@@ -130,7 +130,7 @@ class TextPrinter:
         if piece == "\n" or (piece.isspace() and not fits):
             self._column = 0
             return "\n"
-        if fits or self._start == 0:  # a word that no line has room for is left to the terminal
+        if fits or self._start == 0:  # The terminal wraps words that are longer than a line.
             self._column = (self._column + size) % width
             return piece
         back = f"\x1b[{cell_len(word) - size}D\x1b[K" if word != piece else ""
@@ -139,7 +139,7 @@ class TextPrinter:
 
 
 class StepNotes:
-    """Prints a line to stderr for each phase of loading and measuring: a step counts on within its phase."""
+    """Prints one line to stderr per phase of loading and measuring, not per step within a phase."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix, self._phase = prefix, ""
@@ -151,13 +151,13 @@ class StepNotes:
 
 
 class RunNotes:
-    """Says after each prompt that methods have decoded by turns how long the others will take."""
+    """Prints the estimated remaining time after each prompt that all methods have decoded."""
 
     def __init__(self) -> None:
         self._n_done, self._began = 0, 0.0
 
     def __call__(self, method: str, number: int, n_prompts: int, timed: Any) -> None:
-        """Take in that `method` has completed prompt `number`, from 0: all before it are done."""
+        """Note that `method` has completed prompt `number` (from 0); all methods have completed the earlier ones."""
         self._began = self._began or time.monotonic() - timed.seconds
         if number > self._n_done:
             self._n_done = number
@@ -166,14 +166,14 @@ class RunNotes:
 
 
 def about(seconds: float) -> str:
-    """Return a time that is estimated: about 40 s, about 4 min, about 2.5 h."""
+    """Format an estimated time: about 40 s, about 4 min, about 2.5 h."""
     if seconds < 90:
         return f"about {max(10, 10 * round(seconds / 10))} s"
     return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} h"
 
 
 def silence(stream: TextIO) -> None:
-    """Discard what is still to be written to a stream, also at the interpreter's end."""
+    """Discard a stream's unwritten output, so that the interpreter's exit does not fail on it either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -199,9 +199,9 @@ def check_writable(path: Path) -> None:
     Raises: OutputError: it can not.
     """
     with writing(path):
-        target = Path(os.path.realpath(path))  # what a link leads to
+        target = Path(os.path.realpath(path))  # Target of a symbolic link.
         is_new = not target.exists()
-        if is_new or target.is_file() or target.is_dir():  # opening would disturb a pipe
+        if is_new or target.is_file() or target.is_dir():  # Opening a pipe would disturb its reader.
             target.open("ab").close()
         if is_new:
             target.unlink()

@@ -16,12 +16,13 @@ from ..core.errors import SwiftoptError
 from .options import lacks
 from .output import INTERRUPTED, note, silence
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of what stdout leads to
-IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Signs for terminals that have ASCII alone.
+# Error codes when stdout cannot be written.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.--.age", strict=True))  # Replacements on ASCII-only terminals.
 
 
 def run(program: click.Command, args: Sequence[str], name: str | None = None) -> int:
-    """Run one command line of a program and return its exit code; errors that are no one's input are raised."""
+    """Run one command line of a program and return its exit code; unexpected errors (bugs) are raised."""
     try:
         result = program.main(list(args), prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -29,7 +30,7 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt) as abort:
-        if isinstance(abort.__cause__, EOFError):  # click takes it for Ctrl-D, but no command asks for input
+        if isinstance(abort.__cause__, EOFError):  # No Ctrl-D, as click assumes: no command prompts for input.
             raise abort.__cause__ from None
         note("interrupted: what was finished until now is kept")
         return INTERRUPTED
@@ -55,7 +56,7 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
 
 
 def _usage(error: click.ClickException) -> str:
-    """Return a usage error as one line, but the whole help for a group that was called with nothing."""
+    """Return a usage error as one line; for a group called without arguments, return its whole help."""
     text = error.format_message().replace(". Did you", ": did you")
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return text
@@ -75,13 +76,13 @@ def main(program: click.Command, name: str | None = None) -> NoReturn:
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Return what a terminal shows in place of characters that its encoding lacks, of the same width."""
+    """Codec error handler: replace characters that the terminal's encoding lacks by ASCII of the same width."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _replace_closed_streams() -> None:
-    """Open the null device for streams that the caller closed; else the next file opened would take their place."""
+    """Open the null device for standard streams that are closed: else the next opened file gets their descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -29,12 +29,13 @@ from ..core.types import (
 )
 
 Value = TypeVar("Value")
-Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]  # each with what it shows of a value
+# Columns of a table, each with a function that renders its cell.
+Columns = Sequence[tuple[Column, Callable[[Value], RenderableType]]]
 
 SKIPPED, KEPT = "■", "·"
 BARS = "▁▂▃▄▅▆▇█"
-LABEL = 6  # columns of the words left of a layer map or sparkline
-ROOMY = 110  # columns of a terminal from which on lists show where things come from as well
+LABEL = 6  # Width of the labels left of a layer map or sparkline.
+ROOMY = 110  # Terminal width from which listings also show where an entry was tuned, and when.
 STYLES: dict[Kind, str] = {"attn": "cyan", "mlp": "magenta"}
 VERDICT_STYLES = {"use": "bold green", "plain": "bold yellow", "unmeasured": "bold"}
 
@@ -65,7 +66,7 @@ def percent(share: float | None) -> str:
 
 def size(n_parameters: int) -> str:
     """Return a number of parameters in the usual short form: 135M, 1.5B, 13.0B."""
-    if n_parameters >= 999.5e6:  # below it rounds to 999M at most
+    if n_parameters >= 999.5e6:  # Smaller counts round to 999M at most.
         return f"{n_parameters / 1e9:.1f}B"
     return f"{n_parameters / 1e6:.0f}M"
 
@@ -134,7 +135,7 @@ def heading(title: str) -> Rule:
 
 
 def layer_map(layer_set: LayerSet, width: int) -> Text:
-    """Draw a row for attention and one for MLP, a mark per sub-layer under a ruler of layers; folds at `width`."""
+    """Draw a row for attention and one for MLP, with one mark per sub-layer and a ruler of layers; wraps at `width`."""
     n_layers = layer_set.n_layers
     cell = 2 if LABEL + 2 * n_layers <= width else 1
     per_block = _block_length(n_layers, (width - LABEL) // cell)
@@ -153,13 +154,13 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
 
 
 def map_caption(layer_set: LayerSet) -> str:
-    """Return the map in numbers; short enough for 80 columns."""
+    """Return a caption with the map's counts, short enough for 80 columns."""
     parts = f"{len(layer_set.skip_attn)} attention, {len(layer_set.skip_mlp)} MLP"
     return f"skipped {layer_set.n_skipped} of {layer_set.n_searched}: {parts} (r = {layer_set.skip_ratio:.2f})"
 
 
 def _block_length(n_layers: int, room: int) -> int:
-    """Return layers per row: as few rows as fit, about equally long, each beginning at a multiple of ten."""
+    """Return the layers per row: the fewest rows that fit, of similar length, each starting at a multiple of ten."""
     if n_layers <= room:
         return n_layers
     n_blocks = math.ceil(n_layers / max(10, room // 10 * 10))
@@ -178,7 +179,7 @@ def _ruler(layers: range, cell: int, room: int) -> str:
 
 
 def weights_words(layer_set: LayerSet) -> str:
-    """Return the formats of a draft's weights, with how many of its parts have each."""
+    """Return the weight formats of a draft, each with its number of parts (kept sub-layers and the head)."""
     kept = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
     formats = [layer_set.format_of("head"), *(layer_set.format_of(*part) for part in kept)]
     counts = Counter(name or "the model's own" for name in formats)
@@ -221,7 +222,7 @@ def set_view(
     width: int,
     timings: Sequence[RenderableType] = (),
 ) -> list[RenderableType]:
-    """Show a layer set: map, curve of its search, figures, where the time went, and the verdict."""
+    """Show a layer set: map, search curve, figures, time by part of the run, and verdict."""
     version = f" version {record.version}" if record.version is not None else ""
     return [
         heading(f"{record.model}/{task}{version}"),
@@ -237,7 +238,7 @@ def set_view(
 
 
 def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> RenderableType:
-    """Show one stored layer set, with where it comes from."""
+    """Show one stored layer set, with its origin."""
     verdict = Verdict(record.verdict, record.measured_speedup, record.measured_interval, record.expected_speedup)
     rows = [
         ("matchness", number(record.matchness)),
@@ -267,7 +268,7 @@ def stored_view(
 
 
 def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
-    """List stored layer sets, those with True marked as best; their origin only where `width` has room for it."""
+    """List stored layer sets, marking those paired with True as best; the origin is shown if `width` allows."""
     columns: Columns[tuple[LayerSetRecord, bool]] = [
         (folding("model", min_width=6), lambda row: row[0].model),
         (folding("task", min_width=6), lambda row: row[0].task),
@@ -287,7 +288,7 @@ def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) ->
 
 
 def plans_table(plans: Sequence[PlanVersion], width: int) -> Table:
-    """List stored plans that have no layer set of their own, with the one of another version that some decode with."""
+    """List stored plans that have no layer set of their own; some decode with the layer set of another version."""
     columns: Columns[PlanVersion] = [
         (folding("model", min_width=6), lambda each: each.model),
         (folding("task", min_width=6), lambda each: each.task),
@@ -349,7 +350,7 @@ def _curve(values: Sequence[float], width: int, caption: str) -> Text:
 
 
 def timings_table(timings: Timings, n_tokens: int) -> Table:
-    """Show where the time of a token went (SWIFT Figure 6)."""
+    """Show the time per token by part of the run (SWIFT Figure 6)."""
     total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
     columns = [Column("part"), *numbers("ms/token", "%"), Column("")]
     made = table(columns, [], gap=2)
@@ -370,7 +371,7 @@ def command_text(arguments: Sequence[str], width: int) -> Text:
             groups.append(shlex.quote(argument))
     lines = [groups[0]]
     for group in groups[1:]:
-        if len(lines[-1]) + len(group) + 3 <= width:  # a blank, and " \" in case more follows
+        if len(lines[-1]) + len(group) + 3 <= width:  # 3: a blank before the group, and " \" after it.
             lines[-1] += f" {group}"
         else:
             lines.append(f"  {group}")
@@ -382,7 +383,7 @@ def tune_summary(
 ) -> RenderableType:
     """Show what a tuning run found for one task, the plan in use, and its `command` where that drafts.
 
-    Ratios to plain decoding stand there only where the plan in use is what was found.
+    Ratios to plain decoding are shown only if the plan in use is the one just found.
     """
     record, trials = finished.record, finished.trials
     is_used = plan.drafts and plan.version == record.version
@@ -412,7 +413,7 @@ def tune_summary(
 
 
 def _advice(finished: TaskFinished, plan: PlanInUse) -> list[str]:
-    """Return why what was found is not in use, where the sentence on the plan does not say it."""
+    """Return why the found layer set is not in use, unless the plan's own sentence says it."""
     version, verdict = finished.record.version, finished.verdict
     if plan.version != version:
         return [f"version {version}, which this run stored, is not in use: `swiftopt layers promote` would change that"]

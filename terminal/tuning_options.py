@@ -1,4 +1,4 @@
-"""The options that say how `tune` and the bench of searches search, and which of them have no effect together."""
+"""Options that control the search of `tune` and of the search benchmark, and warnings about useless combinations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _branching(text: str) -> Branching:
 
 
 def _use_preset(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    """Make a preset's values the defaults of the command's options; those of its command line win."""
+    """Use a preset's values as defaults of the command's options; explicit options win."""
     if name is not None:
         preset = preset_of(name)
         tuning = preset.tuning if preset.is_tuned else {}
@@ -96,7 +96,7 @@ settings = together(
 )
 
 
-# settings that have no effect, with which others that is so, and what is said of it
+# Settings without effect: their names, the condition on the other settings, and the warning printed.
 IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] = (
     (
         ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting"),
@@ -118,7 +118,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] =
         lambda own: not own.optimise,
         "has no effect with --no-optimise, which searches for no layer set",
     ),
-    # without a search the set that it would start from is used, whose size is the ratio's where it is not quantised
+    # Without a search, the search's initial set is used; skip_ratio sets its size unless the draft is quantised.
     (
         ("skip_ratio",),
         lambda own: (
@@ -142,7 +142,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] =
 
 
 def warn_idle(settings: SwiftSettings, *used: str) -> None:
-    """Say of each option of the command line that it has no effect with the other settings; others pass silently.
+    """Warn about each option on the command line that has no effect with the other settings.
 
     Args: used: settings that the running command uses nevertheless.
     """

@@ -36,13 +36,15 @@ from .queue import SPARE_S, JobService, RedisQueue
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
 
-MOST_IN_A_ROW = 100  # attempts of one child
-LOOK_S = 1.0  # between two looks for jobs of an engine's model
-HOLD_S = 30.0  # The workers of this machine leave these to the engine for so long, unless renewed.
-HAND_BACK_S = 5.0  # The next checkpoint must come so soon after SIGTERM; else the job continues from its last one.
+MOST_IN_A_ROW = 100  # Attempts that one child process runs before it exits.
+LOOK_S = 1.0  # Seconds between two polls for jobs that want an engine's model.
+HOLD_S = 30.0  # Lifetime of an engine's lock, which keeps this machine's workers from jobs of its model.
+# Seconds after SIGTERM to reach a new checkpoint. Then the process exits, and the job is requeued at its last one.
+HAND_BACK_S = 5.0
 NOOP_STEP_S = 0.05
 ENDING = "its worker is ending"
-PASSING = (DeviceMissing, HubUnreachable)  # another worker may have the one, and the other may come back
+# Errors that a retry may fix: on a worker with the device, or once the hub is back.
+PASSING = (DeviceMissing, HubUnreachable)
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 class WorkerContext:
     """Name, services and device of a worker; `device` replaces "auto" in requests.
 
-    `redis` "": a job that is handed back is delivered by the reconciler alone. `lease_s`: seconds without a renewal
+    Without `redis` (""), only the reconciler delivers jobs that were handed back. `lease_s`: seconds without a renewal
     after which its attempts count as lost.
     """
 
@@ -69,11 +71,11 @@ class Attempts:
     Args: ending: set when this process is to end.
     """
 
-    turn: ModelTurn | None = None  # of an engine that decodes with the same model, see `TuningRun`
+    turn: ModelTurn | None = None  # Set where an engine decodes with the same model, see `TuningRun`.
 
     def __init__(self, context: WorkerContext, store: Store, ending: threading.Event) -> None:
         self.context, self.store, self.ending = context, store, ending
-        self._loaded: tuple[Any, ...] | None = None  # which model that is
+        self._loaded: tuple[Any, ...] | None = None  # Key of the loaded model, from `model_of`.
         self._runtime: Runtime | None = None
 
     def run_all(self, first: Delivery, on_begin: Callable[[Delivery], None]) -> None:
@@ -133,19 +135,21 @@ class Attempts:
         """Return whether a job tunes the loaded model, and its files have not changed."""
         try:
             return job.kind == "tune" and self._loaded == model_of(self._request(job))
-        except InvalidInput:  # its own attempt reports it
+        except InvalidInput:
+            # The job's own attempt reports the error.
             return False
 
     def _is_engines(self, delivery: Delivery) -> bool:
-        """Return whether an engine of this machine takes the attempt."""
-        with suppress(NotFound, InvalidInput):  # the attempt itself reports these
+        """Return whether an engine on this machine will run the attempt."""
+        with suppress(NotFound, InvalidInput):
+            # Leave errors to the attempt, which reports them.
             job = self.store.jobs.get(delivery.job)
             if delivery.queue == DEFAULT_QUEUE and job.kind == "tune":
                 return not self.store.jobs.lock(engine_lock(self._request(job)), self.context.name, 0.0)
         return False
 
     def _following(self, done: Delivery) -> Delivery | None:
-        """Return the queue's next attempt if the one before succeeded and the next wants its model, else None."""
+        """Return the queue's next attempt if `done` succeeded and the next one uses the same model, else None."""
         jobs = self.store.jobs
         following = next((attempt_due for attempt_due in jobs.due() if attempt_due.queue == self.context.queue), None)
         if following is None or jobs.get(done.job).state != "succeeded":
@@ -153,7 +157,7 @@ class Attempts:
         return following if self.wants_loaded(jobs.get(following.job)) else None
 
     def _request(self, job: Job) -> TuneRequest:
-        """Return a job's request, on this worker's device."""
+        """Return a job's request, with device "auto" replaced by this worker's device."""
         request = TuneRequest.from_json(job.request)
         return replace(request, device=self.context.device) if request.device == "auto" else request
 
@@ -162,7 +166,7 @@ class Attempts:
 
         model_asked = model_of(request)
         if self._runtime is None or self._loaded != model_asked:
-            self._loaded, self._runtime = model_asked, None  # frees the memory of the previous one first
+            self._loaded, self._runtime = model_asked, None  # Free the previous model's memory before loading.
             self._runtime = load_model(request, on_step)
         return self._runtime
 
@@ -171,13 +175,13 @@ class Attempts:
         lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
         prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
         check_tuning(request, prompts)
-        from ..tasks.tune import TuningRun  # imports torch, so only in the child
+        from ..tasks.tune import TuningRun  # Imported late, in the child only: it imports torch.
 
         stop, load, turn = self.ending.is_set, self._load, self.turn
         TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, stop, load, turn).tune()
 
     def _sleep(self, claim: Claim, keeper: LeaseKeeper) -> None:
-        """Run a no-op job: wait for `seconds`, as interruptible as a tuning job."""
+        """Run a no-op job: wait for `seconds`; it can be interrupted like a tuning job."""
         seconds = claim.job.request.get("seconds", 0)
         if not isinstance(seconds, int | float):
             raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
@@ -193,7 +197,7 @@ class Attempts:
 
     @contextmanager
     def _deadline(self, service: JobService, lease: Lease) -> Iterator[None]:
-        """Hand the job back at its last checkpoint if the work reaches no new one soon after SIGTERM."""
+        """Hand the job back at its last checkpoint if no new one is reached within HAND_BACK_S of SIGTERM."""
         done = threading.Event()
 
         def wait() -> None:
@@ -205,7 +209,8 @@ class Attempts:
                 if state := service.store.jobs.hand_back(lease, ENDING):
                     log_state(lease, state, reason=ENDING)
                     service.deliver(service.store.jobs.get(lease.job))
-            except SwiftoptError as error:  # the lease runs out instead
+            except SwiftoptError as error:
+                # The job could not be handed back. It is retried when its lease runs out.
                 log_state(lease, "running", error, str(error))
             finally:
                 os._exit(0)
@@ -220,7 +225,7 @@ class Attempts:
 class EngineJobs(Attempts):
     """Runs the default queue's jobs of the model that an engine has loaded, one at a time, in the engine's turns.
 
-    They need no Redis. A lock in the database keeps the workers of this machine from them.
+    It needs no Redis. A lock in the database keeps this machine's workers from these jobs.
     """
 
     def __init__(self, served: ServedModel, store: Store, runtime: Runtime, turn: ModelTurn) -> None:
@@ -230,13 +235,13 @@ class EngineJobs(Attempts):
         request = as_request(served)
         self._loaded, self._runtime = model_of(request), runtime
         self._lock, self._engine_turn = engine_lock(request), turn
-        self._others: set[str] = set()  # waiting jobs that are not for this engine
+        self._others: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
         self._held, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until the running job is handed back, once this is `ending`, and leave the jobs to others."""
+        """After `ending` is set: wait until the running job is handed back, and release the lock on jobs."""
         self._thread.join(HAND_BACK_S)
         with suppress(StoreError):
             self.store.jobs.lock(self._lock, self.context.name, 0.0)
@@ -247,8 +252,10 @@ class EngineJobs(Attempts):
                 self._hold()
                 for delivery in self._due():
                     self.run(delivery)
-            except SwiftoptError as error:  # the database is away, or the job is
-                self._spare_until = time.monotonic() + SPARE_S  # as a reconciler does
+            except SwiftoptError as error:
+                # The database cannot be reached, or the job no longer exists.
+                # Like the reconciler, expire no leases right after an outage.
+                self._spare_until = time.monotonic() + SPARE_S
                 logger.warning("engine=no look for jobs reason=%r", str(error))
             self.ending.wait(LOOK_S)
 
@@ -264,13 +271,14 @@ class EngineJobs(Attempts):
                     self._others.add(delivery.job)
 
     def _hold(self) -> None:
-        """Keep the workers of this machine from the jobs; where no reconciler runs, end attempts that were lost."""
+        """Renew the lock that keeps this machine's workers off the jobs; without a reconciler, expire lost attempts."""
         if time.monotonic() - self._held >= HOLD_S / 3:
             self._held = time.monotonic()
             self.store.jobs.lock(self._lock, self.context.name, HOLD_S)
             if time.monotonic() < self._spare_until:
                 return
-            if self.store.jobs.lock("reconciler", self.context.name, 0.0):  # not kept from who can also deliver
+            # Release the lock at once (0 s): a reconciler, which also delivers jobs, must not be kept waiting.
+            if self.store.jobs.lock("reconciler", self.context.name, 0.0):
                 self.store.jobs.expire()
 
     @contextmanager
@@ -293,7 +301,7 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """What ended an attempt; `record` writes it to the job's row and returns its state, None if the lease was lost."""
+    """How an attempt ended; `record` writes it to the job's row and returns the job's state (None: lease lost)."""
 
     record: Callable[[], JobState | None]
     error: BaseException | str = ""
@@ -306,13 +314,15 @@ def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> AttemptOutco
         work()
     except (HandedBack, Cancelled):
         return AttemptOutcome(partial(jobs.hand_back, lease, ENDING), reason=ENDING)
-    except Paused:  # one that was resumed meanwhile goes on
+    except Paused:
+        # `hand_back` pauses the job, or requeues it if it was resumed in the meantime.
         return AttemptOutcome(partial(jobs.hand_back, lease, "resumed before it rested"), reason="on request")
     except LeaseLost as error:
         return AttemptOutcome(lambda: None, reason=str(error))
     except Exception as error:
         reason = describe(error)
         if isinstance(error, InvalidInput | NotFound) and not isinstance(error, PASSING):
-            return AttemptOutcome(partial(jobs.end, lease, "failed", reason), error, reason)  # another would end alike
+            # Do not retry: another attempt would fail in the same way.
+            return AttemptOutcome(partial(jobs.end, lease, "failed", reason), error, reason)
         return AttemptOutcome(partial(jobs.attempt_failed, lease, reason), error, reason)
     return AttemptOutcome(partial(jobs.end, lease, "succeeded"))

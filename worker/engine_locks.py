@@ -1,4 +1,4 @@
-"""Which jobs the engine of a served model takes from workers, as its lock in the database says."""
+"""Locks in the database by which the engine of a served model reserves that model's jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..store import Jobs
 def model_of(request: TuneRequest) -> tuple[Any, ...]:
     """Return what identifies a request's model; where it is a path, also the time of its newest file."""
     path, changed, place = Path(request.model), 0, request.model
-    with suppress(OSError):  # loading reports it
+    with suppress(OSError):
+        # Ignore unreadable files here: loading the model reports them.
         files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
         changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
         place = str(path.resolve()) if files else place
@@ -26,7 +27,7 @@ def model_of(request: TuneRequest) -> tuple[Any, ...]:
 
 
 def as_request(served: ServedModel) -> TuneRequest:
-    """Return a request for the model as an engine has it."""
+    """Return a tuning request for a model as an engine serves it."""
     return TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
 
 
@@ -42,7 +43,8 @@ def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
         return False
     try:
         request = TuneRequest.from_json(job.request)
-    except InvalidInput:  # its attempt reports it
+    except InvalidInput:
+        # The job's attempt reports the error.
         return False
     model_part = _model_part(engine_lock(request))
     locks = [engine_lock(as_request(model)) for model in served if model.tune] + jobs.locks(model_part)

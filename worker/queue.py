@@ -1,6 +1,6 @@
 """Jobs in the database, delivered by Redis, which only holds the ids of attempts that wait for a worker.
 
-A reconciler makes both agree again after lost workers, a flushed or restarted Redis, and outages of either.
+A reconciler makes both stores agree again after lost workers, a flushed or restarted Redis, and outages of either.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from ..tasks.admission import check_tuning
 from ..tasks.job import log_state, tune_spec
 from .engine_locks import has_engine
 
-SERIALIZER = "json"  # rq's own default is pickle: whoever can write to Redis would run code in the worker
-TASK = "swiftopt.worker.attempt.Attempts.run"  # a name for rq's records; the worker never imports what Redis names
-UNLIMITED = -1  # rq's own default ends a job after 180 s; leases end ours
-FAILED_TTL_S = 60  # seconds that rq keeps its record of an attempt whose process died
+SERIALIZER = "json"  # Not rq's default, pickle: it would let anyone with write access to Redis run code in the worker.
+# Function name in rq's records. The worker never imports a name that it reads from Redis.
+TASK = "swiftopt.worker.attempt.Attempts.run"
+UNLIMITED = -1  # Timeout for rq: none, because leases end lost attempts. rq's default is 180 s.
+FAILED_TTL_S = 60  # Seconds that rq keeps the record of an attempt whose process died.
 SOCKET_TIMEOUT_S = 5.0
-RETRIES = 2  # Retries of one command on a broken connection.
+RETRIES = 2  # Retries of a Redis command after a connection error.
 
-PERIOD_S = 5.0  # between two passes
-LOCK_S = 15.0  # Another process may reconcile after so long, in place of one that died.
-# An attempt that left its queue and is not claimed within this time was lost on the way; a worker needs far less.
+PERIOD_S = 5.0  # Seconds between two passes of the reconciler.
+LOCK_S = 15.0  # Lifetime of the reconciler's lock: another process takes over this long after one died.
+# Seconds from leaving the queue to the claim, after which an attempt counts as lost. A worker needs far less.
 CLAIM_S = 8.0
-# After an outage of the database, workers that could not renew their leases get this long to do so.
+# Seconds after a database outage in which no lease is expired, so that workers can renew theirs.
 SPARE_S = 15.0
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """Version and persistence of a server; `append_only` and `saves`: whether its data survive a restart."""
+    """A Redis server's version and persistence: it survives a restart with `append_only` or `saves`."""
 
     version: str
     server: str
@@ -99,7 +100,7 @@ class RedisQueue:
     def __init__(self, url: str, blocking_s: float = 0.0) -> None:
         """Connect; `blocking_s`: seconds that a command may wait for a job, beyond the time to answer."""
         self.url = url
-        # Only a refused connection is tried again: a server that accepts and does not answer would time out again.
+        # Retry only connection errors: a server that accepts connections but does not answer would time out again.
         retry = Retry(ExponentialWithJitterBackoff(base=0.1, cap=1.0), RETRIES, (RedisConnectionError,))
         limits = {"socket_timeout": SOCKET_TIMEOUT_S + blocking_s, "socket_connect_timeout": SOCKET_TIMEOUT_S}
         try:
@@ -110,7 +111,7 @@ class RedisQueue:
             ) from error
 
     def deliver(self, delivery: Delivery) -> bool:
-        """Append an attempt to its queue; False if rq still knows it: it waits, or was just taken."""
+        """Append an attempt to its queue; return False if rq still has it, waiting or just taken."""
         with _errors(self.url):
             try:
                 self._queue(delivery.queue).enqueue_call(
@@ -129,7 +130,8 @@ class RedisQueue:
     def waiting(self, queue: str) -> set[str]:
         with _errors(self.url):
             ids_waiting: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
-            return {entry.decode(errors="replace") for entry in ids_waiting}  # anybody may have put anything there
+            # The queue may hold any bytes: other programs can write to it.
+            return {entry.decode(errors="replace") for entry in ids_waiting}
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
         with _errors(self.url):
@@ -143,7 +145,8 @@ class RedisQueue:
         saves = ""
         with _errors(self.url):
             info: Any = self.connection.info()
-            with suppress(RedisError):  # a hosted server may forbid CONFIG
+            with suppress(RedisError):
+                # Hosted Redis servers may forbid CONFIG.
                 config: Any = self.connection.config_get("save")
                 saves = config.get("save", "")
         version = str(info.get("valkey_version") or info.get("redis_version", "?"))
@@ -187,7 +190,7 @@ class JobService:
         queue: str = DEFAULT_QUEUE,
         idempotency_key: str | None = None,
     ) -> tuple[Job, bool]:
-        """Return the job for the request on these prompts and whether it is new; the row precedes the delivery.
+        """Return the job for the request on these prompts and whether it is new; its row is written first.
 
         Raises: Conflict: the idempotency key was used for something else. SwiftoptError: as `check_tuning`.
         """
@@ -202,7 +205,7 @@ class JobService:
         return job, is_new
 
     def act(self, job: str, verb: Verb) -> Job:
-        """Pause, resume, stop, cancel or retry; a job that is queued by it is delivered at once.
+        """Pause, resume, stop, cancel or retry a job; a job that becomes queued is delivered at once.
 
         Raises: Conflict: it is not in a state for that, or another attempt would fail like the last.
         """
@@ -214,7 +217,7 @@ class JobService:
         return job_after
 
     def obstacle(self, job: Job) -> str | None:
-        """Return why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
+        """Return a sentence why no worker can take a queued job; None if one can, and for other jobs."""
         if job.state != "queued" or job.queue is None or has_engine(self.store.jobs, self.served, job):
             return None
         if self.queue is None:
@@ -240,7 +243,7 @@ class JobService:
 
 
 def retry_problem(store: Store, job: Job) -> str:
-    """Return why another attempt of a job that has ended would fail like the last, in a sentence; empty: it may not."""
+    """Return a sentence why a retry of an ended job would fail again; empty if it may succeed."""
     if job.kind != "tune" or job.stream is None or job.state not in ("failed", "cancelled"):
         return ""
     lines = (store.jobs.stream(job.stream) or "").encode().splitlines(keepends=True)
@@ -260,8 +263,9 @@ class Reconciler:
 
     def __init__(self, jobs: Jobs, queue: RedisQueue, owner: str) -> None:
         self._jobs, self._queue, self._owner = jobs, queue, owner
-        self._missing_since: dict[str, float] = {}  # by id of the delivery; monotonic seconds
-        self._spare_until = 0.0  # monotonic seconds
+        # Delivery id -> monotonic time at which it was first missing from its queue.
+        self._missing_since: dict[str, float] = {}
+        self._spare_until = 0.0  # Monotonic time before which no lease is expired.
 
     def step(self) -> None:
         """Run one pass: end attempts whose lease ran out; deliver what is due and not in its queue."""
@@ -281,7 +285,8 @@ class Reconciler:
         for delivery in missing.values():
             try:
                 self._deliver(delivery)
-            except ValueError as error:  # an id or queue that was changed by hand; the others must not wait for it
+            except ValueError as error:
+                # Skip a row whose id or queue is invalid (edited by hand), so that the others are delivered.
                 words = "delivery=impossible job=%r queue=%r reason=%r"
                 logger.warning(words, delivery.job, delivery.queue, str(error))
 
@@ -299,10 +304,10 @@ class Reconciler:
             logger.warning("reconciler=waiting reason=%r", str(error))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Deliver an attempt; if rq knows it, a worker is about to claim it or died before it could."""
+        """Deliver an attempt. If rq still has it after CLAIM_S, a worker died before the claim: deliver a new one."""
         since = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
-            del self._missing_since[delivery.id]  # a worker may leave it to an engine again and again
+            del self._missing_since[delivery.id]  # Restart the timer: workers may requeue it for an engine repeatedly.
             logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
         elif time.monotonic() - since >= CLAIM_S:
             again = self._jobs.redeliver(delivery)

@@ -20,10 +20,10 @@ from ..decoding.session import Session
 from ..models.runtime import Runtime
 from ..tasks.model import Model
 
-TAIL = 16  # The last tokens of a prompt show whether it has begun a thought.
-ANSWER_SHARE = 3 / 4  # An answer without a length may take this share of the memory that its prompt leaves.
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # The vocabularies of sentencepiece write a byte so.
-# Vocabularies of bytes write each byte as a character.
+TAIL = 16  # Tokens at a prompt's end that are searched for an open thinking tag.
+ANSWER_SHARE = 3 / 4  # Share of the remaining KV memory that an answer without max_new_tokens may use.
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # Byte tokens in sentencepiece vocabularies.
+# Byte-level BPE vocabularies (GPT-2) represent each byte by a printable character.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
@@ -33,7 +33,7 @@ class Tokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Only a decoder's state, which is JSON, shows the parts of the decoder.
+        # The tokenizers library exposes a decoder's components only in its pickled state, which is JSON.
         state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
         self._has_bytes, self._has_marks = b"ByteLevel" in state, "▁".encode() in state
         self._added = set(getattr(tokenizer, "added_tokens_decoder", ()))
@@ -60,21 +60,21 @@ class Tokens:
 
     @cached_property
     def end_of_thought(self) -> int | None:
-        """The token that ends a thought; None: the model's chat template knows none."""
+        """The token that ends a thought; None if the model's chat template has none."""
         if THOUGHT not in str(getattr(self._tokenizer, "chat_template", None)):
             return None
         token_id = self._tokenizer.get_vocab().get(THOUGHT)
         return None if token_id is None else int(token_id)
 
     def ends_in_thought(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a prompt leaves a thought open, which the completion then continues."""
+        """Return whether a prompt ends within a thought, which the completion continues."""
         return str(self._tokenizer.decode(list(token_ids[-TAIL:]))).rstrip().endswith(THINK)
 
 
 def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
     """Return a request's session, and its prompt as token ids.
 
-    Args:   most_tokens: that memory holds, for requests that say of no length; None: any number.
+    Args:   most_tokens: tokens that the KV memory holds, for requests without a length; None: no limit.
     Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
             fit the model's context, or the completion behind it.
     """
@@ -90,7 +90,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     ids, source = token_ids_of(session, request), prompt_field(request)
     room = model.runtime.max_positions - len(ids)
     left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
-    unasked = min(room, left) if left > 0 else room  # The engine refuses a prompt that memory does not hold.
+    unasked = min(room, left) if left > 0 else room  # Where `left` <= 0, the engine refuses the prompt.
     session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
     with about(source if room < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
@@ -116,7 +116,7 @@ def token_ids_of(session: Session, request: CompletionRequest) -> list[int]:
 
 
 def prompt_field(request: CompletionRequest) -> str:
-    """Return the field of a request that errors about its prompt name."""
+    """Return the request's field to name in errors about its prompt."""
     return "messages" if request.messages else "text"
 
 
@@ -130,7 +130,7 @@ def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> 
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Name this field in errors that name no field of the request."""
+    """Set this field in errors that name no field of the request."""
     try:
         yield
     except InvalidInput as error:

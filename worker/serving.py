@@ -1,8 +1,7 @@
-"""One model's engine in a process of its own: questions come to its standard input, answers go to its standard output.
+"""One model's engine in a process of its own: it reads questions from standard input and answers on standard output.
 
-Both are lines of `core/messages.py`. Jobs of the model that wait in the queue run in the engine as well, while nothing
-is decoded. `swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL`, the level being that
-of its log.
+Both are lines of `core/messages.py`. While nothing is decoded, the engine also runs queued jobs of its model.
+`swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL`, where LEVEL is its log level.
 """
 
 from __future__ import annotations
@@ -79,14 +78,14 @@ from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
 from .served_tokens import Tokens, check_vocabulary, prompt_field, session_of, token_ids_of
 
-LEAST_LOGPROB = -9999.0  # OpenAI's API writes it for minus infinity, which JSON does not have.
-LONG_LINE = 1 << 16  # A request of more bytes is read in another thread.
+LEAST_LOGPROB = -9999.0  # Stands for minus infinity, as in OpenAI's API: JSON has no infinities.
+LONG_LINE = 1 << 16  # Bytes beyond which a request is tokenized in another thread.
 
-logger = logging.getLogger("swiftopt.worker.serving")  # The module's own name is "__main__".
+logger = logging.getLogger("swiftopt.worker.serving")  # Explicit, because __name__ is "__main__" in this process.
 
 
 class MessageWriter:
-    """Writes messages as lines; any thread may."""
+    """Writes messages as lines; thread-safe."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out, self._lock = out, threading.Lock()
@@ -107,9 +106,9 @@ class MessageWriter:
 
 
 class SentCompletion(Ticket):
-    """A request whose answer goes over the wire; a request that only reads its prompt sends no token.
+    """A request whose answer is sent to the server; a request that only reads its prompt sends no tokens.
 
-    `on_end` gets its last event; a request with a trace, which is the playground's, is not counted.
+    `on_end` is called with its last event, except for requests with a trace: the playground's are not counted.
     """
 
     def __init__(
@@ -164,13 +163,13 @@ class SentCompletion(Ticket):
         if isinstance(error, ContextOverflow):
             error.param = error.param or prompt_field(self.request)
         elif isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
-            error = InvalidInput(str(error), "method")  # The method cannot be used, or not for such a request.
+            error = InvalidInput(str(error), "method")  # The requested method cannot be used here or for this request.
         if error is not None:
             self._wire.fail(self.number, error)
 
 
 def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
-    """Return an event without its tokens, which leaves what it says of the prompt."""
+    """Return an event without its tokens; only its data about the prompt remains."""
     if isinstance(event, TextAdded):
         return replace(event, text="", n_tokens=0, logprobs=())
     done = replace(event.completion, token_ids=(), text="", finish_reason="length", first_tokens=0)
@@ -178,7 +177,7 @@ def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
 
 
 def _not_counted(event: Generated) -> None:
-    """A model that learns nothing has no figures of tasks."""
+    """Ignore an ended request: a model served without tuning keeps no figures per task."""
 
 
 class EngineHost:
@@ -192,14 +191,16 @@ class EngineHost:
 
         self.traffic: Traffic | None = None
         on_cpu = served.device == "cpu" or not torch.cuda.is_available()
-        # Models of one server start at the same time, and reading weights would disturb another one's measurement.
+        # A server starts its models at the same time. Load one at a time, because reading weights would disturb another
+        # model's cost measurement.
         with measuring_turn(torch.device("cpu"), loading) if on_cpu else nullcontext():
             loading("reading its weights")
             self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
             runtime, store = self.model.runtime, self.model.store
             if served.tune:
                 self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
-        with suppress(InvalidInput):  # A request reports it. The first grammar is slow, so it is made before any round.
+        # Compile a JSON grammar before the first request, because the first one is slow. Requests report errors.
+        with suppress(InvalidInput):
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
         if not served.tune:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
@@ -215,7 +216,7 @@ class EngineHost:
             self._kept = LineWriter(Path(served.keep_prompts), what="prompts", option="--keep-prompts")
 
     def run(self, lines: Iterator[bytes]) -> None:
-        """Answer line by line, until there are none."""
+        """Answer the lines of the input until it ends."""
         runtime = self.model.runtime
         self._wire.send(
             Ready(
@@ -229,7 +230,8 @@ class EngineHost:
         )
         try:
             for line in lines:
-                if self.engine.is_closed:  # Its thread has failed, and a new process can go on.
+                if self.engine.is_closed:
+                    # Exit when the engine's thread has failed: the server then starts a new process.
                     raise SystemExit(1)
                 self._handle(from_server(line), is_long=len(line) > LONG_LINE)
         finally:
@@ -264,7 +266,7 @@ class EngineHost:
                     self.engine.call(partial(self._send_tuning, message))
 
     def _read(self, number: int, is_long: bool, work: Callable[[], None]) -> None:
-        """Read a text; long ones one after the other in a thread of their own, so that no other request waits."""
+        """Tokenize a text; long texts in sequence in a separate thread, so that other requests do not wait."""
 
         def read() -> None:
             try:
@@ -289,14 +291,14 @@ class EngineHost:
         self._wire.send(TokensText(number, self.model.runtime.tokenizer.decode(token_ids)))
 
     def _refresh_plans(self) -> None:
-        """Follow what `best` means; where the database is away, go on as before."""
+        """Follow changes of the alias `best`; while the database is unreachable, keep the current plans."""
         while True:
             time.sleep(REFRESH_S)
             with suppress(SwiftoptError):
                 self.model.refresh_plans()
 
     def _send_tuning(self, steer: Steer) -> None:
-        """Obey a verb, if there is one, and send what is in use and being tried; in the engine's thread."""
+        """Obey a verb, if any, and send the tuning status; runs in the engine's thread."""
         tuning = ModelTuning(paused=True)
         try:
             if self.traffic is not None:
@@ -333,7 +335,7 @@ class EngineHost:
     def _run_planned(
         self, ticket: SentCompletion, session: Session, prompt: Prompt, options: Mapping[str, Any]
     ) -> None:
-        """Decode a request by its plan, which is looked up and built in a thread of its own."""
+        """Decode a request by its plan; look up and build the plan in a separate thread."""
         try:
             planned = self.model.plan_for(prompt.task, ticket.request.method, ticket.request.version)
             self._run(ticket, as_planned(session, planned, prompt, **options))
@@ -342,14 +344,15 @@ class EngineHost:
 
     def _run(self, ticket: SentCompletion, work: Work[None]) -> None:
         self.engine.run(work, ticket)
-        if self._is_cancelled(ticket):  # It was cancelled before the engine had it.
+        # A cancellation may have arrived before the engine knew the request.
+        if self._is_cancelled(ticket):
             ticket.cancel()
 
     def _is_cancelled(self, ticket: SentCompletion) -> bool:
         return self._tickets.get(ticket.number) is not ticket
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
-        """Send the prompt's length before anything is decoded, with its text or its thought where these matter."""
+        """Send the prompt's length before decoding, with its text and open thought where the answer needs them."""
         read = PromptRead(number, len(token_ids))
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
@@ -372,7 +375,8 @@ class EngineHost:
                 self._kept.write(line.rstrip("\n"))
         except StreamError:
             return
-        except OutputError as error:  # The client's answer does not depend on that file.
+        except OutputError as error:
+            # Only log the error: answers do not depend on the file of prompts.
             logger.warning("prompt=not kept reason=%r", str(error))
 
 

@@ -37,15 +37,15 @@ from ..tasks.job import log_state, state_without_lease
 from .attempt import Attempts, WorkerContext
 from .queue import PERIOD_S, SERIALIZER, Reconciler, RedisQueue
 
-WORKER_TTL_S = 20  # rq waits 15 s less than this for a job, then looks around: 5 s between two passes of the reconciler
-MONITOR_S = 5.0  # between two heartbeats while a child works
-BEAT_S = 1.0  # between two heartbeats while jobs come and go
-LONGEST_WAIT_S = 5.0  # between two tries to reach a Redis that is away
-RESTART_S = 1.0  # The wait before the next try when rq gave up on Redis.
-TIDY_S = 600.0  # between two clean-ups of rq's own records
+WORKER_TTL_S = 20  # rq waits for a job 15 s less than its TTL, then runs maintenance: the reconciler runs every 5 s.
+MONITOR_S = 5.0  # Seconds between two heartbeats while a child works.
+BEAT_S = 1.0  # Minimum seconds between two heartbeats that rq's loop sends.
+LONGEST_WAIT_S = 5.0  # Longest wait between two attempts to reconnect to Redis.
+RESTART_S = 1.0  # Wait before a restart after rq has given up on Redis.
+TIDY_S = 600.0  # Seconds between two clean-ups of rq's registries.
 ENDING = (signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # An option of prctl(2).
-POLL_S = 0.02  # between two looks at a child, where the system does not report its end
+PR_SET_PDEATHSIG = 1  # Option of prctl(2): signal sent to a child when its parent dies.
+POLL_S = 0.02  # Polling interval for a child's end where pidfd_open is missing.
 
 T = TypeVar("T")
 
@@ -73,14 +73,14 @@ class JobWorker(Worker):
         )
         self.context, self.store = context, store
         self.is_ending = False
-        self._sigterm = threading.Event()  # in a child: SIGTERM has asked it to end
-        self._begun = (-1, -1)  # a pipe: ids of the attempts that the child begins
+        self._sigterm = threading.Event()  # Set in a child when it receives SIGTERM.
+        self._begun = (-1, -1)  # Pipe on which the child reports the id of each attempt that it begins.
         self._reconciler = Reconciler(store.jobs, queue, context.name)
         self._pid = os.getpid()
         self._tidied = self._beaten = time.monotonic()
 
     def _set_ip_address(self, connection: Redis) -> None:
-        self.ip_address = "unknown"  # rq would ask Redis, which may be away, and may not allow it
+        self.ip_address = "unknown"  # Skip rq's CLIENT command: Redis may be unreachable or forbid it.
 
     def subscribe(self) -> None:
         """Do nothing: whoever can write to Redis could kill jobs with rq's commands."""
@@ -91,7 +91,8 @@ class JobWorker(Worker):
         """Do nothing: suspension would come from Redis as well."""
 
     def register_birth(self) -> None:
-        self.connection.delete(self.key)  # of a killed worker of the same name, which Redis keeps for a while
+        # Delete the record of a killed worker with the same name, which would make rq refuse this one.
+        self.connection.delete(self.key)
         super().register_birth()  # type: ignore[no-untyped-call]
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
@@ -137,7 +138,7 @@ class JobWorker(Worker):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def perform_job(self, job: RqJob, queue: Queue) -> bool:
-        """Run the attempt, and others of its model behind it, in the child."""
+        """Run the attempt, and following ones for the same model, in the child."""
         delivery = delivery_of(job.id, queue.name)
         if delivery is None:
             logger.warning("delivery=ignored id=%r queue=%s", job.id, queue.name)
@@ -149,7 +150,7 @@ class JobWorker(Worker):
         os.write(self._begun[1], f"{delivery.id}\n".encode())
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
-        """Wait for the child's end with heartbeats meanwhile; errors of Redis are ignored."""
+        """Send heartbeats until the child ends; ignore errors of Redis."""
         while (ended := wait_for(self._horse_pid, MONITOR_S)) is None:
             with suppress(RedisError):
                 self.maintain_heartbeats(job)
@@ -179,22 +180,23 @@ class JobWorker(Worker):
             self.clean_registries()  # type: ignore[no-untyped-call]
 
     def child_died(self, attempt: str, pid: int, reason: str) -> None:
-        """Record on a job's row what ended the child at that attempt, so that the next attempt can begin."""
+        """Record in the job's row why the child died during the attempt, so that the next attempt can begin."""
         lease = delivery_of(attempt, self.context.queue)
         if lease is None:
             return
         jobs = self.store.jobs
         try:
-            jobs.claim(lease, self.name)  # where the child died before it could
+            jobs.claim(lease, self.name)  # Claim the attempt if the child died before it claimed it.
             state = jobs.attempt_failed(lease, reason) or state_without_lease(jobs, lease)
             log_state(lease, state, "ChildDied", reason, pid=pid)
-        except StoreError as error:  # the lease runs out, and the reconciler does the same
+        except StoreError as error:
+            # The reconciler records the failure when the lease runs out.
             log_state(lease, "running", "ChildDied", reason, pid=pid)
             logger.warning("worker=waiting reason=%r", str(error))
 
 
 def run_worker(context: WorkerContext, burst: bool = False) -> None:
-    """Run jobs until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited for.
+    """Run jobs until SIGTERM or Ctrl-C, or with `burst` until the queue is empty; outages of Redis are waited out.
 
     Raises: StoreError, ServiceUnreachable: the database or Redis does not answer at the start.
     """
@@ -250,7 +252,8 @@ def die_with(parent_pid: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call
+    # The parent died before prctl was called, so no signal will come.
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -260,7 +263,7 @@ def wait_for(pid: int, seconds: float) -> tuple[int, resource.struct_rusage] | N
     if hasattr(os, "pidfd_open"):
         descriptor = os.pidfd_open(pid)
         try:
-            select.select([descriptor], [], [], seconds)  # until it ends
+            select.select([descriptor], [], [], seconds)  # Wait until the child ends.
         finally:
             os.close(descriptor)
     while True:
@@ -294,7 +297,8 @@ def warm_store(url: str, lease_s: float) -> Store:
     engine = connect_at_head(url)
     jobs = _Rehearsal(engine, url)
     with store_errors(url), Session(writing(engine)) as jobs.session:
-        for stop in (False, True):  # each verb of an attempt once; the job is gone with the transaction
+        # Run each statement of an attempt once. The transaction is rolled back, so the job is never stored.
+        for stop in (False, True):
             job, _ = jobs.submit(JobSpec("noop", "rehearsal", {"n": secrets.token_hex(8)}))
             lease = Lease(job.id, job.attempt)
             jobs.claim(lease, "rehearsal")
@@ -309,5 +313,6 @@ def warm_store(url: str, lease_s: float) -> Store:
     store = Store(engine, url)
     store.jobs.lease_s = lease_s
     gc.collect()
-    gc.freeze()  # else the collector touches, and so copies, every page that a child shares with us
+    # Freeze existing objects: a collection would write to, and so copy, memory pages shared with forked children.
+    gc.freeze()
     return store

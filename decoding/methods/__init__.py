@@ -115,7 +115,7 @@ class MethodInfo:
 
     @property
     def takes_layer_set(self) -> bool:
-        """Tell whether a layer set says what drafts leave out, where no other model drafts."""
+        """Tell whether the method drafts by a layer set if it has no draft model."""
         return self.drafts_with_model or not self.needs.isdisjoint(("layer_set", "costs"))
 
     def settings_from(self, values: Any) -> Any:
@@ -158,7 +158,7 @@ def _plain(resources: Resources, settings: Any) -> tuple[Drafter, Verifier]:
 
 
 def _order(info: MethodInfo) -> tuple[bool, bool, str]:
-    """Plain decoding comes first and lossy methods last, families by their files' names, each in its file's order."""
+    """Sort key: plain decoding first, lossy methods last, otherwise by file name and order in the file."""
     return info.name != "plain", info.lossy, info.builder.__module__
 
 
@@ -167,7 +167,7 @@ for _package in (__name__, *(f"{PACKAGE}.{wing.methods}" for wing in wings() if 
         import_module(f"{_package}.{_file.name}")
 METHODS = {info.name: info for info in sorted(METHODS.values(), key=_order)}
 
-from .chains import swift as swift  # noqa: E402 - the files build on what is above
+from .chains import swift as swift  # noqa: E402 - these modules import the definitions above
 
 
 def method_info(name: str) -> MethodInfo:

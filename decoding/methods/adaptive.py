@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from ...core.costs import CostProfile, CostSource
     from ..work import PassGenerator
 
-PROBE_LENGTH = 4  # draft steps of a round that is only made to learn
-MOST_GUESSES = 3  # The most guesses of one draft pass: quantised passes cost more with every row.
-BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Bounds of the draft's confidence between classes.
-PRIOR = 4.0  # observations that a prior counts for
-FADING = 0.1  # weight of the latest round in a running mean
-MEMORY = 256.0  # observations after which the old ones fade
+PROBE_LENGTH = 4  # Maximum draft steps of a round that only probes the draft model.
+MOST_GUESSES = 3  # Maximum guessed tokens per draft pass; quantised passes get slower with every row.
+BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Limits between the classes of draft confidence.
+PRIOR = 4.0  # Weight of a prior, in observations.
+FADING = 0.1  # Weight of the latest round in running means.
+MEMORY = 256.0  # Observations above which the counts are halved.
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings(Settings):
     """Adaptive drafts: from earlier text and from a cheaper model, as measured time says."""
 
-    # of all that the layer set names no format for
+    # Format of sub-layers for which the layer set names none.
     draft_format: Literal[Format, "stored"] = "int4"
     max_draft_length: int = count(24)
     lookup: bool = True
@@ -94,12 +94,12 @@ class PassCosts:
 
     def __init__(self, costs: CostSource, drafts: DraftModel | LayerSet | None) -> None:
         self._costs, self._drafts = costs, drafts
-        self._lookups: dict[int, _Lookups] = {}  # By context bucket.
+        self._lookups: dict[int, _Lookups] = {}  # Cached costs by context bucket.
         self.load = 1
         self._use(costs.at())
 
     def follow(self, n_positions: int, load: int) -> None:
-        """Go by the newest costs of a context of that many tokens, with `load` sequences side by side."""
+        """Use the newest costs for a context of `n_positions` tokens and `load` concurrent sequences."""
         self.load = load
         self._use(self._costs.at(n_positions))
 
@@ -121,7 +121,7 @@ class PassCosts:
 
     @property
     def shared(self) -> float:
-        """The part of a draft pass over a row of each sequence that does not depend on how many of them join it."""
+        """Share of a draft pass's cost that does not depend on the number of sequences in the pass."""
         if self.load == 1:
             return 1.0
         one, joined = self._draft_of(1), self._draft_of(self.load)
@@ -133,7 +133,7 @@ class PassCosts:
 
 
 class _Lookups(NamedTuple):
-    """A profile and its costs, each computed once."""
+    """A cost profile with its cached lookups."""
 
     profile: CostProfile
     draft_cost: Callable[[LayerSet, int], float]
@@ -142,7 +142,7 @@ class _Lookups(NamedTuple):
 
 @dataclass(slots=True)
 class Rate:
-    """A share that is learnt while it is used; old observations fade, so that it can change."""
+    """An acceptance share learnt online; old observations fade, so that the share follows changes."""
 
     prior: float
     hits: float = 0.0
@@ -156,7 +156,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share; the prior counts as a few observations."""
+        """The estimated share; the prior counts as `PRIOR` observations."""
         return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
 
 
@@ -178,11 +178,11 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Throughput:
-    """λ: tokens per plain pass's time, over the latest rounds."""
+    """λ: tokens per time of a plain pass, as a decaying mean over rounds."""
 
     tokens: float = 8.0
     spent: float = 8.0
-    memory: float = 0.97  # of a round after the next one
+    memory: float = 0.97  # Factor by which older rounds lose weight with each new round.
 
     @property
     def rate(self) -> float:
@@ -195,7 +195,7 @@ class Throughput:
 
 @dataclass(slots=True)
 class Probing:
-    """When to draft although it does not seem to pay: rarely, and ever more rarely while it goes on not paying.
+    """Decides when to draft although it does not seem to pay: rarely, and less often the longer it does not.
 
     Without it a drafter that was switched off would never notice that the text has changed.
     """
@@ -222,13 +222,14 @@ class Probing:
 
 @dataclass(slots=True)
 class Joining:
-    """Whether to draft by a model beside other sequences, which wait for the one that drafts.
+    """Decides whether to draft by a model with concurrent sequences, which wait for the one that drafts.
 
     A draft pass pays if what it brings to all of them is worth its time; then a sequence should join that gains more
     than it adds to the cost. The others' gain is that of earlier rounds, for sequences decide one before the other.
     """
 
-    gain: float = 1.0  # tokens that joining brings a sequence, where the pass is made anyway: a running mean
+    # Running mean of the tokens that a sequence gains by joining a draft pass that is run anyway.
+    gain: float = 1.0
 
     def pays(self, gain: float, shared: float, load: int) -> bool:
         """Return whether one of `load` sequences should draft in this round.
@@ -246,7 +247,7 @@ def faded(mean: float, latest: float) -> float:
 
 
 def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:
-    """Return the length at which a chain is worth most, and what it is worth: tokens - λ · time of the round.
+    """Return a chain's best length and its value: tokens - λ · time of the round.
 
     Args: chances: that a token is accepted, given those before it. step: the cost of drafting each.
     """
@@ -263,15 +264,16 @@ def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassC
 
 @dataclass(slots=True)
 class Learned:
-    """What all requests have taught: the estimates that rounds are decided by."""
+    """Estimates learnt from all requests, by which each round is planned."""
 
-    step_cost: float  # per token of a model's chain; text makes it less
+    step_cost: float  # Cost per token of a modelled chain, in plain passes; lookup guesses reduce it.
     throughput: Throughput = field(default_factory=Throughput)
     acceptance: Acceptance = field(default_factory=Acceptance)
     probing: Probing = field(default_factory=Probing)
     joining: Joining = field(default_factory=Joining)
-    matched: HitRates = field(default_factory=HitRates)  # over all texts so far; each text has its own beside
-    second: Rate = field(default_factory=lambda: Rate(0.5))  # of second candidates, where the first is refused
+    matched: HitRates = field(default_factory=HitRates)  # Hit rates over all texts; each text also has its own.
+    # Acceptance of second candidates after the first was refused.
+    second: Rate = field(default_factory=lambda: Rate(0.5))
 
 
 @dataclass(slots=True)
@@ -330,7 +332,7 @@ class AdaptiveDrafter(Drafter):
         self.learned = adapter(Learned).validate_python(state["learned"])
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Read what was committed, at the first call the prompt, so that this counts as drafting, and draft."""
+        """Index the committed tokens (at first the prompt), here so that it counts as drafting time, and draft."""
         self.costs.follow(self.context.root_slot, self.context.load.checked)
         self.matches.read(self.context.token_ids)
         self.context.n_learnt = len(self.context.token_ids)
@@ -345,7 +347,8 @@ class AdaptiveDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
         learned, chain, path, draft = self.learned, self.chain, outcome.walk.path, outcome.draft
-        for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):  # read with the target's tokens
+        # Tokens that stayed on the device until the target's were read.
+        for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):
             sure = math.exp(draft.logprobs[step])
             chain.add(draft.tree.token_ids[step], learned.acceptance.of(sure), sure)
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
@@ -360,7 +363,7 @@ class AdaptiveDrafter(Drafter):
             learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
     def _fill(self, chain: _Chain, most: int) -> PassGenerator[Draft | None]:
-        """Choose the kind of round and fill its chain; return a draft of it that is partly on its device still."""
+        """Choose the kind of round and fill its chain; return its draft if the draft is still on the device."""
         learned, model, load = self.learned, self.model, self.context.load.checked
         rate = learned.throughput.rate
         cursor = self.matches.at_end()
@@ -378,7 +381,7 @@ class AdaptiveDrafter(Drafter):
                     return draft
             elif learned.probing.due(load):
                 return (yield from self._by_model(model, chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0))
-        for guess in self._ahead(cursor, most - len(chain.token_ids)):  # while a further row is worth its time
+        for guess in self._ahead(cursor, most - len(chain.token_ids)):  # Add lookup guesses while one more row pays.
             if chain.alive * guess.chance < rate * self._row(chain):
                 break
             chain.add(guess.token_id, guess.chance)
@@ -386,7 +389,7 @@ class AdaptiveDrafter(Drafter):
         return None
 
     def _ahead(self, cursor: Cursor, most: int) -> Iterator[Guess]:
-        """Yield up to `most` tokens that earlier text says come next."""
+        """Yield up to `most` tokens predicted from earlier text."""
         return islice(cursor.ahead(), most if self.settings.lookup else 0)
 
     def _by_model(
@@ -401,7 +404,7 @@ class AdaptiveDrafter(Drafter):
         if model.reads_late and most:
             return (yield from self._ahead_by_model(model, chain, most, rate))
         last, n_run = self.context.token_ids[-1], 0
-        charge = 1.0  # for a pass, in equal parts of one that all join; that it pays was decided for the first
+        charge = 1.0  # Cost factor for the sequences that wait; `_charge` sets it with every pass.
         while len(chain.token_ids) < most:
             expected = chain.alive * learned.acceptance.overall.value
             if n_run and expected < rate * (charge * learned.step_cost + self._row(chain)):
@@ -441,20 +444,22 @@ class AdaptiveDrafter(Drafter):
 
     def _charge(self, chain: _Chain, n_rows: int) -> float:
         """Add a draft pass's cost; return the factor for the sequences that waited for it."""
-        waiting = max(1.0, self.context.load.checked / self.context.load.drafted)  # for each that drafts
+        # Waiting sequences per drafting sequence.
+        waiting = max(1.0, self.context.load.checked / self.context.load.drafted)
         charge = 1 + (waiting - 1) * self.costs.shared
         chain.drafting += self.costs.draft(n_rows)
         chain.spent += charge * self.costs.draft(n_rows)
         return charge
 
     def _take(self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float) -> int:
-        """Add what one pass gave, row by row while the guesses are the draft's own tokens; return how many are."""
+        """Add a pass's tokens, row by row while the guesses match the draft model; return the number of matches."""
         learned, rule = self.learned, self.context.rule
         at_once = self.context.confidences(logits) if rule.is_argmax else []
         for i, row in enumerate(logits):
             if at_once:
                 scores, (token_id, confidence) = row, at_once[i]
-            else:  # Penalties read the text, which grows from row to row.
+            else:
+                # Penalties depend on the text so far, so the rows are scored one by one.
                 scores = self.context.noisy_scores(chain.token_ids, row)
                 token_id, confidence = rule.confidence(scores)
             chance = learned.acceptance.of(confidence)
@@ -469,12 +474,12 @@ class AdaptiveDrafter(Drafter):
         raise AssertionError("a pass gives one row more than it had guesses")
 
     def _pays_second(self, chain: _Chain, chance: float, rate: float) -> bool:
-        """Return whether a row pays for a second candidate for the chain's next token, whose first has that chance."""
+        """Return whether a second candidate pays for its row, if the first is accepted with this `chance`."""
         beside = chain.alive * (1 - chance) * self.learned.second.value
         return self.settings.second_candidates and rate > 0 and beside > rate * self._row(chain, 1)
 
     def _guesses(self, cursor: Cursor, most: int) -> list[int]:
-        """Return what text suggests that the draft's next pass should check along: as far as it saves passes."""
+        """Return lookup guesses that the next draft pass should check as well, as far as they save passes."""
         guesses, alive, draft = list[int](), 1.0, self.costs.draft
         for n, guess in enumerate(self._ahead(cursor, min(most, MOST_GUESSES)), 1):
             alive *= guess.chance
@@ -484,6 +489,6 @@ class AdaptiveDrafter(Drafter):
         return guesses
 
     def _row(self, chain: _Chain, n_beside: int = 0) -> float:
-        """Return what a row adds to the cost of a pass over the chain and as many rows beside it."""
+        """Return the cost of one more row in a target pass over the chain and `n_beside` other rows."""
         n_rows = chain.n_rows + n_beside
         return self.costs.verify(n_rows + 1) - self.costs.verify(n_rows)

@@ -30,8 +30,10 @@ class SpdSettings(Settings):
     """Speculative decoding with a draft model (arXiv:2211.17192, 2302.01318)."""
 
     max_draft_length: int = count(5)
-    stop_threshold: float | None = share(0.4)  # transformers' assistant_confidence_threshold; None: constant length
-    block_verification: bool = True  # at temperatures above 0 (arXiv:2403.10444): never accepts fewer
+    # Equals transformers' assistant_confidence_threshold; None: fixed draft length.
+    stop_threshold: float | None = share(0.4)
+    # Block verification at temperatures above 0 accepts at least as many tokens (arXiv:2403.10444).
+    block_verification: bool = True
 
 
 @method("swift", "SWIFT", "arXiv:2410.06916", SwiftSettings, ["layer_set"])
@@ -92,11 +94,11 @@ class StopRule:
         return self.judged(confidence) < self.threshold
 
     def judged(self, confidence: float) -> float:
-        """Return what is compared with the threshold at a step of that confidence."""
+        """Return the value that is compared with the threshold after a step of this confidence."""
         return confidence
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """Learn from a round of `n_drafted` steps, the first `n_accepted` of them accepted."""
+        """Adapt to a round with `n_drafted` steps, of which the first `n_accepted` were accepted."""
 
 
 class ChainDrafter(Drafter):
@@ -154,7 +156,7 @@ class ChainDrafter(Drafter):
         return Draft(tree, offers_of(tree, drawn_from), staged=model.rest(len(tokens), tokens[-1]))
 
     def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
-        """Draft where a step is read while the next one runs.
+        """Draft on a device: read each step while the next one runs.
 
         DEVIATION: the draft ends one step behind the unsure one, with which SWIFT's ends: to drop that step would cost
         a draft pass a round (docs/gpu.md).
@@ -187,5 +189,5 @@ class ChainDrafter(Drafter):
             drawn = draw_apart(rule, probs, candidates_at(branching, confidence))
             return tuple(possible(drawn).tolist()), confidence, probs
         token_id = int(rule.draw_drafts(probs))
-        # BiLD asks how sure the draft is, before it draws; the others how likely the drawn token was.
+        # BiLD stops by the draft's highest probability; the other methods stop by the probability of the drawn token.
         return (token_id,), float(probs[token_id] if self.stop.keeps_last else probs.max()), probs

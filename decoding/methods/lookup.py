@@ -19,7 +19,7 @@ from . import Resources, method
 if TYPE_CHECKING:
     from ..work import PassGenerator
 
-WORTH = 0.1  # chance of acceptance from which on a token is drafted; about a row's cost over that of a token
+WORTH = 0.1  # Minimum chance of acceptance to draft a token; about the cost of a row relative to a plain pass.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LookupSettings(Settings):
     """Prompt lookup: what followed the longest earlier occurrence of the text's end."""
 
     max_draft_length: int = count(10)
-    min_match: int = count(1)  # tokens that must match before anything is drafted
+    min_match: int = count(1)  # Minimum length of a match for drafting.
 
 
 @method("prompt-lookup", "prompt lookup", "n-gram drafting", LookupSettings)
@@ -50,7 +50,7 @@ class LookupDrafter(Drafter):
         self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Read the tokens that are new, at the first call the prompt, so that this counts as drafting."""
+        """Draft from the text. New tokens are indexed here, so that indexing counts as drafting time."""
         yield from ()
         self.matches.read(self.context.token_ids)
         cursor = self.matches.at_end()

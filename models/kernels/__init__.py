@@ -1,1 +1,1 @@
-"""Kernels of our own for passes on a CPU: C++ that is compiled at first use, and what the runtime calls it by."""
+"""Swiftopt's own kernels: C++ for CPUs, Triton for CUDA devices, and their Python bindings."""

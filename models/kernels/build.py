@@ -1,4 +1,4 @@
-"""The library of our kernels: from the wheel, or compiled once per machine by the compiler that is there.
+"""Finds and loads the library of our C++ kernels: from the wheel, or compiled once per machine.
 
 It is plain C++ behind a C interface that needs no C++ library, so that it depends on no version of torch or Python.
 Where the wheel has none for a processor, a compiler that is called c++, g++ or clang++ (or that CXX names) makes it,
@@ -28,16 +28,17 @@ from ..saved import cache_root, replacing
 from . import layout
 from .levels import BUILT, FLAGS, FOLDER, LEVELS, MATHS, SOURCES, TILES, library_name, options
 
-FORCED = "SWIFTOPT_KERNELS"  # environment: one of `LEVELS`, or "torch" for none
-COMPILER = (
-    "SWIFTOPT_CXX"  # environment: compile with this program, or with the usual ones ("auto"), whatever the wheel has
-)
-COMPILE_S = 300  # seconds that a compiler may take
-SHAPES = ((8960, 1536), (1536, 8960))  # outputs by inputs: an MLP's maps of a model of 1.5B
-ROWS = (1, 8)  # Rows to measure a level's speed with.
+FORCED = "SWIFTOPT_KERNELS"  # Environment variable: a level of `LEVELS`, "auto", or "torch" to use none of our kernels.
+# Environment variable: compile with this compiler (or with c++, g++ or clang++ if "auto") instead of using the wheel's
+# library.
+COMPILER = "SWIFTOPT_CXX"
+COMPILE_S = 300  # Time limit for compiling the kernels.
+# (outputs, inputs) of the MLP maps of a 1.5B model, used to measure a level's speed.
+SHAPES = ((8960, 1536), (1536, 8960))
+ROWS = (1, 8)  # Row counts at which a level's speed is measured.
 CLEARLY = 1.2
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-# The library's functions behind `swiftopt_`: what each returns and takes.
+# Return and argument types of the library's functions, by name without the prefix `swiftopt_`.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "run": (ctypes.c_int, [ctypes.POINTER(layout.Call), ctypes.POINTER(layout.Step), _INT32]),
     "likeliest": (None, [_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER]),
@@ -45,7 +46,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "numbers": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
     "gguf_types": (ctypes.c_int, [_POINTER]),
 }
-Speeds = dict[str, dict[str, float]]  # way -> "outputs x inputs, rows" -> GB/s
+Speeds = dict[str, dict[str, float]]  # Implementation -> "outputs x inputs, rows" -> GB/s.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +64,7 @@ class Kernels:
 
 @cache
 def kernels(level: str | None = None) -> Kernels | str:
-    """The library at the best level that processor and compiler have, or at a given one; else why there is none.
+    """Return the library at the best level of this processor and compiler, or at a given one; else why there is none.
 
     Raises: SettingsError: SWIFTOPT_KERNELS or `level` is no level, or one that this processor has not.
     """
@@ -80,22 +81,23 @@ def kernels(level: str | None = None) -> Kernels | str:
     levels = [level_asked]
     if level_asked == "auto":
         fastest = preferred()
-        levels = sorted(LEVELS, key=lambda name: name != fastest)  # it first, the others in their order
+        # Try the fastest level first, then the others in order.
+        levels = sorted(LEVELS, key=lambda name: name != fastest)
     problems = list[str]()
     for name in levels:
         if LEVELS[name].needs <= flags:
             try:
                 return _loaded(name)
-            except _NoLibrary as error:  # of an older compiler, which may know the next level
+            except _NoLibrary as error:  # An older compiler may still support the next level.
                 problems.append(str(error))
     return problems[0]
 
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """Instruction sets of this processor that this process may use, by Linux's names; empty if they cannot be read.
+    """Return the instruction sets that this process may use, by Linux's names; empty if they cannot be read.
 
-    They are x86-64's; an emulator of another machine shows the host's.
+    Read on x86-64 only: emulators of other machines show the host's flags.
     """
     if platform.machine() != "x86_64":
         return frozenset()
@@ -104,13 +106,13 @@ def processor_flags() -> frozenset[str]:
 
 
 def _granted_tiles() -> bool:
-    """Ask Linux for AMX's tiles, whose state it does not keep for processes that have not asked."""
-    arch_prctl, request, tiles = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    """Ask Linux for permission to use AMX tiles; it is denied to processes that have not asked."""
+    arch_prctl, request, tiles = 158, 0x1023, 18  # x86-64 syscall, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0)
 
 
 def compiled_levels() -> list[str]:
-    """Levels that this processor can run and whose library is there, the highest first."""
+    """Levels that this processor supports and whose library exists, the highest first."""
     able = [name for name, level in LEVELS.items() if level.needs <= processor_flags()]
     return [name for name in able if any(os.path.isfile(place / _library(name)) for place in _places())]
 
@@ -122,15 +124,15 @@ def _library(name: str) -> str:
 
 
 def _places() -> list[Path]:
-    """Return the folders that libraries may lie in, in the order of looking; what is compiled goes into the last."""
+    """Return the folders searched for libraries, in order; new libraries are compiled into the last one."""
     cache, asked = cache_root() / "kernels", os.environ.get(COMPILER)
     if not asked:
         return [BUILT, cache]
-    return [cache if asked == "auto" else cache / Path(asked).name]  # the same sources, made by another program
+    return [cache if asked == "auto" else cache / Path(asked).name]  # One folder per compiler.
 
 
 class _NoLibrary(Exception):
-    """Why a library cannot be had, in a sentence."""
+    """A library cannot be found, loaded or compiled; the message says why."""
 
 
 def _loaded(name: str) -> Kernels:
@@ -142,7 +144,7 @@ def _loaded(name: str) -> Kernels:
     try:
         return _compiled(name, path)
     except OSError:
-        # A cache that cannot be written: compile for this process alone.
+        # The cache cannot be written: compile the library into a temporary folder, for this process alone.
         with tempfile.TemporaryDirectory(prefix="swiftopt-kernels-") as aside:
             return _compiled(name, Path(aside) / path.name)
 
@@ -167,7 +169,7 @@ def _compiled(name: str, path: Path) -> Kernels:
 
 
 def seal(library: bytes) -> bytes:
-    """Return the last bytes of a complete library: loading part of one would crash the process."""
+    """Return the checksum appended to a library file: loading a truncated library would crash the process."""
     return hashlib.sha256(library).digest()
 
 
@@ -185,13 +187,12 @@ def _problem_of(command: list[str]) -> str | None:
 
 
 def _opened(level: str, path: Path) -> Kernels:
-    if not os.path.isfile(path):  # which returns False where a folder cannot be read
+    if not os.path.isfile(path):  # os.path.isfile is False for unreadable folders; Path.is_file may raise.
         raise _NoLibrary(f"{path} is not there")
     try:
         content = path.read_bytes()
-        if (
-            path.parent != BUILT and seal(content[:-32]) != content[-32:]
-        ):  # those of a wheel are checked by its installer
+        # Check only libraries compiled here: the wheel's installer has checked those of the wheel.
+        if path.parent != BUILT and seal(content[:-32]) != content[-32:]:
             raise _NoLibrary(f"{path} is damaged: remove it")
         library = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int32 * len(layout.STRUCTURES))()
@@ -207,22 +208,23 @@ def _opened(level: str, path: Path) -> Kernels:
 
 
 def at_rows(speeds: Speeds, way: str, rows: int) -> float:
-    """GB/s of a way over all shapes, weights of each shape counted alike."""
+    """Return an implementation's GB/s over all shapes, the same number of weight bytes counted for each shape."""
     speeds_at_rows = [speed for case, speed in speeds[way].items() if case.endswith(f", {rows}")]
     return len(speeds_at_rows) / sum(1 / speed for speed in speeds_at_rows)
 
 
 def preferred() -> str | None:
-    """The level that was fastest when all were measured here; None where nothing was."""
+    """Return the level that was fastest when measured on this machine; None if none was measured."""
     kept = {name: cases for name, cases in kept_speeds().items() if name in LEVELS}
-    # A busy machine measures unevenly, and levels differ in their last bits: a lower one must be clearly faster.
+    # Take a lower level only if it is clearly faster: measurements on a busy machine vary, and switching levels changes
+    # the last bits of results.
     handicap = {name: CLEARLY**number for number, name in enumerate(LEVELS)}
     seconds = {name: sum(1 / at_rows(kept, name, rows) for rows in ROWS) * handicap[name] for name in kept}
     return min(seconds, key=lambda name: seconds[name], default=None)
 
 
 def speeds_file() -> Path:
-    """Where what `measure` found is kept, for processors of this kind alone."""
+    """Return the file of the speeds that `measure` found for this type of processor."""
     key = hashlib.sha256("|".join([platform.machine(), *sorted(processor_flags())]).encode()).hexdigest()[:16]
     return cache_root() / "kernels" / f"speeds-{key}.json"
 

@@ -24,18 +24,20 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TILE = 16  # rows of a product: the smallest that tensor cores take
-SPLIT = 256  # slots that are summed by themselves
-READ_SLOTS = 64  # The most slots that a tile of attention reads at a time.
-READ_BYTES = 16384  # The most bytes of keys, and of values, at a time: they must fit the registers.
-ATTENTION_STAGES = 2  # 5 to 7 % less time on an H200 than Triton's 3, at 2,000 and 8,000 slots
-OUTPUTS, INPUTS = 64, 128  # The part of a weight that a program reads at a time.
-PROGRAMS = 200  # The fewest programs of a map: an H200 has 132 processors.
-CONVERTING = 800  # The fewest programs of a map whose weights are converted.
-MOST_PARTS = 16  # parts of a map's inputs that are summed by themselves
-CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8  # outputs, and 32-bit words of codes, that a program reads at a time
+TILE = 16  # Rows per tile of a product: the minimum for tensor cores.
+SPLIT = 256  # KV slots per partial sum of attention.
+READ_SLOTS = 64  # Maximum KV slots that an attention tile reads per step.
+READ_BYTES = 16384  # Maximum bytes of keys, and of values, per step: both must fit into registers.
+# Software pipeline stages: on an H200 5 to 7 % faster than Triton's default of 3, at 2,000 and 8,000 slots.
+ATTENTION_STAGES = 2
+OUTPUTS, INPUTS = 64, 128  # Tile of a weight that a Triton program reads per step.
+PROGRAMS = 200  # Split a map's inputs to get at least this many Triton programs: an H200 has 132 multiprocessors.
+CONVERTING = 800  # The same minimum for weights that are converted to the inputs' type, such as fp8.
+MOST_PARTS = 16  # Maximum number of partial sums that a map's inputs are split into.
+# Outputs and 32-bit words of codes that a Triton program reads per step; LEAST_WORDS if WORDS do not divide a group.
+CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8
 CODED_PROGRAMS, CODED_STAGES = 700, 2
-MAGIC = {  # two numbers of a type whose lowest bits may be a code's, and the number that they are with a code of 0
+MAGIC = {  # By dtype: a pair of floats whose lowest mantissa bits take a code each, and their value for code 0.
     torch.bfloat16: (0x43004300, 128),
     torch.float16: (0x64006400, 1024),
 }
@@ -79,12 +81,13 @@ if importlib.util.find_spec("triton") is not None:
         BASE: tl.constexpr, STAGES: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr,
         STEPS: tl.constexpr,
     ):  # fmt: skip
-        # A code is multiplied as it is, above a `BASE` that its bits have as a number; a group's sums are scaled.
+        # Multiply with the floats BASE + code: put a code into a float's mantissa instead of converting it. Each
+        # group's sum is then corrected for BASE and scaled.
         per_word: tl.constexpr = 32 // BITS
         bottom: tl.constexpr = 17 * BASE + 128 if BITS == 8 else BASE + 8
         half = x.dtype.element_ty
         rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
-        # By blocks of 16 outputs, whose codes and whose scales lie together, so that loads are wide.
+        # Codes and scales are stored in blocks of 16 outputs, so that loads are wide.
         blocks = tl.program_id(0) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
         there = (blocks * 16 < n_out)[:, None]
         first = tl.program_id(2) * (STEPS * READ)
@@ -92,7 +95,7 @@ if importlib.util.find_spec("triton") is not None:
         pairs = scales + (blocks.to(tl.int64) * n_groups * 32)[:, None] + tl.arange(0, 32)[None, :]
         ones = tl.full((2 * READ, OUTPUTS), 1.0, half)
         total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
-        for step in tl.range(STEPS, num_stages=STAGES):  # so that scales, too, are asked for ahead
+        for step in tl.range(STEPS, num_stages=STAGES):  # A pipelined loop also prefetches the scales.
             words = first + step * READ + tl.arange(0, READ)
             is_read = (words < n_words)[:, None, None] & there[None, :, :]
             packed = tl.load(read + words[:, None, None] * 16, mask=is_read, other=0)
@@ -113,7 +116,7 @@ if importlib.util.find_spec("triton") is not None:
                 some = x_part
                 if READ * per_word > SPAN:
                     some = tl.where((steps // SPAN == span)[None, :], x_part, 0.0)
-                # Inputs of the codes in both halves of a word, that are as far from the lowest bits of either.
+                # Pair up the inputs whose codes have the same bit offset in the two 16-bit halves of a word.
                 if BITS == 4:
                     even, odd = tl.split(tl.permute(tl.reshape(some, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
                     x0, x1 = tl.split(even)
@@ -181,7 +184,7 @@ if importlib.util.find_spec("triton") is not None:
             x_row = x_row * (1.0 + scale)
         elif CENTRED:
             x_row = x_row * scale
-        else:  # as Llama's: rounded before the weight
+        else:  # Like Llama's RMSNorm, round to the output type before multiplying by the weight.
             x_row = x_row.to(out.dtype.element_ty).to(tl.float32) * scale
         if HAS_BIAS:
             x_row += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
@@ -193,7 +196,7 @@ if importlib.util.find_spec("triton") is not None:
         n_queries, ROTATED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, POSITION_: tl.constexpr,
         SLOT_: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
     ):  # fmt: skip
-        # Programs of a row: one for each query head, none where nothing is rotated, then one for each key head.
+        # Programs per row: one per query head (only with rotary embedding), then one per key head.
         row, head, n_heads = tl.program_id(0), tl.program_id(1) - n_queries, tl.num_programs(1) - n_queries
         lane = tl.arange(0, PADDED)
         slot = tl.load(table + SLOT_ * stride + row)
@@ -206,11 +209,11 @@ if importlib.util.find_spec("triton") is not None:
             buffer = tl.load(table + BUFFER_ * stride + row).to(tl.pointer_type(key.dtype.element_ty))
             capacity = tl.load(table + CAPACITY_ * stride + row)
             place = buffer + ((layer * n_heads + head) * capacity + slot) * WIDTH
-            mask = mask & (slot >= 0)  # else the row only fills a pass up
+            mask = mask & (slot >= 0)  # Padding rows have a negative slot and store nothing.
             read = tl.load(value + row * v_row + head * v_head + lane, mask=mask)
             tl.store(place + n_layers * n_heads * capacity * WIDTH + lane, read, mask=mask)
         kept = tl.load(source + lane, mask=mask)
-        if ROTATED:  # rounded after each operation, as torch's are
+        if ROTATED:  # Round after each operation, as torch does.
             turned = mask & (lane < ROTATED)
             at = tl.load(table + POSITION_ * stride + row) * ROTATED + lane
             other = tl.load(source + (lane + ROTATED // 2) % ROTATED, mask=turned, other=0.0).to(tl.float32)
@@ -226,7 +229,8 @@ if importlib.util.find_spec("triton") is not None:
         BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr, START_: tl.constexpr, RUN_: tl.constexpr,
         LISTED_: tl.constexpr, FIRST_: tl.constexpr, COUNT_: tl.constexpr, LIST_: tl.constexpr,
     ):  # fmt: skip
-        # A tile: rows of one sequence with the query heads of one key head, that read the same slots one after another.
+        # A tile holds rows of one sequence and the query heads of one key head. All see slots from the same first slot
+        # on, so each slot is read once per tile.
         tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         n_kv_heads, n_splits = tl.num_programs(1), tl.num_programs(2)
         own_view = table + view * stride
@@ -299,7 +303,7 @@ if importlib.util.find_spec("triton") is not None:
             total = total * kept + part * share
             top = higher
             split += 1
-        total = total / tl.where(weight > 0.0, weight, 1.0)  # rows that only fill a pass up see nothing
+        total = total / tl.where(weight > 0.0, weight, 1.0)  # Padding rows attend to nothing: avoid a division by zero.
         tl.store(out + at * WIDTH + width, total.to(out.dtype.element_ty), mask=width < WIDTH)
 
 
@@ -325,7 +329,7 @@ def obstacle() -> str | None:
 
 
 def _scheme() -> str:
-    """Return where Python's headers are, as sysconfig names it; Triton takes the same."""
+    """Return sysconfig's scheme for the folder of Python's headers; Triton uses the same one."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 
@@ -333,9 +337,9 @@ def _scheme() -> str:
 def _on_its_device(
     function: Callable[Concatenate[Tensor, Others], Found],
 ) -> Callable[Concatenate[Tensor, Others], Found]:
-    """Launch the kernels of a function where its first tensor lies.
+    """Launch a function's kernels on the device of its first tensor.
 
-    Triton launches them on a thread's current device, the first one unless it is told another.
+    By default Triton launches kernels on the thread's current device.
     """
 
     @wraps(function)
@@ -347,9 +351,9 @@ def _on_its_device(
 
 
 def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tuple[int, int]:
-    """Steps of `read` inputs in a part that is summed by itself, and the number of parts; by the weight's shape alone.
+    """Return the steps of `read` inputs per partial sum, and the number of partial sums, by the weight's shape alone.
 
-    Args: programs: that there should be, at least.
+    Args: programs: the number of Triton programs wanted at least.
     """
     n_parts = min(MOST_PARTS, -(-programs // -(-n_out // outputs)), -(-n_in // read))
     steps = -(-n_in // (n_parts * read))
@@ -425,15 +429,16 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bo
     return out
 
 
-# The fields of a table of rows, int64 (fields, rows): what each row is, and for each window that layers have, from
-# field `view` on, which slots it sees: a run of them, and then those of a list.
+# Fields of a row table, int64 (fields, rows). The first five describe the row. For each attention window of the layers,
+# the fields from `view` on say which slots the row attends to: a contiguous run, then a list of single slots.
 TOKEN, POSITION, SLOT, BUFFER, CAPACITY = range(5)
 ROW_FIELDS = 5
-START, RUN, LISTED, TILE_FIRST, TILE_COUNT, LIST = range(6)  # LIST: as many fields as the longest list has slots
+# LIST: the first of as many fields as the longest list has slots.
+START, RUN, LISTED, TILE_FIRST, TILE_COUNT, LIST = range(6)
 
 
 def rows_of_tile(n_groups: int) -> int:
-    """Return how many rows of a chain, of `n_groups` query heads to a key head, attention takes together."""
+    """Return how many rows of a chain share an attention tile, given `n_groups` query heads per key head."""
     return max(1, TILE // n_groups)
 
 

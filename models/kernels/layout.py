@@ -1,4 +1,4 @@
-"""The structures that Python and `pass.cpp` share; the comments stand there."""
+"""C structures shared by Python and `pass.cpp`, which documents their fields."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
 SILU, GELU, GELU_TANH, RELU = range(4)
 ATTENTION, MLP, KEEP, LOGITS = range(4)
-# What the scales of packed weights are; see `ScaleType` in `quantised.h`.
+# Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
-WORK = ("maps", "attention", "rest")  # kinds of work whose seconds a pass can note
+WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
 
 
 def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
@@ -59,13 +59,13 @@ class Rotation(Structure):
 
 
 class RowList(Structure):
-    """Rows of a pass; no pointer: the first `n`."""
+    """Row indices of a pass; without a pointer, the first `n` rows."""
 
     _fields_ = [("rows", c_void_p), ("n", c_int64)]
 
 
 class Sequence(Structure):
-    """Consecutive rows of a pass that have keys and values of their own."""
+    """Consecutive rows of a pass that belong to one sequence, with its own KV buffer."""
 
     _fields_ = [
         *_fields(c_void_p, "visible keys values"),

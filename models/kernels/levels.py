@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-BUILT = FOLDER / "built"  # libraries that came with the wheel
+BUILT = FOLDER / "built"  # Folder of the libraries shipped in the wheel.
 SOURCES = ("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "quantised.h", "gguf.h", "attention.h", "pass.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")
-# Products and sums are joined only where the code says so, for else rows could differ in their last bits.
+# Do not let the compiler fuse multiplications and additions on its own: rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
@@ -31,7 +31,7 @@ class Level:
     extras: tuple[tuple[str, ...], ...] = ((),)
 
     def extras_for(self, flags: frozenset[str]) -> tuple[str, ...]:
-        """Return the set of extras that a processor with those flags takes."""
+        """Return the optional instruction sets that a processor with these flags supports."""
         return next((extras for extras in self.extras if flags.issuperset(extras)), ())
 
 
@@ -68,7 +68,7 @@ def options(level: str, extras: tuple[str, ...]) -> list[str]:
 
 
 def zig_cpu(level: str, extras: tuple[str, ...]) -> str:
-    """Return the instructions of a level as zig names a processor."""
+    """Return a level's instruction sets as a CPU name for zig."""
     march = LEVELS[level].march
     if march is None:
         return "baseline"

@@ -1,4 +1,4 @@
-"""How fast the ways to compute a linear map are on this machine, in GB of weights per second."""
+"""Measures implementations of a linear map on this machine, in GB of weights per second."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kernels, spee
 if TYPE_CHECKING:
     from torch import Tensor
 
-Way = Callable[["list[Tensor]", "Tensor"], Callable[[], Any]]  # weights and inputs -> what computes their products
+# (weights, inputs) -> a function that computes their products.
+Way = Callable[["list[Tensor]", "Tensor"], Callable[[], Any]]
 
-WEIGHT_BYTES = 110 << 20  # Each run reads so much: more than caches hold.
+WEIGHT_BYTES = 110 << 20  # Weights read per run: more than CPU caches hold.
 REPEATS = 5
 READ = "memory read"
 
@@ -43,7 +44,7 @@ def measured() -> Speeds:
                 for name, run in runs.items():
                     clock = perf_counter()
                     run()
-                    if repeat:  # the first one warms up
+                    if repeat:  # The first repeat is a warm-up.
                         speed = n_bytes * len(weights) / (perf_counter() - clock) / 1e9
                         by_way[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
     speeds = {name: {case: median(samples) for case, samples in cases.items()} for name, cases in by_way.items()}
@@ -74,7 +75,7 @@ def _ways() -> dict[str, Way]:
     libraries = [compiled for name in (None, *compiled_levels()) if isinstance(compiled := kernels(name), Kernels)]
     ways: dict[str, Way] = {library.level: partial(by_kernels, library) for library in libraries}
     ways["torch"] = by_torch
-    with suppress(RuntimeError, AttributeError):  # a processor whose bfloat16 it does not know
+    with suppress(RuntimeError, AttributeError):  # oneDNN does not support bfloat16 on this processor.
         if backend.is_available():
             mkldnn._reorder_linear_weight(torch.zeros((16, 16), dtype=torch.bfloat16))
             ways["oneDNN"] = by_onednn

@@ -1,7 +1,7 @@
-"""Passes of a runtime by the library of our kernels, on the weights where they lie: nothing is packed, nothing copied.
+"""Runs a runtime's passes with our C++ kernels, on the weights in place: nothing is packed or copied.
 
-A row's logits are the same bits whatever rows are beside it in the pass (`dense.h`, `attention.h`), so that a drafted
-completion is plain decoding's in bfloat16, too.
+A row's logits have the same bits whatever other rows are in the pass (`dense.h`, `attention.h`), so a drafted
+completion equals plain decoding's in bfloat16, too.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ ACTIVATIONS = {
 }
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
-WIDEST_HEAD = 1024  # The widest head of attention.
-FINEST = 32  # Inputs of a row that share a scale, at least.
+WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
+FINEST = 32  # Smallest number of inputs of a row that share an activation scale.
 
 
 class Unsupported(Exception):
-    """Something in a model that the kernels do not compute; says what."""
+    """The kernels cannot compute a part of the model; the message names it."""
 
 
 def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm:
@@ -64,11 +64,11 @@ def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(slots=True)
 class Program:
-    """The steps of a pass for some layer sets, and whose rows each of their lists holds."""
+    """The steps of a pass for some layer sets, and which layer sets' rows each row list holds."""
 
     steps: ctypes.Array[layout.Step]
     lists: list[frozenset[int]]
-    held: list[Any] = field(default_factory=list)  # what the steps point to
+    held: list[Any] = field(default_factory=list)  # Objects that the steps point to, kept alive with them.
 
 
 class NativePasses:
@@ -80,7 +80,8 @@ class NativePasses:
     def __init__(self, runtime: Runtime, kernels: Kernels) -> None:
         self.runtime, self.kernels, self.level = runtime, kernels, kernels.level
         self.library = kernels.path.stem
-        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # per kind of work of `layout.WORK`, where wanted
+        # Seconds per kind of work in `layout.WORK`; None: not timed.
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
@@ -95,7 +96,7 @@ class NativePasses:
         self.forget()
 
     def forget(self) -> None:
-        """Describe the model to the library again: some weights have moved."""
+        """Describe the model to the library again, after weights have moved in memory."""
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
         self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
         self._norms: list[NormForm] = []
@@ -105,7 +106,7 @@ class NativePasses:
         self._norm = self._norm_of(self.runtime.final_norm)
         self._head = self._map_of(self.runtime.head_module(None))
 
-    # -- what a model is made of ---------------------------------------------------------------------------------------
+    # -- Describing the model to the library ---------------------------------------------------------------------------
 
     def _part(self, kind: Kind, layer: int, name: str | None) -> ctypes.Structure:
         key = (kind, layer, name)
@@ -143,9 +144,8 @@ class NativePasses:
             refuse_hooks(module)
         maps = self._maps_of([getattr(mlp, name) for name in family.mlp_in])
         out = self._map_of(getattr(mlp, family.mlp_out))
-        if (
-            family.gated and len(maps) == 1 and out.n_in % ROWS
-        ):  # its halves would not be whole blocks in a quantised copy
+        # A quantised copy stores blocks of ROWS outputs, so each half of a joint gate must fill whole blocks.
+        if family.gated and len(maps) == 1 and out.n_in % ROWS:
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
             *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
@@ -163,12 +163,12 @@ class NativePasses:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
         refuse_hooks(module)
         form = known_form(module, width or self._n_hidden, self.runtime.dtype, self.runtime.device)
-        self._norms.append(form)  # which may hold the only reference to its weight
+        self._norms.append(form)  # Keep the form alive: it may hold the only reference to the weight.
         bias = None if form.bias is None else self._address(form.bias)
         return layout.Norm(self._address(form.weight), bias, form.eps, form.kind)
 
     def _maps_of(self, modules: Sequence[Any]) -> list[layout.Map]:
-        """Maps of one input, which is rounded once for all of them."""
+        """Describe maps that share an input, which is rounded only once."""
         maps = [self._map_of(module) for module in modules]
         orders = [getattr(module, "order", None) for module in modules]
         grouped = {
@@ -204,7 +204,7 @@ class NativePasses:
             )
         return tensor.data_ptr()
 
-    # -- passes --------------------------------------------------------------------------------------------------------
+    # -- Running passes ------------------------------------------------------------------------------------------------
 
     def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None:
         """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1."""
@@ -212,7 +212,7 @@ class NativePasses:
         sequences: list[layout.Sequence] = []
         positions: list[int] = []
         visible: list[Tensor | None] = []
-        members: dict[LayerSet, list[range]] = {}  # the rows of each layer set
+        members: dict[LayerSet, list[range]] = {}  # Row ranges by layer set.
         n = 0
         for pass_ in passes:
             rows, n_rows_of_pass = pass_.rows, len(pass_.rows.token_ids)
@@ -226,7 +226,7 @@ class NativePasses:
                 raise ValueError(f"{n_rows_of_pass} rows have {len(rows.positions)} positions")
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
             seen = None if seen is None else seen.contiguous()
-            visible.append(seen)  # held until the pass has run
+            visible.append(seen)  # Keep the tensor alive until the pass has run.
             seen_at = None if seen is None else seen.data_ptr()
             keys, values = pass_.buffer.addresses
             keys_at, values_at = ctypes.addressof(keys), ctypes.addressof(values)
@@ -315,10 +315,10 @@ def _rows_of(shares: Iterable[Iterable[range]]) -> Tensor:
 
 
 def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
-    """A linear map by weights (n_out, n_in), whose rows lie together, or by codes of them."""
+    """Describe a linear map with contiguous weights (n_out, n_in) or with packed codes."""
     bias_at = None if bias is None else bias.data_ptr()
     if isinstance(weight, CodedLinear | QuantisedLinear):
-        assert weight.group is not None  # packed
+        assert weight.group is not None  # Packed weights have a group size.
         order_tensor = getattr(weight, "order", None)
         order = None if order_tensor is None else order_tensor.data_ptr()
         zeros = weight.scale_type if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
@@ -336,7 +336,7 @@ def linear(
     norm: layout.Norm | None = None,
     n_threads: int | None = None,
 ) -> Tensor:
-    """What a map makes of `x` (rows, n_in), or of its rows at `index` (int32), after a norm if there is one."""
+    """Apply an optional norm and a linear map to `x` (rows, n_in), or to its rows at `index` (int32)."""
     out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
     step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
     call = layout.Call(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
@@ -376,7 +376,7 @@ def run(
 def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
     """Return the most probable token of each row of `logits` (rows, vocab), and its log probability.
 
-    In two walks over what lies there, where torch writes and reads copies in float32.
+    Reads the logits twice in place, where torch writes and reads float32 copies.
     """
     token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
     _likeliest(kernels, logits, token_ids, logprobs)
@@ -395,6 +395,6 @@ def refuse_group(module: CodedLinear) -> None:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raises: Unsupported: something is to be called when the module computes, and here it never does."""
+    """Raises: Unsupported: the module has hooks, which the kernels would never call."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise Unsupported(f"a {type(module).__name__} with hooks is computed by torch")

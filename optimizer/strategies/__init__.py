@@ -24,12 +24,13 @@ __all__ = [
     "strategy_info",
 ]
 
-MOST = 96  # candidates that a strategy which chooses the size scores, however long the stream is
+MOST = 96  # Maximum candidates scored by a strategy that chooses the number of skipped sub-layers.
 
 STRATEGIES: dict[str, StrategyInfo] = {}
 for _file in iter_modules(__path__):
     STRATEGIES |= getattr(import_module(f"{__name__}.{_file.name}"), "STRATEGIES", {})
-STRATEGIES = dict(sorted(STRATEGIES.items(), key=lambda row: row[1].chooses_size))  # else as the files list them
+# Strategies that choose the number of skipped sub-layers come last.
+STRATEGIES = dict(sorted(STRATEGIES.items(), key=lambda row: row[1].chooses_size))
 SIZE_CHOOSING = tuple(name for name, info in STRATEGIES.items() if info.chooses_size)
 
 

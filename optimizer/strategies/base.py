@@ -1,4 +1,4 @@
-"""What a search strategy is: it proposes layer sets, and observes how they scored."""
+"""Interface of search strategies, which propose layer sets and observe their scores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...core.errors import LayerSetError, SettingsError
 from ...core.serialization import Record
 from ...core.types import LayerSet, Trial
 
-Bits = tuple[int, ...]  # per searchable sub-layer: 1 if it is skipped
+Bits = tuple[int, ...]  # One entry per searchable sub-layer: 1 if it is skipped.
 StudyKind = Literal["similarity", "knapsack", "clasp"]
 
-MAX_REDRAWS = 64  # exchanges tried to get away from a set proposed before; small spaces run out of sets
+MAX_REDRAWS = 64  # Maximum exchanges to find a set not yet proposed; in small spaces none may be left.
 
 
 class Proposal(NamedTuple):
@@ -59,7 +59,7 @@ class SearchProblem:
     project: Callable[[LayerSet], LayerSet] | None = None
 
     def projected(self, bits: Bits) -> Bits:
-        """Return the allowed set for `bits`: itself, if it is one."""
+        """Return `bits`, or the nearest allowed set if `bits` is not allowed."""
         return bits if self.project is None else self.project(self.base.with_bits(bits)).bits()
 
 
@@ -74,9 +74,9 @@ class Strategy(ABC):
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.size = len(problem.base.bits())  # searchable sub-layers
+        self.size = len(problem.base.bits())  # Number of searchable sub-layers.
         self.step = 0
-        self.seen: set[Bits] = set()  # proposed or observed
+        self.seen: set[Bits] = set()  # Sets proposed or observed so far.
         self.set_n_skipped(problem.n_skipped)
 
     @abstractmethod
@@ -89,17 +89,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def observe(self, trial: Trial) -> None:
-        """Learn from a scored candidate, whoever proposed it; `trial.score` is maximised.
+        """Learn from a scored candidate, even if another strategy proposed it; `trial.score` is maximised.
 
         Raises: LayerSetError: the trial is of a model with another number of layers.
         """
 
     def wants(self, prompt_id: str) -> StudyKind | None:
-        """Return the study to make on a window of that prompt before the next proposal, if any."""
+        """Return the kind of study to run on a window of this prompt before the next proposal; None for no study."""
         return None
 
-    def study(self, prompt_id: str, study: Study) -> None:  # noqa: B027  a hook
-        """Receive a study that was wanted."""
+    def study(self, prompt_id: str, study: Study) -> None:  # noqa: B027 - optional hook
+        """Receive the result of a study that `wants` asked for."""
 
     def best(self, in_use: LayerSet) -> LayerSet:
         """Return the scored set with the best estimate by all trials; `in_use` if none is probably better."""
@@ -129,8 +129,8 @@ class Strategy(ABC):
         self.step = state["step"]
         self.set_n_skipped(state["n_skipped"])
 
-    def close(self) -> None:  # noqa: B027  a hook
-        """Free what the strategy holds; a closed one can still propose, and draws at random."""
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Free resources; a closed strategy can still propose random sets."""
 
     def next_step(self) -> random.Random:
         """Count a step and return its generator, seeded by (seed, step): steps draw independently of each other."""
@@ -143,7 +143,8 @@ class Strategy(ABC):
             bits = self.problem.projected(bits)
             if bits not in self.seen:
                 break
-            bits = exchanged(bits, rng)  # keeps a uniform draw uniform, and a suggestion close to what was suggested
+            # A random exchange stays close to the suggestion, and keeps a random set uniformly random.
+            bits = exchanged(bits, rng)
         bits = self.problem.projected(bits)
         self.seen.add(bits)
         return Proposal(self.problem.base.with_bits(bits), origin)

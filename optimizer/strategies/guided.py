@@ -1,4 +1,4 @@
-"""Search that looks at the model first: sets that a study found, then moves around the best of them.
+"""Search guided by a study of the model: first the sets that the study found, then moves around the best ones.
 
 Sets are rated by a linear-Gaussian model of what each sub-layer adds to a draft's loss when it is skipped, fitted to
 trials. The loss of a layer set is -log of its score; what a sub-layer adds may be negative, as a shorter pass saves
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
 
     Array = NDArray[float64]
 
-FAMILY = 8  # sets of each study that are tried before any move
-REACH = 6  # moves between the best set scored and a candidate; of 3 the search ends where it began
-SWAPPED = 12  # The most promising sub-layers of each side may change places.
-DOUBT = 1.0  # standard deviations by which a set must lead the one in use
-SPREAD = 0.3  # The spread of the posterior that moves are drawn from.
+FAMILY = 8  # Sets per study that are scored before the search tries moves.
+REACH = 6  # Maximum moves from the best scored set to a candidate; with 3 the search stopped too early.
+SWAPPED = 12  # Only this many of the best skipped and of the best kept sub-layers are exchanged.
+DOUBT = 1.0  # Standard deviations by which a set must beat the set in use to replace it.
+SPREAD = 0.3  # Factor on the posterior's standard deviation when moves are sampled.
 
-MAX_POINTS = 300  # trials that a fit reads; 4 ms on one core
-FLOOR = 0.03  # a score is read as at least this
+MAX_POINTS = 300  # Maximum trials used in a fit; 300 take 4 ms on one core.
+FLOOR = 0.03  # Minimum score in a fit, so that its logarithm stays bounded.
 
-# The prior. Skipping a sub-layer costs HARM for each mean turn of the residual stream, and saves GAIN for each plain
-# pass: the slope of (1 + 2.5 √m) / (2.5 c + 1.2), about the speed of a draft of matchness m and cost c.
+# Prior of a sub-layer's loss: HARM times its relative turn of the residual stream, minus GAIN times the plain passes
+# that skipping it saves. GAIN approximates how fast the logarithm of (1 + 2.5 √m) / (2.5 c + 1.2), the approximate
+# speed of a draft of matchness m and cost c, falls with c.
 HARM = 0.03
 GAIN = 0.9
-ALONE = 0.05  # standard deviation of what each one adds, beside TOGETHER of all
+ALONE = 0.05  # Prior deviation of each sub-layer's own effect; TOGETHER is that of the effect shared by all.
 TOGETHER = 0.02
-OFFSET = 1.0  # The prior spread of what all sets have in common.
-# Standard deviations of the noise: fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval, and to the scores of unseen
-# sets over 32 windows.
-WINDOW = 0.1  # what a window adds to every set
-BY_WINDOW = 0.02  # what it adds to each sub-layer
-TOKEN = 0.8  # a score's own, of one token
+OFFSET = 1.0  # Prior standard deviation of the constant term.
+# Standard deviations of the noise, fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval and to scores of unseen sets
+# over 32 windows.
+WINDOW = 0.1  # Noise that a window adds to every set scored on it.
+BY_WINDOW = 0.02  # Noise that a window adds per skipped sub-layer.
+TOKEN = 0.8  # Noise of a single score over one token; divided by the root of the window's length.
 
 
 class GuidedStrategy(Strategy):
@@ -64,7 +65,8 @@ class GuidedStrategy(Strategy):
         half = self.size // 2
         layers = [(i, half + i) for i in range(half)]
         self._units = layers if whole_layers else [*((i,) for i in range(self.size)), *layers]
-        if problem.project is not None:  # the other moves of two neighbours that keep attention and MLP alternating
+        if problem.project is not None:
+            # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
             self._units += [(half + i, i + 1) for i in range(half - 1)]
         self._studies: dict[str, Study] = {}
         self._trials: list[ScoredSet] = []
@@ -89,12 +91,12 @@ class GuidedStrategy(Strategy):
         return self._study if again else None
 
     def study(self, prompt_id: str, study: Study) -> None:
-        """Receive a study: its sets to try, and how far each sub-layer turns the residual stream."""
+        """Receive a study: sets to try, and how far each sub-layer rotates the residual stream."""
         self._studies[prompt_id] = study
         self._fitted = None
 
     def best(self, in_use: LayerSet) -> LayerSet:
-        """Rate sets by the model: one window says little of a set, all windows together much of its sub-layers."""
+        """Rate sets by the fitted model, because all windows together say more than the windows of one set."""
         scored = self._scored()
         if not scored:
             return in_use
@@ -145,7 +147,7 @@ class GuidedStrategy(Strategy):
         return list(sets_of_studies)
 
     def _climbed(self, drawn: Array, mean: Array) -> list[Bits]:
-        """Return the unseen sets met climbing from the best scored one, best first, by what was drawn."""
+        """Return unseen sets met while hill-climbing from the best scored set, best first, by the sampled model."""
         scored = self._scored()
         if not scored:
             return []
@@ -184,7 +186,7 @@ class GuidedStrategy(Strategy):
         return [neighbour for neighbour in near if self.problem.projected(neighbour) == neighbour]
 
     def _model(self) -> Posterior:
-        """Return the model of all studies and trials, fitted anew when there is more of either."""
+        """Return the model fitted to all studies and trials; refitted after each new one."""
         import numpy as np
 
         if self._fitted is None:
@@ -212,7 +214,7 @@ class Posterior(NamedTuple):
     covariance: Array
 
     def draw(self, seed: int, spread: float) -> Array:
-        """Draw additions, `spread` times as far from the mean."""
+        """Sample the coefficients with deviations from the mean scaled by `spread`."""
         import numpy as np
 
         size = len(self.mean)
@@ -248,13 +250,13 @@ def posterior(turns: Array, saved: Array, points: Sequence[ScoredSet], n_tokens:
     loss = np.array([-log(max(FLOOR, point.score)) for point in points])
     noise = (windows[:, None] == windows[None]) * (WINDOW**2 + BY_WINDOW**2 * (rows[:, :-1] @ rows[:, :-1].T))
     noise += np.diag(np.full(len(points), TOKEN**2 / n_tokens))
-    reach = covariance @ rows.T  # (size + 1, points)
+    reach = covariance @ rows.T  # Shape (size + 1, points).
     gain = np.linalg.solve(rows @ reach + noise, reach.T).T
     return Posterior(mean + gain @ (loss - rows @ mean), covariance - gain @ reach.T)
 
 
 def worth(sets: Sequence[Bits], added: Array) -> Array:
-    """Return minus the loss of each set, less what all have in common; `added` as `Posterior.mean`; (n,)."""
+    """Return minus the predicted loss of each set, without the constant term: (n,); `added` as `Posterior.mean`."""
     import numpy as np
 
     return np.asarray(-np.array(sets, dtype=float).reshape(-1, len(added) - 1) @ added[:-1])

@@ -28,10 +28,10 @@ from ...core.errors import SettingsError
 from ...core.types import Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, draw
 
-DEADLINE_S = 60.0  # seconds that one suggestion may take, the start of the process included
-UNHURRIED = frozenset({"cube"})  # engines without a deadline: SWIFT's code waits for as long as it takes
-MAX_FAILURES = 3  # crashes or missed deadlines in a row, after which nothing is asked any more
-MAX_PENDING = 64  # proposed sets without a score that a request names; a caller may drop candidates
+DEADLINE_S = 60.0  # Maximum seconds per suggestion, including the start of the process.
+UNHURRIED = frozenset({"cube"})  # Search engines without a time limit, as in SWIFT's published code.
+MAX_FAILURES = 3  # Consecutive crashes or timeouts after which no more suggestions are requested.
+MAX_PENDING = 64  # Maximum pending sets sent with a request; needed because callers may never score a candidate.
 MODULE = "swiftopt.optimizer.suggestions"
 
 logger = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class IntervalStrategy(Strategy):
                 f"interval {self._interval} between two suggestions is out of range: use 1 or more steps"
             )
         self._process = SuggestionProcess(engine, problem.seed) if engine else None
-        self._pending: dict[Bits, None] = {}  # in the order proposed
+        self._pending: dict[Bits, None] = {}  # Proposed sets without a score, in the order of proposal.
 
     def propose(self) -> Proposal:
         rng = self.next_step()
         bits, origin = draw(self.size, self.n_skipped, rng), "random"
-        # With one set to choose from there is nothing to learn.
+        # With only one possible set there is nothing to suggest.
         due = self.step % self._interval == 0 and math.comb(self.size, self.n_skipped) > 1
         process = self._process if due else None
         waits = self.problem.deterministic
@@ -108,7 +108,7 @@ class IntervalStrategy(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class SuggestionRequest:
-    """What a suggestion depends on, besides engine and seed: the first `n_observed` scores and the sets in progress."""
+    """Inputs of a suggestion besides engine and seed: the first `n_observed` scores and the pending sets."""
 
     step: int
     n_skipped: int
@@ -126,7 +126,7 @@ class SuggestionProcess:
 
     def __init__(self, engine: str, seed: int) -> None:
         self.engine = engine
-        self.request: SuggestionRequest | None = None  # the one in flight, known also after `close`
+        self.request: SuggestionRequest | None = None  # The request in progress; kept after `close`.
         self._seed = seed
         self._scores: list[tuple[str, float]] = []
         self._child: subprocess.Popen[bytes] | None = None
@@ -137,12 +137,12 @@ class SuggestionProcess:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a suggestion was requested and not yet taken."""
+        """Whether a suggestion was requested and not yet fetched."""
         return self._answer is not None
 
     @property
     def gave_up(self) -> bool:
-        """Whether it failed too often, or was closed, and suggests nothing any more."""
+        """Whether the process failed too often or was closed, so that no more suggestions come."""
         return self._failures >= MAX_FAILURES
 
     @property
@@ -151,7 +151,7 @@ class SuggestionProcess:
         return self._child.pid if self._child and self._child.poll() is None else None
 
     def observe(self, bits: Bits, score: float) -> None:
-        """Keep a score for the next request; one that is not finite is left out, no engine can use it."""
+        """Store a score for the next request; drop non-finite scores, which no engine can use."""
         if math.isfinite(score):
             self._scores.append((_text(bits), score))
 
@@ -181,13 +181,13 @@ class SuggestionProcess:
         }
         self.request, self._answer = request, Future()
         self._due_at = math.inf if self.engine in UNHURRIED else time.monotonic() + DEADLINE_S
-        # In a thread: the write, too, blocks as soon as a long history fills the pipe of a process still importing. A
-        # daemon, because an interpreter that ends waits for an executor's threads.
+        # Use a thread because even the write can block: a long history fills the pipe while the process still imports.
+        # Use a daemon thread because the interpreter waits for an executor's threads when it exits.
         exchange = (self._child, json.dumps(message).encode() + b"\n", self._answer)
         threading.Thread(target=_exchange, args=exchange, daemon=True).start()
 
     def take(self, *, wait: bool) -> Bits | None:
-        """Return the suggestion that was requested, once; None if there is none (yet). `wait`: up to the deadline."""
+        """Return the requested suggestion, once; None if not available. `wait`: block until the deadline."""
         if self._answer is None:
             return None
         left_s = max(0.0, self._due_at - time.monotonic())
@@ -205,7 +205,7 @@ class SuggestionProcess:
         return suggestion
 
     def close(self) -> None:
-        """Kill the process and request nothing any more; may be called twice."""
+        """Kill the process and stop requesting suggestions; may be called repeatedly."""
         self._stop()
         self._answer = None
         self._failures = MAX_FAILURES
@@ -213,8 +213,8 @@ class SuggestionProcess:
     def _start(self) -> None:
         self._stop()
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        # -P: a file of the caller's folder named like a library must not shadow it. The session of its own keeps a
-        # terminal's Ctrl-C from it; it ends when its standard input does, whatever ended this process.
+        # -P keeps files in the caller's folder from shadowing libraries. The separate session keeps a terminal's Ctrl-C
+        # from the process. The process exits when its standard input closes, however this process ended.
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE,
@@ -242,10 +242,10 @@ def _text(bits: Bits) -> str:
 
 
 def _exchange(child: subprocess.Popen[bytes], line: bytes, answer: Future[Bits]) -> None:
-    """Send one request and wait for its answer; the text of a ValueError says why there is none."""
+    """Send one request, wait for the reply, and store the suggestion or a ValueError in `answer`."""
     assert child.stdin is not None and child.stdout is not None
     reply = b""
-    with suppress(OSError, ValueError):  # a broken pipe, or one that was closed meanwhile
+    with suppress(OSError, ValueError):  # The pipe is broken or was closed meanwhile.
         child.stdin.write(line)
         child.stdin.flush()
         reply = child.stdout.readline()
@@ -261,10 +261,10 @@ def _exchange(child: subprocess.Popen[bytes], line: bytes, answer: Future[Bits])
 
 
 def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
-    """End the process, unless this is a fork of the one that started it."""
+    """Kill the child, unless the current process is a fork of the one that started the child."""
     if os.getpid() == owner_pid:
         child.kill()
-        with suppress(OSError), child:  # closes its pipes; what was still to be written has no reader
+        with suppress(OSError), child:  # Close the pipes; unwritten data has no reader any more.
             pass
 
 

@@ -1,3 +1,4 @@
-"""The papers' methods, a file per family, which register themselves beside those of `decoding.methods`."""
+"""The papers' methods, one module per family; importing a module registers its methods."""
 
-from ...decoding import methods as methods  # It imports the files of this package, whichever of the two is asked for.
+# Importing `decoding.methods` also imports the modules of this package, so this line loads both.
+from ...decoding import methods as methods

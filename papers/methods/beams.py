@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class BeamSettings(Settings):
     """MTJD (MTAD 3.1): beams over the target itself, each block kept whole."""
 
-    beam_width: int = count(4, most=256)  # the paper's grid: 4, 8
-    draft_length: int = count(4, most=32)  # its grid: 3, 4
-    top_k: int = count(10)  # appendix F
+    beam_width: int = count(4, most=256)  # The MTAD paper tries 4 and 8.
+    draft_length: int = count(4, most=32)  # Tokens per beam; the MTAD paper tries 3 and 4.
+    top_k: int = count(10)  # Value of MTAD's appendix F.
     top_p: float = share(0.9)
 
 
@@ -32,7 +32,7 @@ class BeamSettings(Settings):
 class MtadSettings(BeamSettings):
     """MTAD 3.2: beams over the draft, the longest prefix whose joint ratio exceeds τ."""
 
-    acceptance_threshold: float = share(0.5)  # τ; its grid: 0.1 to 0.9
+    acceptance_threshold: float = share(0.5)  # τ in the MTAD paper, which tries 0.1 to 0.9.
 
 
 @method("mtad", "MTAD", "MTAD 3.2", MtadSettings, drafts_with_model=True, lossy=True)
@@ -76,10 +76,10 @@ class BeamDrafter(Drafter):
         return min(room + 1 if self.runs_target else room, self.settings.draft_length)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Return the best beam; all beams of a level are run in one pass, those of the last level not at all.
+        """Return the best beam. One pass runs all beams of a level; the beams of the last level are not run.
 
-        No level is read before the next one is run: each has `beam_width` nodes, the i-th below the i-th of the level
-        before it, and what a beam goes on from is moved there.
+        Levels have a fixed layout, so that no token ids are read from the device between passes: node i of a level is
+        the child of node i of the previous level, and keys and values are moved to fit.
         """
         import torch
 
@@ -87,7 +87,8 @@ class BeamDrafter(Drafter):
 
         model, width = self.model, self.settings.beam_width
         length = min(self._length(room), model.room)
-        token_ids = uploaded([self.context.token_ids[-1:]], self.context.runtime.device)  # (tokens so far, beams)
+        # (root and drafted tokens, beams)
+        token_ids = uploaded([self.context.token_ids[-1:]], self.context.runtime.device)
         logprobs = torch.zeros(token_ids.shape, dtype=torch.float64, device=token_ids.device)
         joint, source, parents = logprobs[0], token_ids[0], [-1]
         model.restart()
@@ -112,16 +113,16 @@ class BeamDrafter(Drafter):
         return draft.read(unread.flatten().tolist())
 
     def _move(self, source: Tensor, n_levels: int) -> None:
-        """Move the keys and values of the beams at places `source` to places 0, 1, …, on each level below the root."""
+        """Move keys and values of the beams with indices `source` to indices 0, 1, … on each level below the root."""
         import torch
 
         first = 1 + torch.arange(n_levels, device=source.device) * self.settings.beam_width
         self.model.move((first[:, None] + source).flatten(), 1)
 
     def _pick(self, joint: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which candidates become beams, given the joint log probabilities of all: int64 (beam_width,).
+        """Return the indices, int64 (beam_width,), of the candidates to keep, given their joint log probabilities.
 
-        The second: their own joint log probabilities, -inf where there are too few that can be.
+        Also returns the joint log probabilities of these beams, -inf for beams beyond the number of candidates.
         """
         import torch
 

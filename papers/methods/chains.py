@@ -1,4 +1,4 @@
-"""Chains that end by a threshold of a paper's, or are judged by one: Self-SD, typical acceptance, BiLD."""
+"""Draft chains with a paper's stopping or acceptance threshold: Self-SD, typical acceptance, BiLD."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class AdaptiveThreshold(Settings):
 
     stop_threshold: float = share(0.8)
     max_draft_length: int = count(12)
-    target_acceptance: float = share(0.9)  # α
-    threshold_step: float = share(0.01)  # ε
-    rate_memory: float = share(0.5)  # β1
-    threshold_memory: float = share(0.9)  # β2
+    target_acceptance: float = share(0.9)  # α: acceptance rate that the threshold is adapted to reach.
+    threshold_step: float = share(0.01)  # ε: amount by which a round raises or lowers the wanted threshold.
+    rate_memory: float = share(0.5)  # β1: weight of the previous rate in its moving average.
+    threshold_memory: float = share(0.9)  # β2: weight of the previous threshold in its moving average.
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalSettings(Settings):
     """Typical acceptance (Medusa, arXiv:2401.10774): a token is kept if its probability exceeds min(ε, δ · exp(-H))."""
 
-    epsilon: float = share(0.09)  # Medusa's posterior_threshold
-    delta: float = share(0.3)  # its posterior_alpha, √ε
+    epsilon: float = share(0.09)  # ε, named posterior_threshold in Medusa's code.
+    delta: float = share(0.3)  # δ, named posterior_alpha in Medusa's code; √ε by default.
     max_draft_length: int = count(5)
 
 
@@ -47,8 +47,8 @@ class TypicalSettings(Settings):
 class BildSettings(Settings):
     """BiLD (arXiv:2302.07863)."""
 
-    fallback_threshold: float = share(0.6)  # the draft hands over where its confidence is below
-    rollback_threshold: float = ranged(3.0, ge=0)  # most -log target prob. of a kept token
+    fallback_threshold: float = share(0.6)  # Drafting stops when the draft model's confidence is below this value.
+    rollback_threshold: float = ranged(3.0, ge=0)  # Maximum -log target probability (nats) of an accepted token.
     max_draft_length: int = count(10)
 
 
@@ -78,8 +78,8 @@ class AdaptiveStop(StopRule):
 
     joint: bool = False
     adaptation: AdaptiveThreshold = field(default_factory=AdaptiveThreshold)
-    _rate: float = 0.0  # of acceptance
-    _product: float = 1.0  # of the confidences in the draft in progress
+    _rate: float = 0.0  # Moving average of the acceptance rate.
+    _product: float = 1.0  # Product of the confidences of the current draft's tokens.
 
     @classmethod
     def of(cls, settings: AdaptiveThreshold, joint: bool = False, probe: AcceptanceProbe | None = None) -> AdaptiveStop:
@@ -93,7 +93,7 @@ class AdaptiveStop(StopRule):
         return self._product if self.joint else confidence
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """Adapt the threshold to the round."""
+        """Update the acceptance rate and the threshold after a round."""
         rule = self.adaptation
         if self.threshold is None or not n_drafted:
             return

@@ -1,10 +1,10 @@
-"""Drafting with part of the target's depth, which verification then completes: early exits and early predictions.
+"""Drafting with the target's first layers; verification runs the remaining ones.
 
 LayerSkip and AdaSPEED draft a chain with the first layers. AdaDecode predicts a token at the first intermediate layer
-whose head is sure, the layers behind it deferred: those of all early tokens are run together with the next token that
-needs them, and at the end with the token that no head was sure of; that pass is the verification, and nothing is run
-twice. ParaDecode advances tokens at different layers together, one layer of each per step over stacked weights: a token
-is predicted as soon as the one before it passes an early layer, and starts at the bottom while that one goes on above.
+whose head is confident and defers the deeper layers. These run together with the next token that needs them, at the
+latest with a token that no head predicts confidently. That last pass is the verification, and no layer runs twice.
+ParaDecode advances tokens at different layers together, each by one layer per step, over stacked weights: a token is
+predicted as soon as its predecessor passes an early layer, and starts while the predecessor still runs deeper layers.
 
 Source: LayerSkip (arXiv:2404.16710); AdaSPEED II; AdaDecode (arXiv:2506.03700) 2.2, Algorithm 1, appendix D;
 ParaDecode 2.2, Algorithm 1.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class LayerSkipSettings(Settings):
     """LayerSkip (arXiv:2404.16710); its examples leave after 8 of 32 layers and draft 6 tokens."""
 
-    exit_layer: int | None = count(None)  # layers run; None: a quarter of the depth
+    exit_layer: int | None = count(None)  # Number of layers that draft; None: a quarter of the model's layers.
     draft_length: int = count(6)
 
 
@@ -46,15 +46,15 @@ class LayerSkipSettings(Settings):
 class AdaSpeedSettings(AdaptiveThreshold):
     """AdaSPEED: the threshold is for the product of the draft's confidences; starts at 0.8 (its appendix A)."""
 
-    exit_layer: int | None = count(None)  # layers run; None: a quarter of the depth
+    exit_layer: int | None = count(None)  # Number of layers that draft; None: a quarter of the model's layers.
 
 
 @dataclass(frozen=True, slots=True)
 class AdaDecodeSettings(Settings):
     """AdaDecode, appendix D."""
 
-    early_threshold: float = share(0.75)  # γ
-    max_early: int = count(5)  # early predictions in a row
+    early_threshold: float = share(0.75)  # γ: confidence above which a head predicts the token early.
+    max_early: int = count(5)  # Maximum consecutive early predictions before verification.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def early_exit(resources: Resources, exit_layer: int | None) -> EarlyExit:
 class EarlyExit(DraftModel):
     """The target's first `depth` layers, its own norm and head; verification runs the other layers only (LayerSkip).
 
-    Chains only: a row's state is kept for the layers that are still to come.
+    Supports chains only: each row's state is kept for the layers that verification runs.
     """
 
     staged: StagedPass | None = None
@@ -140,7 +140,7 @@ class EarlyExit(DraftModel):
 
 
 def default_exit(n_layers: int) -> int:
-    """Return the layers run before an early exit by default: LayerSkip's examples leave after 8 of 32."""
+    """Return the default exit layer: a quarter of the layers, as in LayerSkip's examples (8 of 32)."""
     return max(1, round(n_layers / 4))
 
 
@@ -183,7 +183,7 @@ class EarlyDrafter(Drafter):
         return Draft(tree, offers_of(tree, drawn_from), staged=staged.finish())
 
     def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Tensor | None] | None]:
-        """Return the token that the first sure head gives behind the newest row, and what it was drawn from, if so."""
+        """Return the next token from the first head above the threshold, with its distribution if it was sampled."""
         rule, heads = self.context.rule, self.heads
         for depth in heads.depths:
             yield from staged.advance(depth)
@@ -200,11 +200,11 @@ class EarlyDrafter(Drafter):
 
 @dataclass(slots=True)
 class _Flight:
-    """A token on its way up the layers; `predicted` says that the one after it is in flight too."""
+    """A token that is still passing through the layers; `predicted`: its successor is in flight too."""
 
-    token_id: int | Tensor  # (1,) where its device may still be computing it
+    token_id: int | Tensor  # Tensor (1,) while the device may still be computing the id.
     slot: int
-    hidden: Tensor  # (1, hidden_size) after `depth` layers
+    hidden: Tensor  # State (1, hidden_size) after `depth` layers.
     depth: int = 0
     predicted: bool = False
 
@@ -224,15 +224,16 @@ class PipelineDrafter(Drafter):
         self.max_depth = -(-stacked.runtime.n_layers // heads.depths[0])
 
     def start(self) -> None:
-        self._flights: list[_Flight] = []  # oldest, deepest, first
-        self._buffer = self.context.buffer  # with their keys and values
+        self._flights: list[_Flight] = []  # Tokens in flight; the oldest one, at the deepest layer, comes first.
+        self._buffer = self.context.buffer  # The KV buffer that holds the flights' keys and values.
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         import torch
 
         from ...models.rows import uploaded
 
-        yield from ()  # each layer reads its own weights: there is nothing to share but the head's
+        # Yields no pass: stacked steps run here, and only the head's pass can be batched with other requests.
+        yield from ()
         context = self.context
         root, slot = context.token_ids[-1], context.root_slot
         in_flight = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
@@ -252,10 +253,10 @@ class PipelineDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         for flight, token_id in zip(self._flights[:1], outcome.draft.tree.token_ids[1:], strict=False):
-            flight.token_id = token_id  # which is known now
+            flight.token_id = token_id  # Replace the device tensor by the token id, which has been read now.
 
     def _read(self, flight: _Flight) -> PassGenerator[Tensor]:
-        """Return the logits (1, vocab) of a token that has run all layers, by a pass: others have their turn then."""
+        """Return the logits (1, vocab) of a token that has run all layers; yields a pass so other requests can run."""
         from ...models.rows import Pass, Rows
 
         runtime, buffer, top = self.context.runtime, self.context.buffer, flight.depth
@@ -266,7 +267,7 @@ class PipelineDrafter(Drafter):
         return _Flight(token_id, slot, self.context.runtime.embed(tokens, slot))
 
     def _predict(self, last_slot: int) -> None:
-        """Start the token after the newest one, if that is at a head that is sure, and there is room for it."""
+        """Start the newest token's successor if a head predicts it confidently enough and a slot is left."""
         from ...decoding.context import likeliest
 
         newest, heads = self._flights[-1], self.heads
@@ -276,7 +277,8 @@ class PipelineDrafter(Drafter):
         ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
         scores = self.context.noisy_scores(ahead, logits)
         token_id: int | Tensor
-        if self.threshold == 0.0 and self.context.reads_late:  # sure in any case
+        # A threshold of 0 accepts any confidence, so it need not be read from the device.
+        if self.threshold == 0.0 and self.context.reads_late:
             token_id = likeliest(scores[None])[0].long()
         else:
             token_id, confidence = self.context.rule.confidence(scores)

@@ -62,7 +62,7 @@ class JacobiDrafter(Drafter):
         return Draft(DraftTree.chain([self.context.token_ids[-1], *self.guesses[:room]]), wants_argmaxes=True)
 
     def observe(self, outcome: Outcome) -> None:
-        """Take row i of the pass as the guess i + 1 behind the root; those up to the new root are settled."""
+        """Update the guesses with the argmaxes of the rows after the committed tokens."""
         settled = outcome.walk.token_ids
         refined = list(outcome.argmaxes[len(settled) :])
         last = refined[-1] if refined else settled[-1]
@@ -73,9 +73,9 @@ class JacobiDrafter(Drafter):
 class LookaheadSettings(Settings):
     """Lookahead decoding (arXiv:2402.02057)."""
 
-    ngram: int = count(5, least=2, most=16)  # N
-    window: int = count(7, most=256)  # W
-    guesses: int = count(7, most=256)  # G
+    ngram: int = count(5, least=2, most=16)  # N: tokens of an n-gram.
+    window: int = count(7, most=256)  # W: columns of the guess window.
+    guesses: int = count(7, most=256)  # G: maximum n-grams verified per round.
 
 
 @method("lookahead", "Lookahead decoding", "arXiv:2402.02057", LookaheadSettings)
@@ -97,21 +97,22 @@ class LookaheadDrafter(Drafter):
     def start(self) -> None:
         self.pool = NgramPool(self.settings.guesses)
         self.window = Window(self.settings, self.context.token_ids[: self.context.n_prompt])
-        self._looks = False  # whether the round in progress runs the window
+        self._looks = False  # True if the current round also runs the window's guesses.
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
         root = self.context.token_ids[-1]
         tree = merged(root, self.pool.continuations(root), room)
-        # Guesses of a last round would come too late, and near the context's end there is no position for them.
-        reach = self.window.width + self.window.n_levels - 2  # from the root to the last guess
+        # Skip the window if this is the last round or if its guesses would exceed the model's positions.
+        reach = self.window.width + self.window.n_levels - 2  # Positions from the root to the last guess.
         self._looks = room > 1 and self.context.root_slot + reach < self.context.runtime.max_positions
         return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None, wants_argmaxes=self._looks)
 
     def observe(self, outcome: Outcome) -> None:
         if not self._looks:
             return
-        cells = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]  # the root is the window's first
+        # The root is the first cell of the window, so its argmax comes first.
+        cells = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]
         for ngram in self.window.advance(cells[-self.window.width :]):
             self.pool.add(ngram)
 
@@ -121,10 +122,11 @@ class NgramPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._rest: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, oldest first
+        # First token -> continuations of its n-grams, oldest first.
+        self._rest: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Put an n-gram in as the latest; the oldest of its first token makes room."""
+        """Add an n-gram as the newest of its first token; evict that token's oldest n-gram if full."""
         rest, continuations = tuple(ngram[1:]), self._rest.setdefault(ngram[0], {})
         continuations.pop(rest, None)
         continuations[rest] = None
@@ -132,7 +134,7 @@ class NgramPool:
             del continuations[next(iter(continuations))]
 
     def continuations(self, first: int) -> list[tuple[int, ...]]:
-        """Return what followed that token, latest first."""
+        """Return the stored continuations of a token, newest first."""
         return list(reversed(self._rest.get(first, {})))
 
 
@@ -142,8 +144,8 @@ class Window:
     DEVIATION: a round that commits more than one token leaves the guesses that far behind: moving the columns along
     accepted less in a small trial (SmolLM2-135M, M 1.37 against 1.42).
 
-    It begins with the oldest level alone, made of the prompt's last tokens and wide enough that each further level may
-    cost it a column until there are N - 1 levels of W columns.
+    At first there is only the oldest level, filled with the prompt's last tokens. Every further level removes a column,
+    and the initial width is chosen so that N - 1 levels of W columns remain.
     """
 
     def __init__(self, settings: LookaheadSettings, prompt_ids: Sequence[int]) -> None:
@@ -161,7 +163,7 @@ class Window:
         return len(self.levels[0])
 
     def rows(self, root: int) -> ExtraRows | None:
-        """Return all guesses but the root, level by level, as rows beside a tree, if there are any."""
+        """Return all guesses except the root, level by level, as extra rows of the verification pass."""
         self.levels[0][0] = root
         cells = [(level, column) for level in range(self.n_levels) for column in range(self.width)][1:]
         if not cells:
@@ -171,7 +173,7 @@ class Window:
         return ExtraRows(token_ids, depths, guess_mask(self.n_levels, self.width), min(self.width, len(cells)))
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
-        """Take the argmaxes under the newest level as the next one; return the n-grams that they complete."""
+        """Append the argmaxes `newest` as the next level; return the n-grams that they complete."""
         if self.n_levels < self.full:
             self.levels = [level[1:] for level in (*self.levels, newest)]
             return []
@@ -182,7 +184,7 @@ class Window:
 
 @lru_cache(maxsize=64)
 def guess_mask(n_levels: int, width: int) -> Tensor:
-    """Return which guesses each guess sees: the oldest level up to its column, and its column up to its own level.
+    """Return the attention mask of guesses: a guess sees level 0 up to its column, and its column up to its level.
 
     Returns: bool, (guesses, guesses) in the order of `Window.rows`; not to be written to.
     """
@@ -195,7 +197,7 @@ def guess_mask(n_levels: int, width: int) -> Tensor:
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
-    """Return the tree of all continuations, at most `room` deep, equal beginnings merged; the first one comes first."""
+    """Return all continuations, cut to `room` tokens, as a tree with shared prefixes; keeps their order."""
     token_ids, parents, depth = [root], [-1], 0
     nodes: dict[tuple[int, int], int] = {}
     for continuation in continuations:

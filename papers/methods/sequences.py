@@ -1,4 +1,4 @@
-"""Several sequences drafted side by side, a level of all of them per pass (SpecTr, SpecInfer, MCSS)."""
+"""Drafting of several sequences in parallel, one token of each per pass (SpecTr, SpecInfer, MCSS)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class SequencesDrafter(Drafter):
     probability (MCSS). A greedy request gets the limit of both: the argmax chain, or one from each of the most
     probable first tokens, chosen without chance.
 
-    Where tokens are read late, equal beginnings are merged when they are known: until then each sequence has nodes of
-    its own, and its draws are tries under the nodes of all that have come the same way.
+    If token ids are read late from the device, equal prefixes are merged only once they are known. Until then each
+    sequence has its own nodes, and its tokens are tried under the nodes of all sequences with the same prefix.
     """
 
     model: DraftModel
@@ -69,7 +69,8 @@ class SequencesDrafter(Drafter):
         context, late, device = self.context, self.model.reads_late, self.context.runtime.device
         grown = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
         offers, unread = dict[int, Offer](), [uploaded(grown.token_ids, device)] if late else []
-        same: Tensor | None = None  # which sequences have come the same way: bool (newest nodes, sequences)
+        # same[i, j]: sequence j has drafted the same tokens as newest node i; bool (newest nodes, sequences).
+        same: Tensor | None = None
         if late and self.replacement:
             same = torch.ones((1, len(grown.newest)), dtype=torch.bool, device=device)
         depth = min(room, self.max_depth, self.model.room)
@@ -97,9 +98,9 @@ class SequencesDrafter(Drafter):
         return Draft(tree, offers, unread=torch.stack((tokens, torch.zeros_like(tokens))))
 
     def _draw(self, scores: Tensor, of: Sequence[int], apart: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the next token of each sequence, int64 (sequences,), and what a node's were drawn from if they were.
+        """Return the next token of each sequence, int64 (sequences,), and the nodes' distributions when sampling.
 
-        Args: scores: (nodes, vocab). of: which of the nodes each sequence has come to. apart: no two may be equal.
+        Args: scores: (nodes, vocab). of: index of each sequence's node. apart: draw distinct tokens.
         """
         from ...decoding.context import most_probable
         from ...models.rows import uploaded
@@ -116,16 +117,16 @@ class SequencesDrafter(Drafter):
 
 
 class _Growth:
-    """A tree that sequences grow side by side: its nodes, the tokens above each, and the newest of each sequence."""
+    """A draft tree under construction: its nodes, each node's path of tokens, and each sequence's newest node."""
 
     def __init__(self, root: int, n_sequences: int) -> None:
         self.token_ids, self.parents, self.paths = [root], [-1], list[list[Any]]([[]])
         self.newest = [0] * n_sequences
 
     def grow(self, tokens: Drafted) -> dict[int, list[int]]:
-        """Let each sequence go on; the last ones end, where there are fewer tokens. Return by node what follows it.
+        """Append one token to each sequence and return each node's children; sequences without a token end.
 
-        Equal sequences share nodes, unless their tokens are not known yet.
+        Equal sequences share nodes, unless their token ids are not known yet.
         """
         before, self.newest = self.newest, []
         nodes, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}

@@ -1,6 +1,6 @@
 """The training data of heads and probes: the model's states at the positions of its own greedy completions.
 
-What was collected and trained is kept on disk, so that a run that was killed at any time can be resumed.
+Collected states and the training state are saved to disk, so that a killed run can be resumed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from ...models.runtime import Runtime
 from ...models.saved import replacing
 from .settings import OnStep, TrainingStep
 
-SAVE_S = 3.0  # between two states of training
-SAVING_SHARE = 20  # a save may take 1/20 of the time
-HELD_OUT = 0.1  # share of the prompts that only the figures see
-AT_ONCE = 8  # prompts that are completed side by side
-MIN_ROWS = 16  # positions below which nothing can be learned
+SAVE_S = 3.0  # Minimum seconds between two saves of the training state.
+# Saves are at least this many save durations apart, so saving takes at most 1/20 of the time.
+SAVING_SHARE = 20
+HELD_OUT = 0.1  # Share of the prompts that are used for evaluation only, not for training.
+AT_ONCE = 8  # Prompts that are decoded concurrently.
+MIN_ROWS = 16  # Minimum number of training positions; with fewer, training is refused.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
     """States of n positions, in the model's dtype, on the CPU.
 
-    `hidden[depth]` (n, hidden_size): after that many layers; `final` (n, hidden_size): after all, and the final norm.
+    `hidden[depth]` (n, hidden_size): after `depth` layers; `final` (n, hidden_size): after the final norm.
     """
 
     hidden: Mapping[int, Tensor]
@@ -57,19 +58,19 @@ class Features:
 
     @classmethod
     def joined(cls, parts: Sequence[Features]) -> Features:
-        """Concatenate the positions of several."""
+        """Concatenate the positions of several parts."""
         hidden = {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in parts[0].hidden}
         return cls(hidden, torch.cat([part.final for part in parts]))
 
 
 class Checkpoint:
-    """The files of one training run: the states that were collected of each prompt, and a state of training.
+    """The files of one training run: the hidden states collected per prompt, and the training state.
 
-    A folder per (model, stream, what is collected), with a state per set of training settings. Every file appears under
-    its name only when it is complete.
+    Each `identity` has a folder, with one training state per `settings`. Files are written under a temporary name and
+    renamed when complete.
 
-    Args:   identity: all that decides what is collected. settings: all else that decides the result.
-            every_s: seconds of training that a kill may lose; more where saving takes long. 0 saves after every step.
+    Args:   identity: all values that determine the collected states. settings: all other values that affect training.
+            every_s: minimum seconds between saves, longer if saving is slow; 0 saves after every step.
     Raises: OutputError: the folder cannot be written.
     """
 
@@ -86,7 +87,7 @@ class Checkpoint:
             (self.folder / "about.json").write_text(json.dumps({**identity, "settings": dict(settings)}))
 
     def features(self) -> dict[int, Features]:
-        """Read the states collected so far, by the prompt's index."""
+        """Return the hidden states collected so far, by prompt index."""
         by_depth: dict[int, Features] = {}
         for path in self.folder.glob("states-*.safetensors"):
             read = _read(path)
@@ -96,7 +97,7 @@ class Checkpoint:
         return by_depth
 
     def add(self, index: int, features: Features) -> None:
-        """Keep the states of a prompt."""
+        """Save a prompt's hidden states."""
         tensors = {str(depth): hidden for depth, hidden in features.hidden.items()}
         self._write(self.folder / f"states-{index}.safetensors", {**tensors, "final": features.final}, {})
 
@@ -136,7 +137,7 @@ class Checkpoint:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Read tensors and metadata of a file; None where it is damaged, as what it held can be made again."""
+    """Return a file's tensors and metadata; None if it is unreadable, since its content can be recomputed."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -150,7 +151,7 @@ def _key(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """The positions to train on and those held out, which come from other prompts."""
+    """Training positions and held-out positions; no prompt contributes to both."""
 
     train: Features
     held_out: Features
@@ -169,7 +170,7 @@ def collect(
 ) -> Collected:
     """Complete the prompts greedily, in an order drawn from `seed`, and return the states; a tenth is held out.
 
-    Args:   budget_s: begin no prompt after so many seconds but the first two.
+    Args:   budget_s: seconds after which no prompt is started, except the first two.
     Raises: InvalidInput: fewer than two prompts, or too few positions in their completions.
     """
     if len(prompts) < 2:
@@ -195,7 +196,7 @@ def collect(
             kept.add(index, done[index])
 
     n_reported, events = len(done), side_by_side(works(), AT_ONCE, memory_for_texts(session.runtime))
-    for _ in chain(events, (None,)):  # The last prompt is done after the last event.
+    for _ in chain(events, (None,)):  # The extra None reports the last prompt, which finishes after the last event.
         if len(done) > n_reported:
             n_reported = len(done)
             on_step(TrainingStep("collect", n_reported, len(prompts)))
@@ -211,7 +212,7 @@ def collect(
 
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
-    """Return the states of all turns of a prompt, at every token of a completion but the last."""
+    """Return the hidden states at every completion token but the last, for all turns of a prompt."""
     return alone(_features(session, prompt, depths))
 
 
@@ -219,7 +220,8 @@ def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[F
     states_read = [states_of(session.runtime, [], 0, depths)]
 
     def read(event: WorkEvent) -> None:
-        if isinstance(event, Round) and event.context.finish is not None:  # a completion of one token has no round
+        # A one-token completion has no Round event and no state to train on.
+        if isinstance(event, Round) and event.context.finish is not None:
             context = event.context
             states_read.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
 
@@ -228,7 +230,7 @@ def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[F
 
 
 def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Sequence[int]) -> Features:
-    """Return the states of a text's tokens from `first` on, read in as few passes as memory allows."""
+    """Return the hidden states of a text's tokens from `first` on, with as few passes as memory allows."""
     at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
     for pass_ in runtime.prefill_passes(token_ids, buffer, capture=at):

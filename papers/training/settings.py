@@ -1,4 +1,4 @@
-"""Settings of training, what it reports on the way, and what it returns. No torch."""
+"""Settings, progress reports and results of training; this module imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TrainingSettings(Settings):
     epochs: int = count(5)
     minutes: float | None = ranged(None, gt=0)
     learning_rate: float = ranged(1e-3, gt=0, le=1)
-    batch: int = count(128)  # positions
-    warm_up: float = share(0.03)  # share of the steps
+    batch: int = count(128)  # Token positions per optimizer step.
+    warm_up: float = share(0.03)  # Share of all steps over which the learning rate rises to its maximum.
     max_new_tokens: int = count(128, least=2)
     seed: int = ranged(0, ge=-LARGEST, le=LARGEST)
 
@@ -42,9 +42,10 @@ class HeadSettings(TrainingSettings):
 
     KIND: ClassVar[LearnedKind] = "heads"
 
-    layers: tuple[int, ...] | None = None  # layers run before each head; None: by `shares`
-    shares: tuple[float, ...] = (0.6, 0.73, 0.87)  # of the depth, where no layers are named: 18, 22, 26 of 30
-    full: bool = False  # whole heads instead of a transform before the model's own (Table 3)
+    layers: tuple[int, ...] | None = None  # Number of layers below each head; None: derived from `shares`.
+    # Head positions as shares of the model's depth, used if `layers` is None: 18, 22 and 26 of 30 layers.
+    shares: tuple[float, ...] = (0.6, 0.73, 0.87)
+    full: bool = False  # True: train whole heads instead of a transform in front of the model's own head (Table 3).
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
         """Return the depths of the heads in a model of so many layers, shallowest first.
@@ -62,9 +63,9 @@ class ProbeSettings(TrainingSettings):
     KIND: ClassVar[LearnedKind] = "probe"
 
     epochs: int = count(20)
-    layer: int | None = None  # layers run; None: a quarter of the depth
+    layer: int | None = None  # Number of layers below the probe; None: a quarter of the model's layers.
     sampling: ProbeSampling = "greedy"
-    top_p: float = ranged(0.9, gt=0, le=1)  # for "top-p" (AdaSPEED III)
+    top_p: float = ranged(0.9, gt=0, le=1)  # Nucleus size if `sampling` is "top-p" (AdaSPEED III).
 
     def depths(self, n_layers: int) -> tuple[int, ...]:
         """Return the one depth of the probe in a model of so many layers.
@@ -89,7 +90,7 @@ def checked_depths(depths: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """Progress: `done` of `total` prompts collected or steps trained; `note` is a remark, such as on resumption."""
+    """Progress of training: `done` of `total` prompts or steps; `note` is a remark, for example on resuming."""
 
     phase: Literal["collect", "train", "measure"]
     done: int = 0
@@ -103,12 +104,13 @@ OnStep = Callable[[TrainingStep], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The result of training, with the figures of held-out prompts and the loss over the steps, at most 200 points."""
+    """Trained weights, figures measured on held-out prompts, and the loss curve (at most 200 points)."""
 
-    model: Any  # Heads or Probe of `models.early_exit`
+    # `Heads` or `Probe` of papers/early_exit.py; not imported, to keep torch out of this module.
+    model: Any
     figures: Mapping[str, float]
     curve: tuple[tuple[int, float], ...]
 
 
 def ignore(step: TrainingStep) -> None:
-    """Drop a report of progress."""
+    """Ignore a progress report."""

@@ -23,9 +23,10 @@ from ..early_exit import Heads, Probe
 from .features import Checkpoint, Features, collect
 from .settings import HeadSettings, OnStep, ProbeSettings, Trained, TrainingSettings, TrainingStep, ignore
 
-MAX_POINTS = 200  # The most points of a curve.
-CHUNK_VALUES = 1 << 19  # logits taken at once on a CPU: small enough for its caches, which is what sets the speed
-CHUNK_ROWS = 64  # positions whose logits are held at once
+MAX_POINTS = 200  # Maximum number of points in a reported loss curve.
+# Logits processed at a time on a CPU, few enough to stay in its caches, which limit the speed.
+CHUNK_VALUES = 1 << 19
+CHUNK_ROWS = 64  # Positions per chunk when logits are computed, which bounds their memory.
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -77,14 +78,14 @@ def _objective(
 
 
 def learning_rate(settings: TrainingSettings, progress: float) -> float:
-    """Return the learning rate at that share of the training, from 0 to 1."""
+    """Return the learning rate after the share `progress` (0 to 1) of the training."""
     if progress < settings.warm_up:
         return settings.learning_rate * progress / settings.warm_up
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def batch_of(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
-    """Return the rows of a step: every epoch sees each once, in an order of its own."""
+    """Return the row indices of a step's batch; every epoch visits all rows once in a new random order."""
     per_epoch = math.ceil(n_rows / settings.batch)
     epoch, number = divmod(step, per_epoch)
     order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((settings.seed << 20) + epoch))
@@ -92,9 +93,10 @@ def batch_of(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
 
 
 class Trainer:
-    """Minimises an objective by its gradient; `weights` are changed in place.
+    """Minimises an objective with Adam; changes `weights` in place.
 
-    With `seconds`, or minutes in the settings, the clock sets the position on the cosine once it is ahead.
+    With a time limit (`seconds`, or `minutes` in the settings), the learning-rate schedule follows elapsed time
+    whenever that is further ahead than the step count.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def run(self, on_step: OnStep) -> None:
-        """Take all steps that are left."""
+        """Run all remaining training steps."""
         n_rows = self.objective.n_rows
         total = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
         self._resume(total, on_step)
@@ -122,7 +124,7 @@ class Trainer:
         while (progress := self._progress(total)) < 1:
             rows = batch_of(self.settings, self.step, n_rows)
             loss, self.weights.grad = self.objective.gradient(self.weights, rows)
-            # Set here and not by a scheduler of torch: it depends on the clock, too.
+            # A torch scheduler counts steps only, but this learning rate also depends on elapsed time.
             self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total))
             self._adam.step()
             self.step += 1
@@ -135,7 +137,7 @@ class Trainer:
             self._save(self.kept)
 
     def curve(self) -> tuple[tuple[int, float], ...]:
-        """Return (step, mean loss up to it) at evenly spaced steps."""
+        """Return (last step, mean loss) of at most `MAX_POINTS` equal blocks of steps."""
         width = math.ceil(len(self.losses) / MAX_POINTS)
         parts = [self.losses[at : at + width] for at in range(0, len(self.losses), max(1, width))]
         return tuple((min((i + 1) * width, self.step), sum(part) / len(part)) for i, part in enumerate(parts))
@@ -163,7 +165,7 @@ class HeadObjective:
     """The mean KL(last layer || head) of positions; weights are (heads, hidden_size, hidden_size), or (heads, vocab,
     hidden_size) of whole heads, in float32 at least, and are rounded to the model's dtype for every step."""
 
-    LAST_POINTS: ClassVar = 5  # of the curve, whose mean is the loss that is reported
+    LAST_POINTS: ClassVar = 5  # The reported loss is the mean of this many last points of the curve.
 
     def __init__(self, runtime: Runtime, data: Features, depths: Sequence[int], full: bool) -> None:
         self.runtime, self.depths, self.full, self.n_rows = runtime, tuple(depths), full, data.n_rows
@@ -173,26 +175,27 @@ class HeadObjective:
         self._softcap = None if full else getattr(runtime.config, "final_logit_softcapping", None)
 
     def start(self) -> Tensor:
-        """Return weights with which every head is the model's own."""
+        """Return initial weights that make every head equal to the model's own head."""
         wide = torch.float64 if self.runtime.dtype == torch.float64 else torch.float32
         width = self._vocabulary.shape[1]
         one = self._vocabulary if self.full else torch.eye(width, device=self.runtime.device)
         return one.to(self.runtime.device, wide).repeat(len(self.depths), 1, 1)
 
     def model(self, weights: Tensor) -> Heads:
-        """Return heads with those weights, in the model's dtype."""
+        """Return heads with `weights` rounded to the model's dtype."""
         rounded = weights.to(self.runtime.dtype)
         return Heads({depth: rounded[i].clone() for i, depth in enumerate(self.depths)}, self.full)
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
-        """Return the mean loss of these positions and heads, and each head's own gradient.
+        """Return the mean loss over positions and heads, and the gradient of each head's loss.
 
-        No autograd through the vocabulary: with head_probs - target_probs at the logits, two products remain.
+        The gradient is computed without autograd: at the logits it is head_probs - target_probs, and two matrix
+        products carry it back to the weights.
         """
         device, rounded = self.runtime.device, weights.to(self.runtime.dtype)
         target = self.runtime.head(self._final[rows].to(device))  # (rows, vocab)
         normed = self._normed[:, rows].to(device)  # (heads, rows, hidden)
-        moved = normed @ rounded.transpose(1, 2)  # (heads, rows, hidden), or logits (heads, rows, vocab)
+        moved = normed @ rounded.transpose(1, 2)  # (heads, rows, hidden); with full heads logits (heads, rows, vocab)
         logits = moved if self.full else self.runtime.head(moved.flatten(0, 1)).view(len(self.depths), *target.shape)
         kl = kl_to_gradient(target, logits, self._softcap)
         slope = logits if self.full else (logits.flatten(0, 1) @ self._vocabulary.to(device)).view_as(normed)
@@ -201,7 +204,7 @@ class HeadObjective:
         return float(kl.mean()) / len(rows), gradient
 
     def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
-        """Measure heads with those weights on held-out positions.
+        """Measure heads with `weights` on held-out positions.
 
         Returns: per head `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
                  (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ `early@γ` and `rejected@γ`, see `early_exits`.
@@ -230,10 +233,10 @@ class HeadObjective:
 
 
 def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) -> Tensor:
-    """Replace every head's logits by the gradient of its rows' KL(target || head) by them, in place.
+    """Replace every head's logits in place by the gradient of KL(target || head) with respect to them.
 
-    It is head_probs - target_probs; where the logits were capped, by the logits before the cap. Probabilities are
-    taken in float32 (float64 of float64), whatever the logits' dtype, and the target's only once for all heads.
+    The gradient is head_probs - target_probs; with a soft cap, it is taken with respect to the logits before the cap.
+    Probabilities are computed in float32 (in float64 for float64 logits), the target's once for all heads.
 
     Args:    target: logits (rows, vocab); heads: logits (heads, rows, vocab).
     Returns: KL in nats, summed over the rows, float64 (heads,).
@@ -259,9 +262,11 @@ def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) 
 
 
 def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, float]:
-    """Return the share of positions where a head is sure, and of these the share where the shallowest such is wrong.
+    """Return the share of positions that exit early, and the share of these whose early token is wrong.
 
-    Args: sure, right: shallowest head first, (heads, n): its highest probability, and whether its token is the last
+    A position exits at the shallowest head whose highest probability reaches `threshold`.
+
+    Args: sure, right: (heads, n), shallowest head first: its highest probability, and whether its token is the last
           layer's.
     """
     is_sure = sure >= threshold
@@ -272,7 +277,7 @@ def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, f
 
 
 def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
-    """Tell whether the token that the exit at `depth` gives is accepted by the last layer; bool (n,).
+    """Return for each position whether the last layer accepts the token of an exit at `depth`; bool (n,).
 
     "greedy": both argmaxes are the same. "top-p": the token is drawn from the exit's distribution and accepted with
     min(1, target_probs / draft_probs), both cut to the same top-p.
@@ -301,7 +306,7 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
 class ProbeObjective:
     """The binary cross-entropy of a linear probe on standardised states; weights are (hidden_size + 1,), bias last.
 
-    Args: accept: tells of positions whether the token read at `depth` is accepted; bool (n,).
+    Args: accept: returns for each position whether the token read at `depth` is accepted; bool (n,).
     """
 
     LAST_POINTS: ClassVar = 1
@@ -318,7 +323,7 @@ class ProbeObjective:
         return torch.zeros(self._states.shape[1] + 1)
 
     def model(self, weights: Tensor) -> Probe:
-        """Return the probe of raw states: mean and scale folded into it."""
+        """Return a probe for unstandardised states, with mean and scale folded into its weights."""
         direction = weights[:-1] / self._scale
         return Probe(self.depth, direction, float(weights[-1] - direction @ self._mean))
 
@@ -331,7 +336,7 @@ class ProbeObjective:
         return float(loss), torch.cat((off @ states, off.sum()[None]))
 
     def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
-        """Measure the probe with those weights on held-out positions."""
+        """Measure a probe with `weights` on held-out positions."""
         probe = self.model(weights)
         return probe_figures(data.hidden[self.depth].float() @ probe.direction + probe.bias, self._accept(data))
 
@@ -341,7 +346,7 @@ def probe_figures(scores: Tensor, accepted: Tensor) -> dict[str, float]:
 
     Args: scores: logits (n,); accepted: bool (n,).
     """
-    from sklearn.metrics import roc_auc_score  # takes a second
+    from sklearn.metrics import roc_auc_score  # Imported here because the import takes about a second.
 
     figures = {
         "accuracy": float(((scores > 0) == accepted).float().mean()),

@@ -48,8 +48,8 @@ PAGES = (
     ("/playground", "Playground"),
 )
 COOKIE = "swiftopt_session"
-SESSION_S = 12 * 3600  # lifetime of a log-in
-LIVE_S = 2.0  # between two updates of a live part
+SESSION_S = 12 * 3600  # Lifetime of a session, in seconds.
+LIVE_S = 2.0  # Seconds between two updates of a live part of a page.
 KEEP_ALIVE_S = 15
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -66,7 +66,8 @@ templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_secret = secrets.token_hex(32)  # signs where no keys are set: such a server answers its own machine only
+# Signs sessions where no API keys are set: such a server accepts only local connections.
+_secret = secrets.token_hex(32)
 
 
 # --- sessions
@@ -87,7 +88,7 @@ class DashboardSession:
 def _session(keys: KeyRing, owner: str | None, signed: str | None = None) -> DashboardSession:
     """Return the session whose cookie has the signed nonce; None: a new one.
 
-    It is signed with the hash of the owner's key, so that a key that is withdrawn ends its sessions.
+    Cookies are signed with the hash of the owner's key, so that removing a key ends its sessions.
 
     Raises: BadSignature: the nonce is signed with another key, or too long ago.
     """
@@ -144,22 +145,22 @@ FormSession = Annotated[DashboardSession, Depends(check_form)]
 
 
 def pages_for_browsers(app: FastAPI) -> None:
-    """Let addresses that no route has be pages where a browser asks for them."""
+    """Answer browsers with an error page at unknown addresses."""
     app.add_exception_handler(HTTPException, _unknown_address)
 
 
 def _confined(response: Response) -> Response:
-    """Let a response show nothing of other hosts."""
+    """Set headers that forbid content from other hosts."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     return response
 
 
 class PageRoute(APIRoute):
-    """A route whose errors are pages, and whose responses may show nothing of other hosts."""
+    """A route whose errors are HTML pages and whose responses forbid content from other hosts."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler with these two added."""
+        """Return FastAPI's handler with error pages and security headers added."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -176,7 +177,7 @@ class PageRoute(APIRoute):
 
 
 async def _unknown_address(request: Request, error: Exception) -> Response:
-    """Answer a browser with a page where no route is, and programs, and all below the API's addresses, as ever."""
+    """At unknown addresses, answer browsers with a page; programs and API paths get the usual error."""
     refused, path = refused_by(error), request.url.path
     is_known = isinstance(error, Refused) or refused.status_code not in (404, 405) or path.startswith(GUARDED)
     if is_known or "text/html" not in request.headers.get("accept", ""):
@@ -198,7 +199,7 @@ async def _error_page(request: Request, refused: Refused) -> Response:
 
 
 def pages() -> APIRouter:
-    """Return an empty router of pages, which the OpenAPI document leaves out."""
+    """Return an empty router for pages, which are not part of the OpenAPI document."""
     return APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
 
 
@@ -292,7 +293,7 @@ def shown_page(
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """Return a figure with so many decimals; a dash for None."""
+    """Return a number with fixed decimals; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}{unit}"
 
 
@@ -329,14 +330,14 @@ def moment(at: float) -> str:
 
 @pass_environment
 def truncate(environment: Environment, text: str, length: int, end: str = "...") -> str:
-    """Return the beginning of a text, within a word too: one word may be the whole of a name or reason."""
+    """Return the beginning of a text; it may be cut within a word, because a name can be one long word."""
     return do_truncate(environment, text, length, killwords=True, end=end)
 
 
 templates.filters |= {
     each.__name__: each for each in (number, percent, tok_s, origin_words, seconds, ago, moment, truncate)
 }
-templates.globals["static"] = {  # addresses, which change with their files
+templates.globals["static"] = {  # Static file -> URL with a hash of its content, so that browsers reload changed files.
     name: f"/static/{name}?{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}" for name, path in STATIC.items()
 }.__getitem__
 

@@ -44,14 +44,14 @@ from . import LIVE_S, CurrentSession, FormSession, number, page, pages, seconds,
 PER_PAGE = 50
 LAST_PAGE = 1_000_000
 EVENTS_SHOWN = 100
-ATTEMPTS_SHOWN = 50  # changes of state
+ATTEMPTS_SHOWN = 50  # State changes shown on a job's page.
 OUTPUTS_SHOWN = 5
 WORKERS_SHOWN = 200
-NAMES_OFFERED = 200  # The most names offered while one types.
-TEXT_SHOWN = 300  # characters of a completion
-ENGINE = "-engine"  # how the name of a served model's engine ends, as a worker
+NAMES_OFFERED = 200  # Most suggestions for a text field.
+TEXT_SHOWN = 300  # Characters shown of a completion.
+ENGINE = "-engine"  # Suffix of the worker names of engines of served models.
 WANTED = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
-LABELS = {  # Labels of fields whose names do not say enough.
+LABELS = {  # Field -> label, where the field's name is not clear enough.
     "limit": "Take only the first prompts",
     "max_new_tokens": "Tokens per completion",
     "concurrency": "Prompts decoded at once",
@@ -91,7 +91,7 @@ def state_shown(job: Job) -> str:
 
 
 def place_shown(job: Job, standing: JobStanding | None) -> str:
-    """Return how long the lease of the attempt lasts, or what it waits for."""
+    """Return how long the attempt's lease lasts, or what the attempt waits for."""
     if standing is None:
         return "–"
     if job.state == "running" and standing.lease_s is not None:
@@ -114,12 +114,12 @@ def retry_problem(app: State, job: Job) -> str:
 
 @lru_cache(maxsize=PER_PAGE)
 def _attempt_problem(store: Store, job: str, attempt: int, state: JobState, model: tuple[Any, ...]) -> str:
-    """Return `queue.retry_problem` of a job; a live page asks every other second, and reads the stream once."""
+    """Return `queue.retry_problem` of a job, cached: a live page asks every 2 s, and a check reads the stream."""
     return queue.retry_problem(store, store.jobs.get(job))
 
 
 def _model_of(job: Job) -> tuple[Any, ...]:
-    """Return what changes when the files of a job's model do."""
+    """Return a value that changes when the files of a job's model change."""
     try:
         return model_of(TuneRequest.from_json(job.request))
     except InvalidInput:
@@ -130,7 +130,8 @@ def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[
     """Return the verbs that `store.transitions` allows in the job's state; with a `problem` it is not retried."""
     runs, queued = job.state == "running", job.state == "queued"
     saved = standing is not None and standing.n_checkpoints > 0
-    kept = job.kind != "tune" or job.queue is not None or job.stream is not None  # its prompts
+    # Whether the job's prompts are stored.
+    kept = job.kind != "tune" or job.queue is not None or job.stream is not None
     allowed: dict[Verb, bool] = {
         "pause": queued or (runs and job.queue is not None and job.wanted != "pause"),
         "resume": job.state == "paused" or (runs and job.wanted == "pause"),
@@ -378,7 +379,7 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
 def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the values of the form: its texts, its errors, and suggestions of names."""
     models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
-    with suppress(StoreError):  # names are a help only
+    with suppress(StoreError):  # Without the database, suggest fewer names.
         models_known |= dict.fromkeys(app.store.model_names())
     folders = app.settings.stream_folders
     return {
@@ -434,7 +435,7 @@ def new(request: Request, app: Shared) -> dict[str, Any]:
 @router.post("/jobs/new")
 async def submit(request: Request, app: Shared, session: FormSession) -> Response:
     """Submit a job; if that fails, the form again, with its errors."""
-    form = await request.form()  # which was read for its token already
+    form = await request.form()  # Already parsed and cached by the check of the form's token.
     sent = form.get("file")
     file, data = (sent.filename or "", await sent.read()) if isinstance(sent, UploadFile) else ("", b"")
     try:
@@ -489,7 +490,7 @@ def outputs(app: Shared, session: CurrentSession, job: JobId) -> Response:
 
 @shown_page(router, "/jobs/{job}/cancel", "job_cancel")
 def ask_cancel(app: Shared, job: JobId) -> dict[str, Any]:
-    """Return the job that is to be cancelled if a person says so."""
+    """Return the page that asks for confirmation to cancel the job."""
     return {"job": app.board.get(job)}
 
 

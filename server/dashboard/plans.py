@@ -30,10 +30,10 @@ from . import CurrentSession, FormSession, number, pages, shown_page, templates
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 NameField = Annotated[Name, Form()]
 
-SELDOM_S = 10.0  # between two updates of a table that changes seldom
-CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # Sizes of a layer map, in its own units.
-PER_BLOCK = 32  # layers side by side
-MARKS = {  # Marks in cells.
+SELDOM_S = 10.0  # Seconds between two updates of a table that rarely changes.
+CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # Sizes of a layer map in SVG units.
+PER_BLOCK = 32  # Layers per row of a layer map.
+MARKS = {  # SVG path of the mark for each state of a sub-layer.
     "int8": "M{x} {m}h10",
     "fp8": "M{x} {m}h4m2 0h4",
     "int4": "M{x} {a}h10M{x} {b}h10",
@@ -45,7 +45,7 @@ STATES = (
     "fp8",
     "int4",
     "skipped",
-)  # States of a sub-layer; the style sheet and the legend have the same names.
+)  # States of a sub-layer, by the names that the style sheet and the legend use.
 NOTICES = {
     "promoted": "This version is the best one now.",
     "rolled-back": "The last choice was taken back.",
@@ -133,7 +133,7 @@ def map_words(layer_set: LayerSet) -> str:
 
 
 def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
-    """Return the sub-layers that two sets treat differently; of models of different depth those of the shallower."""
+    """Return the sub-layers that two sets treat differently, within the depth of the shallower model."""
     n_layers = min(first.n_layers, second.n_layers)
     return [
         (kind, i)
@@ -195,9 +195,9 @@ class JudgedText:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a version was judged on, as far as it is stored; `words` say what that is.
+    """The stored evidence for a version's verdict; `words` describe it.
 
-    `finished` is the end of the job that made it; `compared` are the rows of the comparison that did.
+    `finished` is the final event of the job that made the version, `compared` the rows of the comparison that made it.
     """
 
     words: str
@@ -223,11 +223,12 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     finished, held_out = store.jobs.evidence(stored_set.job, found.task)
     reason = "no verdict is stored" if finished is None else finished.verdict.reason or "no reason is stored"
     texts = [(event.prompt.id, event.completion.text) for event in held_out]
-    if not pairs:  # of a version before they were stored; the plain halves are the job's output
+    # Old versions have no stored pairs: show the plain timings, from the job's output.
+    if not pairs:
         pairs = [((event.completion.n_tokens, event.completion.timings.total_s), None) for event in held_out]
     if len(texts) > len(pairs):
         texts = []
-    # An open verdict goes on behind the held-out prompts with served ones, whose texts are told elsewhere.
+    # If held-out prompts left the verdict open, pairs of served prompts follow. Their texts are not in `held_out`.
     texts += [(f"text {i}", "") for i in range(len(texts) + 1, len(pairs) + 1)]
     judged = [JudgedText(name, *pair, text) for pair, (name, text) in zip(pairs, texts, strict=True)]
     return Evidence(f"Job {stored_set.job}, on prompts that its search did not score: {reason}.", judged, finished)
@@ -243,7 +244,7 @@ def _compared(store: Store, found: PlanVersion) -> Evidence:
 
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
-    """Return per model and task the version that look-ups find, or else the newest, and how many there are."""
+    """Return per model and task the version that look-ups find, else the newest, and the number of versions."""
     counts = Counter((version.model, version.task) for version in versions)
     shown: dict[tuple[str, str], PlanVersion] = {}
     for version in versions:
@@ -332,7 +333,7 @@ def versions_of(store: Store, model: str, task: str) -> list[PlanVersion]:
     """
     versions = store.plan_versions(model, task)
     if not versions:
-        store.plan(model, task, 1)  # its error names the nearest
+        store.plan(model, task, 1)  # Raises an error that suggests the most similar names.
     return versions
 
 
@@ -357,14 +358,14 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
         "task": task,
         "versions": versions,
         "found": version_shown,
-        "other": next(iter(others), None),  # to compare with: the best one, else the newest
+        "other": next(iter(others), None),  # Default version to compare with: the best one, else the newest.
         "map": _map(version_shown),
         "map_words": None if record is None else map_words(record.layer_set),
         "figures": figures_of(version_shown),
         "settings": settings_of(version_shown),
         "evidence": evidence,
         "moves": moves,
-        "back_to": next(iter(valid[1:]), None),  # what a rollback would restore
+        "back_to": next(iter(valid[1:]), None),  # The version that a rollback would restore.
     }
 
 

@@ -27,12 +27,12 @@ from . import CurrentSession, live, pages, render, shown_page
 from .plans import SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
 from .served import served_now
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Sizes of a chart.
-MOST_DOTS = 400  # beyond which trials are drawn as a band
-N_GROUPS = 160  # The most groups of a band.
-BAR = 44  # height of a row of bars
-MOST_ROWS = 10  # The most rows of a table of trials.
-DOT, DIAMOND = "h0", "m0 -6l6 6l-6 6l-6 -6z"  # a dot is the round end of a line without length
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Size and margins of a chart in SVG units.
+MOST_DOTS = 400  # Trials above which a chart shows a band instead of dots.
+N_GROUPS = 160  # Most groups of trials in a band.
+BAR = 44  # Height of a bar in SVG units.
+MOST_ROWS = 10  # Most rows of a table of trials.
+DOT, DIAMOND = "h0", "m0 -6l6 6l-6 6l-6 -6z"  # SVG paths. A dot is a line of length 0 with round caps.
 
 Point = tuple[float, float]
 
@@ -113,7 +113,7 @@ def _with_margin(values: Sequence[float]) -> Point:
 
 
 def trial_chart(tried: Sequence[Tried], label: str, value: Callable[[Tried], float], top: float = math.inf) -> Markup:
-    """Draw a figure of the trials by their number, with the best so far and the sets that were adopted.
+    """Draw a figure over the trials' numbers, with the best value so far and the adopted sets.
 
     Args: top: as of `Plot`.
     """
@@ -161,13 +161,14 @@ def share_map(n_layers: int, shares: dict[str, list[float]], title: str) -> Mark
 
 
 def skip_shares(tried: Sequence[Tried]) -> dict[str, list[float]]:
-    """Return per sub-layer in how many of the trials it was left out, as a share."""
+    """Return per sub-layer the share of trials that skipped it."""
     shares = {}
     for kind, texts in (("attn", Counter(t.skip_attn for t in tried)), ("mlp", Counter(t.skip_mlp for t in tried))):
         counts = [0] * tried[0].n_layers
         for text, n in texts.items():
             for layer in json.loads(text):
-                if type(layer) is int and 0 <= layer < len(counts):  # else the trial was changed by hand
+                # Ignore invalid layers in trials that were edited by hand.
+                if type(layer) is int and 0 <= layer < len(counts):
                     counts[layer] += n
         shares[kind] = [count / len(tried) for count in counts]
     return shares
@@ -185,7 +186,8 @@ class TriedSet(NamedTuple):
 
 def tried_sets(tried: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
     """Return the sets that were tried and whose costs are known, cheapest first."""
-    sums: dict[tuple[str, str, str | None], list[Any]] = {}  # first trial, number, matchness, score
+    # Set -> [first trial, number of trials, sum of matchness, sum of scores].
+    sums: dict[tuple[str, str, str | None], list[Any]] = {}
     for tried_trial in tried:
         if (set_sum := sums.get(tried_trial.key)) is None:
             sums[tried_trial.key] = [tried_trial, 1, tried_trial.matchness, tried_trial.score]
@@ -205,7 +207,7 @@ def tried_sets(tried: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
 def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
     """Return a function from skipped layers, JSON lists, to c; formats are those of `whole`, which skips nothing.
 
-    It takes a twentieth of the time of `CostProfile.draft_cost` for every set. Rounded, so that equal ones are equal.
+    It is 20 times as fast as `CostProfile.draft_cost` per set. Results are rounded, so that equal costs compare equal.
     """
     plain_s, whole_cost = costs.target_pass_s(1), costs.draft_cost(whole)
     parts = {kind: [costs.part_s(kind, i, whole) / plain_s for i in range(whole.n_layers)] for kind in KINDS}
@@ -219,7 +221,7 @@ def cost_of(costs: CostProfile, whole: LayerSet) -> Callable[[str, str], float]:
 
 
 def front_of(found: Sequence[TriedSet]) -> list[TriedSet]:
-    """Return those that nothing cheaper matches as well, cheapest first."""
+    """Return the Pareto front of cost and matchness, cheapest first."""
     front: list[TriedSet] = []
     for point in found:
         if not front or point.matchness > front[-1].matchness:

@@ -1,7 +1,7 @@
 """The pages of served models: the overview of what is decoded now, the traffic, and the playground.
 
 The playground decodes one prompt by a plan and plainly, and shows each token with its source. Both completions are
-requests to the model's engine, one after the other, so that their timings are apart; each reads the prompt anew.
+requests to the model's engine, one after the other, so that neither slows the other; each reads the prompt again.
 Nothing is learnt from them, and the traffic's figures leave them out.
 """
 
@@ -34,13 +34,13 @@ from ..schemas import Task, Word
 from . import LIVE_S, CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
-POINTS = 60  # The points of a chart.
-POSITIONS = 8  # The positions of a draft whose acceptance is shown.
-MOST_TRIES = 32  # The most tries in memory.
-MOST_TOKENS = 1024  # The most tokens of a completion.
-PERIOD_S = 0.2  # between two updates
-FIRST = {"form": "chat", "tokens": "128", "temperature": "0"}  # defaults of the form
-PLANS = ("adaptive", "prompt-lookup", "swift")  # suggested methods, besides stored versions
+POINTS = 60  # Points of a chart.
+POSITIONS = 8  # Draft positions whose acceptance rate is shown.
+MOST_TRIES = 32  # Most playground runs in memory.
+MOST_TOKENS = 1024  # Most tokens of a completion in the playground.
+PERIOD_S = 0.2  # Seconds between two updates of a running completion.
+FIRST = {"form": "chat", "tokens": "128", "temperature": "0"}  # Default values of the playground's form.
+PLANS = ("adaptive", "prompt-lookup", "swift")  # Methods that the form suggests besides stored versions.
 SOURCES: Mapping[TokenSource, str] = {
     "target": "the model itself",
     "draft": "its draft",
@@ -129,7 +129,7 @@ async def overview(app: Shared) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that is a table too: lines by name, a value for each period (None: nothing ended then).
+    """A chart that is also shown as a table: named lines with a value per period (None: no request ended).
 
     `top` is the end of its axis; None: a little above the largest value.
     """
@@ -214,7 +214,7 @@ class Side:
     problem: str = ""
 
     async def run(self, engine: EngineProcess, within_s: float) -> None:
-        """Have the engine decode it; an error is kept as `problem`."""
+        """Decode the prompt with the engine; an error is kept in `problem`."""
         until, self.sent_at = time.monotonic() + within_s, time.perf_counter()
         reply: Reply | None = None
         try:
@@ -245,7 +245,7 @@ class Side:
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens per second of decoding, as the engine measured them; so far, as they arrive."""
+        """Decoding speed in tokens per second: measured by the engine, or by arrival until the end."""
         if self.completion is not None:
             return self.completion.decode_tok_s if self.completion.n_decoded else None
         if self.first_at is None or len(self.traced) < 2:
@@ -260,7 +260,7 @@ class Side:
     @property
     def tokens(self) -> Iterator[tuple[str, TokenSource, str]]:
         """Each token's text, its source, and the rejected draft in its place."""
-        decoder = getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+        decoder = getincrementaldecoder("utf-8")("replace")  # Incremental, because a character may span several tokens.
         for piece, source, rejected in self.traced:
             yield decoder.decode(_bytes(piece)), source, b"".join(map(_bytes, rejected)).decode("utf-8", "replace")
 
@@ -283,7 +283,7 @@ class Try:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether both completions have ended."""
         return self.work is None or self.work.done()
 
     @property
@@ -301,7 +301,7 @@ class Try:
         return next(same, min(len(one), len(other)) + 1)
 
     async def run(self, engine: EngineProcess, within_s: float) -> None:
-        """Decode both, one after the other."""
+        """Decode both completions, one after the other."""
         for side in self.sides:
             await side.run(engine, within_s)
 
@@ -362,7 +362,8 @@ async def form_values(app: State, typed: Mapping[str, str]) -> dict[str, Any]:
         try:
             stored_versions = await run_in_threadpool(app.store.plan_versions, fingerprint, typed["task"])
             versions = [plan_version.version for plan_version in stored_versions]
-        except (StoreError, InvalidInput):  # suggestions only
+        except (StoreError, InvalidInput):
+            # Ignore errors: the names are only suggestions.
             pass
     return {"typed": typed, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
 
