@@ -12,10 +12,10 @@
 constexpr int OUTPUTS = 16;  // of a block
 constexpr int FINEST = 32;   // inputs that share a scale of theirs at least; weights of 16 inputs may share one
 constexpr int TILE_CODES = 64;  // inputs of a tile of codes
-constexpr int AHEAD = 16384;  // bytes of codes of all blocks of a tile that are asked for before they are used
+constexpr int AHEAD = 8192;  // bytes of codes of all blocks of a tile that are asked for before they are used
 constexpr int ROWS_TOGETHER = 4;  // of a tile
 constexpr int SPREAD_INPUTS = 2048;  // of blocks that are spread for many rows
-constexpr int GROUPS_AHEAD = 8;  // groups between asking for a block's scales and using them
+constexpr int GROUPS_AHEAD = 3;  // groups between asking for a block's scales and using them
 
 // The activations of some rows as codes: value ~ code * scale.
 struct Rounded {
@@ -454,6 +454,8 @@ static void packed_products(
     constexpr int USUAL = BITS == 6 ? SUPER_CENTRED : SUPER_PAIRS;
     if (m < FEW_TO_SPREAD && BITS < 8 && w.scale_type == USUAL)
         return packed_tiles<BITS, USUAL>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
+    if (m < FEW_TO_SPREAD && BITS % 4 == 0 && w.scale_type == ZERO_VALUES)
+        return packed_tiles<BITS % 4 ? 4 : BITS, ZERO_VALUES>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
     if (m < FEW_TO_SPREAD) return packed_tiles<BITS, ANY>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
     // Many rows: a few blocks at a time are spread once for all of them.
     const int step = SPREAD_INPUTS / w.group;
