@@ -79,6 +79,12 @@ class PackedBlocks:
             self.form.scale_type,
         )
 
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the de-quantised weight (out, in) in a dtype."""
+        outputs = torch.arange(self.n_out)
+        parts = (outputs[first : first + DEQUANTISED] for first in range(0, self.n_out, DEQUANTISED))
+        return torch.cat([self.numbers(part).to(dtype) for part in parts])
+
     def numbers(self, outputs: Tensor) -> Tensor:
         """Return the de-quantised weights of some outputs, int64 (n,): float32 (n, in)."""
         outputs = outputs.contiguous()
@@ -128,9 +134,7 @@ class BlockLinear(CodedLinear):
     @property
     def weight(self) -> Tensor:
         """The de-quantised weight (out, in) in the model's dtype, computed at each call."""
-        outputs = torch.arange(self.n_out)
-        parts = (outputs[first : first + DEQUANTISED] for first in range(0, self.n_out, DEQUANTISED))
-        return torch.cat([self.packed.numbers(part).to(self.dtype) for part in parts])
+        return self.packed.weight(self.dtype)
 
 
 class BlockEmbedding(nn.Module):
@@ -149,7 +153,7 @@ class BlockEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The de-quantised weight (tokens, hidden_size), computed at each call."""
-        return self.packed.numbers(torch.arange(self.packed.n_out)).to(self.dtype)
+        return self.packed.weight(self.dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = self.packed.numbers(token_ids.flatten().long()).to(self.dtype)

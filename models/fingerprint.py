@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound
 from .gguf_reader import GgufFile
-from .saved import LEFTOVERS, supported_config, weight_files
+from .saved import GGUF_WEIGHTS, LEFTOVERS, supported_config, weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # Runs of values sampled per tensor.
@@ -56,7 +56,10 @@ def fingerprint(model: Any) -> str:
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
-    tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
+    if (gguf := folder / GGUF_WEIGHTS) in files:  # Its reader reads the other parts of a split model, too.
+        tensors = {name: torch.from_numpy(stored.data) for name, stored in GgufFile(gguf.resolve()).tensors.items()}
+    else:
+        tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
     return _digest(supported_config(folder), tensors)
 
 
@@ -123,9 +126,6 @@ def _in_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if path.suffix == ".gguf":
-            stored = GgufFile(path.resolve()).tensors
-            return {name: torch.from_numpy(tensor.data) for name, tensor in stored.items()}
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
     except FileNotFoundError as error:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -33,10 +31,9 @@ from .saved import (
     cache_root,
     converted_folder,
     first_line,
+    made_once,
     no_step,
-    remove_stale,
     replacing,
-    share,
     stored_tensors,
     supported_config,
     supported_type,
@@ -51,43 +48,27 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # Token type numbers of the 
 def converted(gguf: Path, on_step: OnStep) -> Path:
     """Return a folder of the file's weights in bfloat16 and its tokenizer, for other engines; made the first time.
 
-    The folder gets its final name only when it is complete, so several processes may convert at the same time.
-
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
         SettingsError: there is too little memory. OutputError: the cache cannot be written.
     """
     folder = converted_folder(gguf)
-    if _is_whole(folder):
-        return folder
-    on_step(f"converting {gguf.name}, only once")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(folder.parent.glob(".*"))
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-        ) as unfinished:
-            settings = settings_folder(gguf, on_step)
-            _check_room(gguf)
-            model = load_gguf(settings, "bfloat16", "reading", on_step, coded=False)[0]
-            on_step("writing the converted model to the cache")
-            model.save_pretrained(unfinished)
-            for path in settings.iterdir():
-                if path.name.startswith("tokenizer") or path.suffix == ".jinja" or path.name in TOKENIZER_FILES:
-                    shutil.copy(path, unfinished)
-            share(Path(unfinished))
-            _publish(unfinished, folder)
-    except SwiftoptError:
-        raise
-    except Exception as error:  # A full disk raises safetensors' own error, not OSError.
-        raise OutputError(
-            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
-            " SWIFTOPT_CACHE_DIR"
-        ) from error
-    return folder
+
+    def write(unfinished: Path) -> None:
+        on_step(f"converting {gguf.name}, only once")
+        settings = settings_folder(gguf, on_step)
+        _check_room(gguf)
+        model = load_gguf(settings, "bfloat16", "reading", on_step, coded=False)[0]
+        on_step("writing the converted model to the cache")
+        model.save_pretrained(unfinished)
+        for path in settings.iterdir():
+            if path.name.startswith("tokenizer") or path.suffix == ".jinja" or path.name in TOKENIZER_FILES:
+                shutil.copy(path, unfinished)
+
+    return made_once(folder, lambda: _is_whole(folder), write)
 
 
 def _check_room(gguf: Path) -> None:
-    needed = 2 * sum(tensor.n_values for tensor in GgufFile(gguf).tensors.values())
+    needed = 2 * GgufFile(gguf).n_values
     free = free_bytes(torch.device("cpu"))
     if needed > free:
         raise SettingsError(
@@ -104,16 +85,6 @@ def _is_whole(folder: Path) -> bool:
             return True
     except SwiftoptError:
         return False
-
-
-def _publish(unfinished: str, folder: Path) -> None:
-    try:
-        os.replace(unfinished, folder)
-    except OSError:
-        if _is_whole(folder):  # Another process has already written the same folder.
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # Remove an incomplete folder, for example after a crash.
-        os.replace(unfinished, folder)
 
 
 def stored_type(folder: Path) -> str:

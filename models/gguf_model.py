@@ -8,8 +8,6 @@ elsewhere, and in float32, weights are de-quantised.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
 from .families import FAMILIES, Family, GgufForm, family_of
 from .gguf_reader import FileTensor, GgufFile, parts_of
@@ -32,12 +30,10 @@ from .saved import (
     GGUF_WEIGHTS,
     REPORT_S,
     OnStep,
-    cache_root,
-    converted_folder,
     first_line,
+    gguf_settings_folder,
+    made_once,
     refuse_missing,
-    remove_stale,
-    share,
     supported_type,
 )
 
@@ -52,27 +48,13 @@ def settings_folder(gguf: Path, on_step: OnStep) -> Path:
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
             OutputError: the cache cannot be written.
     """
-    folder = cache_root() / "gguf-settings" / converted_folder(gguf).name
-    if _is_current(folder, gguf):
-        return folder
-    on_step(f"reading the settings of {gguf.name}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(folder.parent.glob(".*"))
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-        ) as unfinished:
-            _write_settings(gguf, Path(unfinished))
-            share(Path(unfinished))
-            _publish(Path(unfinished), folder, gguf)
-    except SwiftoptError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
-            " SWIFTOPT_CACHE_DIR"
-        ) from error
-    return folder
+    folder = gguf_settings_folder(gguf)
+
+    def write(unfinished: Path) -> None:
+        on_step(f"reading the settings of {gguf.name}")
+        _write_settings(gguf, unfinished)
+
+    return made_once(folder, lambda: _is_current(folder, gguf), write)
 
 
 def _is_current(folder: Path, gguf: Path) -> bool:
@@ -85,26 +67,13 @@ def _is_current(folder: Path, gguf: Path) -> bool:
         return False
 
 
-def _publish(unfinished: Path, folder: Path, gguf: Path) -> None:
-    for number in range(2):
-        try:
-            os.replace(unfinished, folder)
-            return
-        except OSError:
-            if _is_current(folder, gguf) or number:
-                return
-            for path in folder.iterdir():  # The GGUF file was moved: empty the folder and write it again.
-                path.unlink()
-
-
 def _write_settings(gguf: Path, folder: Path) -> None:
     from transformers import GenerationConfig
 
     file = GgufFile(gguf)
     config, tokenizer = _parsed(file)
     config.tie_word_embeddings = HEAD not in file.tensors
-    n_values = sum(tensor.n_values for tensor in file.tensors.values())
-    bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // n_values)
+    bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // file.n_values)
     config.quantization_config = {"quant_method": "gguf", "bits": bits}
     config.dtype = torch.bfloat16
     generation_config = GenerationConfig.from_model_config(config)
@@ -203,7 +172,7 @@ def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool
             on_step(f"{doing}, {100 * number // len(names)} % of the weights")
         reading.take(name)
     reading.finish()
-    return model.eval().requires_grad_(False), sum(tensor.n_values for tensor in file.tensors.values())
+    return model.eval().requires_grad_(False), file.n_values
 
 
 class _Reading:

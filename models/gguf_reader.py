@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import ModelNotFound, UnsupportedModel
+from .saved import MAGIC, refuse_other_file
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -152,8 +152,8 @@ class GgufFile:
         return str(self.settings.get("general.architecture", ""))
 
     @property
-    def n_bytes(self) -> int:
-        return sum(len(content) for content in self._maps)
+    def n_values(self) -> int:
+        return sum(tensor.n_values for tensor in self.tensors.values())
 
     def own_settings(self) -> dict[str, Any]:
         """Return the architecture's settings, by name without the architecture's prefix."""
@@ -172,11 +172,8 @@ class GgufFile:
 
     def _read(self, path: Path) -> None:
         try:
+            refuse_other_file(path)
             with path.open("rb") as file:
-                if file.read(len(MAGIC)) != MAGIC:
-                    raise ModelNotFound(
-                        f"{path} is no GGUF file: give a file that llama.cpp reads, or a model's folder"
-                    )
                 # Map the file copy-on-write: torch wants writable memory, although nothing writes to it.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InvalidInput, ModelNotFound, UnsupportedModel
+from ..core.errors import InvalidInput, ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
 from .families import FAMILIES, family_of
 from .schemes import Scheme, scheme_in
 
@@ -48,6 +48,7 @@ QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.js
 STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
 PART = ".part"  # Suffix of a file that is still being written.
 CONVERSION = "4"  # Version hashed into the folder names of GGUF files; raise it when the conversion changes.
+MAGIC = b"GGUF"  # The first bytes of a GGUF file.
 GGUF_WEIGHTS = "model.gguf"  # Name of the link to the GGUF file in the folder of its extracted settings.
 N_SAMPLES = 9  # Positions in a GGUF file whose bytes are hashed into its folder's name.
 SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
@@ -137,11 +138,19 @@ def converted_folder(gguf: Path) -> Path:
     return cache_root() / "gguf" / f"{name}-{digest.hexdigest()[:16]}"
 
 
+def gguf_settings_folder(gguf: Path) -> Path:
+    """Return the cache folder for the config and tokenizer of a GGUF file, whether or not it exists yet.
+
+    Raises: ModelNotFound: the file cannot be read.
+    """
+    return cache_root() / "gguf-settings" / converted_folder(gguf).name
+
+
 def refuse_other_file(gguf: Path) -> None:
     """Raises: ModelNotFound: the file does not begin as a GGUF file, or cannot be read."""
     try:
         with gguf.open("rb") as file:
-            begins_so = file.read(4) == b"GGUF"
+            begins_so = file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
     if not begins_so:
@@ -173,6 +182,39 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def made_once(folder: Path, is_whole: Callable[[], bool], write: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache, which `write` fills the first time in a temporary folder beside it.
+
+    The folder gets its final name only when it is complete, so several processes may make it at the same time.
+
+    Raises: OutputError: the cache cannot be written.
+    """
+    if is_whole():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(folder.parent.glob(".*"))
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as unfinished:
+            write(Path(unfinished))
+            share(Path(unfinished))
+            try:
+                os.replace(unfinished, folder)
+            except OSError:
+                if not is_whole():  # Else another process has already made the same folder.
+                    shutil.rmtree(folder, ignore_errors=True)  # Remove an incomplete folder, for example after a crash.
+                    os.replace(unfinished, folder)
+    except SwiftoptError:
+        raise
+    except Exception as error:  # A full disk raises safetensors' own error, not OSError.
+        raise OutputError(
+            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
+            " SWIFTOPT_CACHE_DIR"
+        ) from error
+    return folder
 
 
 def share(folder: Path) -> None:

@@ -22,9 +22,9 @@ from .saved import (
     OnStep,
     adapter_in,
     check_files,
-    converted_folder,
     files_of,
     first_line,
+    gguf_settings_folder,
     has_tokenizer,
     is_complete,
     no_step,
@@ -189,12 +189,12 @@ def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here:
 
 
 def known_folder(source: Source) -> Path | None:
-    """Return the source's folder if it is on this machine already; nothing is downloaded or converted for it."""
+    """Return the source's folder if it is on this machine already; nothing is downloaded or read for it."""
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "hub":
         return _cached(source.location)
-    folder = converted_folder(Path(source.location))
+    folder = gguf_settings_folder(Path(source.location))
     return folder if is_complete(folder) else None
 
 

@@ -44,7 +44,7 @@ ACTIVATIONS = {
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
-FINEST = 32  # Smallest number of inputs of a row that share an activation scale.
+FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
 
 
 class Unsupported(Exception):

@@ -28,7 +28,7 @@ from swiftopt.models.families import FAMILIES
 from swiftopt.models.fingerprint import fingerprint
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import refuse_architectures
-from swiftopt.models.sources import local_folder, resolve
+from swiftopt.models.sources import known_folder, local_folder, resolve
 
 TOKEN_IDS = torch.tensor([[1, 5, 9, 2, 7]])
 
@@ -347,6 +347,7 @@ def test_a_gguf_file_computes_what_its_model_does_and_its_settings_are_read_once
     assert second.info == first.info
     assert first.tokenizer("abc")["input_ids"] == second.tokenizer("abc")["input_ids"] == [94, 66]
     (folder,) = cache.iterdir()
+    assert known_folder(resolve(str(tiny_gguf))) == folder  # Jobs and commands check their prompts by it.
     assert sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink()) < 100_000
     paths = [folder, *(path for path in folder.iterdir() if not path.is_symlink())]  # for other users of the cache
     assert all(path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644) for path in paths)
