@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,15 @@ class LayerRows(Protocol):
         ...
 
 
+@runtime_checkable
+class AddingNorm(Protocol):
+    """A norm that one kernel computes together with the sum before it."""
+
+    def after(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of two tensors (rows, n), and the norm of it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerModules:
     attn_norm: Any
@@ -92,10 +101,9 @@ class HeadLayout:
 
 
 def queries_keys_values(
-    parts: LayerModules, heads: HeadLayout, hidden: Tensor, cos: Tensor | None, sin: Tensor | None
+    parts: LayerModules, heads: HeadLayout, normed: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of states, normed and rotated."""
-    normed = parts.attn_norm(hidden)
+    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated."""
     query, key, value = split_heads(heads, [project(normed) for project in parts.qkv])
     if parts.q_norm is not None and parts.k_norm is not None:
         query, key = parts.q_norm(query), parts.k_norm(key)
@@ -110,8 +118,8 @@ def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
-def mlp_out(parts: LayerModules, hidden: Tensor) -> Tensor:
-    out = cast(Tensor, parts.mlp(parts.mlp_norm(hidden)))
+def mlp_out(parts: LayerModules, normed: Tensor) -> Tensor:
+    out = cast(Tensor, parts.mlp(normed))
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
 
@@ -142,17 +150,44 @@ class Block:
         )
         self.device = next(attn.parameters()).device
 
-    def attention(self, hidden: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
-        """Return what attention adds to `hidden` (rows, hidden_size), after writing the rows' keys and values.
+    def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
+        """Return what attention adds to states, given their norm (rows, hidden_size); write the rows' keys and values.
 
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        query, key, value = queries_keys_values(parts, self.heads, hidden, rows.cos, rows.sin)
+        query, key, value = queries_keys_values(parts, self.heads, normed, rows.cos, rows.sin)
         return attention_out(parts, rows.attend(self, query, key, value))
 
-    def mlp(self, hidden: Tensor, parts: LayerModules | None = None) -> Tensor:
-        return mlp_out(parts or self.parts, hidden)
+    def mlp(self, normed: Tensor, parts: LayerModules | None = None) -> Tensor:
+        return mlp_out(parts or self.parts, normed)
+
+
+class Residual:
+    """The residual stream of some rows, (rows, hidden_size). Its last sum may be left to the kernel of the next norm.
+
+    Args: added: what the last sub-layer gave, not yet in `states`.
+    """
+
+    def __init__(self, states: Tensor, added: Tensor | None = None) -> None:
+        self._states, self._added = states, added
+
+    def whole(self) -> Tensor:
+        if self._added is not None:
+            self._states, self._added = self._states + self._added, None
+        return self._states
+
+    def normed(self, norm: Any, index: Tensor | None = None) -> Tensor:
+        """Return the norm of all rows, or of those that `index` names."""
+        if self._added is None or index is not None or not isinstance(norm, AddingNorm):
+            return cast(Tensor, norm(self.whole() if index is None else self.whole()[index]))
+        self._states, normed = norm.after(self._states, self._added)
+        self._added = None
+        return normed
+
+    def plus(self, added: Tensor, index: Tensor | None = None) -> Residual:
+        """Return the stream after a sub-layer added to all rows, or to those that `index` names."""
+        return Residual(self.whole(), added) if index is None else Residual(self.whole().index_add(0, index, added))
 
 
 class BufferRows:

@@ -25,12 +25,13 @@ from .buffer import free_bytes
 from .coded import CodedLinear
 from .costs import is_out_of_memory
 from .fingerprint import fingerprint
+from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
-from .row_invariant import fuse_norms, make_row_invariant
+from .row_invariant import make_row_invariant
 from .runtime import Runtime
 from .saved import (
     OnStep,
@@ -339,7 +340,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
     de_quantise(runtime)
     graphs = GraphPasses(runtime) if speed == "graphs" else None
     if graphs is not None:
-        fuse_norms(runtime)
+        fuse(runtime)
     runtime.graphs, runtime.speed, runtime.native = graphs, speed, None
     runtime.by_table = graphs is not None
     runtime.copies.lay_out(packed=graphs is not None and _draft_kernels(runtime))
@@ -390,7 +391,7 @@ def _use_graphs(runtime: Runtime) -> None:
     runtime.by_table = True
     if faster:
         if not runtime.row_invariant:
-            fuse_norms(runtime)
+            fuse(runtime)
             graphs.forget()  # The captured graphs still contain torch's norms.
         runtime.graphs = graphs
         runtime.speed = "graphs" if runtime.speed == "eager" else f"{runtime.speed}+graphs"

@@ -422,6 +422,8 @@ class QuantisedCopies:
         if self._fingerprint is None or any(block.device.type != device.type for block in self._blocks):
             return None
         dtype = weight_form(self.head_map)[1]
+        if part != "head":  # Maps are joined on a GPU, so a copy made there is not one for other machines.
+            part = f"{part}:{len(_maps_of(part, self._blocks[0].parts))}"
         return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.types import KINDS, Kind, LayerSet
-from .blocks import Block, RotationTables, rotation_tables, submodule
+from .blocks import Block, Residual, RotationTables, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
 from .families import context_limit, family_of, is_parallel, windows_of
@@ -359,9 +359,12 @@ class Runtime:
 
     def through(self, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows, first: int, last: int) -> Tensor:
         """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1."""
+        states = Residual(hidden)
         for block in self.blocks[first:last]:
-            hidden = self._layer(block, hidden if self.one_device else hidden.to(block.device), plans, shared)
-        return hidden
+            if not self.one_device:
+                states = Residual(states.whole().to(block.device))
+            states = self._layer(block, states, plans, shared)
+        return states.whole()
 
     def logits(self, hidden: Tensor, name: str | None = None, index: Tensor | None = None) -> Tensor:
         """Final norm and head, or its copy in a format: (rows, vocab) of states (rows, hidden_size), of whatever depth.
@@ -395,21 +398,21 @@ class Runtime:
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-    def _layer(self, block: Block, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows) -> Tensor:
+    def _layer(self, block: Block, hidden: Residual, plans: Sequence[PassPlan], shared: SharedRows) -> Residual:
         """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's format."""
         source = hidden
         for kind in KINDS:
             if kind == "mlp" and not self.parallel:
                 source = hidden
             for name, members in _by_format(plans, block.index, kind).items():
-                parts = None if name is None else self.copies.parts(kind, block.index, name)
+                parts = block.parts if name is None else self.copies.parts(kind, block.index, name)
                 index = _rows_of(members, plans, block.device)
-                rows = source if index is None else source[index]
+                normed = source.normed(parts.attn_norm if kind == "attn" else parts.mlp_norm, index)
                 if kind == "attn":
-                    added = block.attention(rows, shared.rows(block, members), parts)
+                    added = block.attention(normed, shared.rows(block, members), parts)
                 else:
-                    added = block.mlp(rows, parts)
-                hidden = hidden + added if index is None else hidden.index_add(0, index, added)
+                    added = block.mlp(normed, parts)
+                hidden = hidden.plus(added, index)
         return hidden
 
 

@@ -157,8 +157,9 @@ class StudyPass:
         self.n_rows += len(positions) / self._n_parts
         if kind == "attn":
             group = self._plan(positions).group(block, frozenset({0}))
-            return block.attention(hidden.to(block.device), BufferRows([(group, self.buffer)]))
-        return block.mlp((entered if self.runtime.parallel else hidden).to(block.device))
+            normed = block.parts.attn_norm(hidden.to(block.device))
+            return block.attention(normed, BufferRows([(group, self.buffer)]))
+        return block.mlp(block.parts.mlp_norm((entered if self.runtime.parallel else hidden).to(block.device)))
 
     def _plan(self, positions: Sequence[int]) -> PassPlan:
         key = tuple(positions)

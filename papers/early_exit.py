@@ -262,7 +262,8 @@ class StackedLayers:
             if (table := runtime.rotation(block.layer_type, block.device, slot + 1)) is not None
         ]
         cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
-        query, key, value = queries_keys_values(self._parts, runtime.blocks[0].heads, hidden, cos, sin)
+        normed = self._parts.attn_norm(hidden)
+        query, key, value = queries_keys_values(self._parts, runtime.blocks[0].heads, normed, cos, sin)
         mixed = []  # Attention output of each row over its own layer's keys and values.
         for row, (block, slot) in enumerate(places):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
@@ -270,7 +271,7 @@ class StackedLayers:
             seen = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
             mixed.append(attend(query[row : row + 1], keys[:, seen], values[:, seen], None, block.scaling))
         after = hidden + attention_out(self._parts, torch.cat(mixed))
-        return after + mlp_out(self._parts, hidden if runtime.parallel else after)
+        return after + mlp_out(self._parts, self._parts.mlp_norm(hidden if runtime.parallel else after))
 
 
 class _Linear(nn.Module):

@@ -43,7 +43,13 @@ def name_of(value: Any) -> str:
 
 
 def compiled(
-    kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, num_stages: int = 3, **constants: Any
+    kernel: JITFunction[Any],
+    *args: Any,
+    grid: Any,
+    warmup: bool,
+    num_stages: int = 3,
+    num_warps: int = 4,
+    **constants: Any,
 ) -> None:
     """Compile in place of a launch."""
     given = dict(zip(kernel.arg_names, args, strict=False))
@@ -58,7 +64,9 @@ def compiled(
         if arch < 89 and "*fp8e4nv" in signature.values():  # which those GPUs do not read
             continue
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": num_stages})
+        made = triton.compile(
+            source, target=GPUTarget("cuda", arch, 32), options={"num_stages": num_stages, "num_warps": num_warps}
+        )
         ptx = made.asm["ptx"]
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
@@ -74,6 +82,7 @@ def compiled(
             "shared_bytes": made.metadata.shared,
             "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg.shared.global"),
             "tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+            "by_warp_groups": "wgmma" in ptx,
         }
         print(json.dumps(line))
 
@@ -98,12 +107,17 @@ def main() -> None:
             for group in (128, 64, 32):
                 scales = meta(HIDDEN // 16, HIDDEN // group, 2, 16, dtype=torch.float16)
                 device.coded_linear(x, codes, scales, bits, group, HIDDEN, bits == 4, None)
+        device.linear(meta(2 * ROWS, HIDDEN, dtype=dtype), meta(HIDDEN, HIDDEN, dtype=dtype))  # a wider tile
         device.norm(x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
+        device.added_norm(x, x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
+        for activation in (device.SILU, device.GELU_TANH):
+            device.gated(meta(ROWS, 2 * HIDDEN, dtype=dtype), activation)
         table = meta(5 + 6 + 64, ROWS, dtype=torch.int64)
         for width in (WIDTH, 2 * WIDTH):  # Gemma's heads are twice as wide
             query, key = meta(ROWS, HEADS, width, dtype=dtype), meta(ROWS, 8, width, dtype=dtype)
             device.store(query, key, key, table, (meta(4096, width, dtype=dtype),) * 2, 3, 40)
-            device.attend(query, table, 5, ROWS, 2048, 3, 40, 8, width**-0.5)
+            for n_slots in (device.SPLIT, 2048):  # of one split, and of several
+                device.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5)
 
 
 main()

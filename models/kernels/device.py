@@ -25,6 +25,11 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 16  # Rows per tile of a product: the minimum for tensor cores.
+# Rows per tile of a map over more than `TILE` rows. Tiles of 64 would be multiplied by another instruction, in another
+# order.
+WIDE_TILE = 32
+SILU, GELU_TANH = range(2)  # Activations of a gate.
+GATED = 1024  # Outputs of a gate that a Triton program computes.
 SPLIT = 256  # KV slots per partial sum of attention.
 READ_SLOTS = 64  # Maximum KV slots that an attention tile reads per step.
 READ_BYTES = 16384  # Maximum bytes of keys, and of values, per step: both must fit into registers.
@@ -54,9 +59,11 @@ if importlib.util.find_spec("triton") is not None:
         x, weight, out, n_rows, n_in, n_out, x_stride, w_stride, w_step,
         ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
-        rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
-        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        # Programs that differ in their rows alone come one after the other: a weight that one has read is in the cache.
+        rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
+        outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         first = tl.program_id(2) * (STEPS * READ)
+        line = weight + outputs.to(tl.int64) * w_stride
         total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
         for step in range(STEPS):
             inputs = first + step * READ + tl.arange(0, READ)
@@ -66,7 +73,7 @@ if importlib.util.find_spec("triton") is not None:
                 other=0.0,
             )
             read = tl.load(
-                weight + outputs[None, :].to(tl.int64) * w_stride + inputs[:, None] * w_step,
+                line[None, :] + inputs[:, None] * w_step,
                 mask=(outputs < n_out)[None, :] & (inputs < n_in)[:, None],
                 other=0.0,
             ).to(x_part.dtype)
@@ -86,9 +93,9 @@ if importlib.util.find_spec("triton") is not None:
         per_word: tl.constexpr = 32 // BITS
         bottom: tl.constexpr = 17 * BASE + 128 if BITS == 8 else BASE + 8
         half = x.dtype.element_ty
-        rows = tl.program_id(1) * ROWS_ + tl.arange(0, ROWS_)
+        rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
         # Codes and scales are stored in blocks of 16 outputs, so that loads are wide.
-        blocks = tl.program_id(0) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
+        blocks = tl.program_id(1) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
         there = (blocks * 16 < n_out)[:, None]
         first = tl.program_id(2) * (STEPS * READ)
         read = codes + (blocks.to(tl.int64) * n_words * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
@@ -146,7 +153,7 @@ if importlib.util.find_spec("triton") is not None:
                     total += (low + sums * (zero - bottom)[None, :]) * scale[None, :]
                 else:
                     total += low * scale[None, :] + sums * (zero - bottom * scale)[None, :]
-        outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
 
@@ -169,13 +176,18 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _norm(
-        x, weight, bias, out, n, eps, CENTRED: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_BIAS: tl.constexpr,
-        WIDTH: tl.constexpr,
+        x, added, weight, bias, total, out, n, eps, CENTRED: tl.constexpr, PLUS_ONE: tl.constexpr,
+        HAS_BIAS: tl.constexpr, IS_ADDED: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, WIDTH)
         mask = at < n
         x_row = tl.load(x + row * n + at, mask=mask, other=0.0).to(tl.float32)
+        if IS_ADDED:
+            read = x_row + tl.load(added + row * n + at, mask=mask, other=0.0).to(tl.float32)
+            read = read.to(total.dtype.element_ty)
+            tl.store(total + row * n + at, read, mask=mask)
+            x_row = read.to(tl.float32)
         if CENTRED:
             x_row = tl.where(mask, x_row - tl.sum(x_row, axis=0) / n, 0.0)
         x_row = x_row * tl.rsqrt(tl.sum(x_row * x_row, axis=0) / n + eps)
@@ -189,6 +201,21 @@ if importlib.util.find_spec("triton") is not None:
         if HAS_BIAS:
             x_row += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row * n + at, x_row.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _gated(x, out, n, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr):
+        row = tl.program_id(1).to(tl.int64)
+        at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        mask = at < n
+        gate = tl.load(x + row * 2 * n + at, mask=mask, other=0.0)
+        up = tl.load(x + row * 2 * n + n + at, mask=mask, other=0.0).to(tl.float32)
+        wide = gate.to(tl.float32)
+        # GELU's approximation is a sigmoid, too: (1 + tanh(z / 2)) / 2 is that of z.
+        z = wide if ACTIVATION == 0 else 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+        small = tl.exp(-tl.abs(z))  # An exponential of a positive number could overflow.
+        wide = wide * tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
+        # Round as torch does, which writes the activation first.
+        tl.store(out + row * n + at, (wide.to(gate.dtype).to(tl.float32) * up).to(gate.dtype), mask=mask)
 
     @triton.jit(do_not_specialize=["layer"])
     def _store(
@@ -227,7 +254,7 @@ if importlib.util.find_spec("triton") is not None:
         query, table, sums, tops, weights, layer, n_layers, stride, view, n_groups, n_heads, q_stride, scaling,
         ROWS_: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLIT_: tl.constexpr, READ: tl.constexpr,
         BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr, START_: tl.constexpr, RUN_: tl.constexpr,
-        LISTED_: tl.constexpr, FIRST_: tl.constexpr, COUNT_: tl.constexpr, LIST_: tl.constexpr,
+        LISTED_: tl.constexpr, FIRST_: tl.constexpr, COUNT_: tl.constexpr, LIST_: tl.constexpr, WHOLE: tl.constexpr,
     ):  # fmt: skip
         # A tile holds rows of one sequence and the query heads of one key head. All see slots from the same first slot
         # on, so each slot is read once per tile.
@@ -277,9 +304,16 @@ if importlib.util.find_spec("triton") is not None:
                 total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
                 top = higher
             at = (rows * n_heads + heads) * n_splits + split
-            tl.store(tops + at, top, mask=there)
-            tl.store(weights + at, weight, mask=there)
-            tl.store(sums + at[:, None] * WIDTH + width[None, :], total, mask=there[:, None] & (width < WIDTH)[None, :])
+            if WHOLE:  # A row's one split is its answer: `_merge` would give the same bits.
+                total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+            else:
+                tl.store(tops + at, top, mask=there)
+                tl.store(weights + at, weight, mask=there)
+            tl.store(
+                sums + at[:, None] * WIDTH + width[None, :],
+                total.to(sums.dtype.element_ty),
+                mask=there[:, None] & (width < WIDTH)[None, :],
+            )
 
     @triton.jit
     def _merge(
@@ -378,12 +412,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor
     """
     x = x.contiguous()
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
-    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, PROGRAMS if weight.dtype == x.dtype else CONVERTING)
+    tile = TILE if n_rows <= TILE else WIDE_TILE
+    is_converted = weight.dtype != x.dtype
+    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, CONVERTING if is_converted else PROGRAMS)
     whole = n_parts == 1 and bias is None and scales is None
     parts = torch.empty((n_parts, n_rows, n_out), dtype=x.dtype if whole else torch.float32, device=x.device)
-    _dense[(-(-n_out // OUTPUTS), -(-n_rows // TILE), n_parts)](
+    _dense[(-(-n_rows // tile), -(-n_out // OUTPUTS), n_parts)](
         x, weight, parts, n_rows, n_in, n_out, x.stride(0), *weight.stride(),
-        ROWS_=TILE, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps,
+        ROWS_=tile, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps, num_warps=8 if is_converted or tile > TILE else 4,
     )  # fmt: skip
     return parts[0] if whole else _finished(parts, scales, bias, x.dtype)
 
@@ -405,7 +441,7 @@ def coded_linear(
     steps, n_parts = _parts(n_out, CODED_OUTPUTS, n_words, read, CODED_PROGRAMS)
     parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
     magic, base = MAGIC.get(x.dtype, (0, 0))
-    _coded[(-(-n_out // CODED_OUTPUTS), -(-n_rows // TILE), n_parts)](
+    _coded[(-(-n_rows // TILE), -(-n_out // CODED_OUTPUTS), n_parts)](
         x, codes.view(torch.int32), scales, parts, n_rows, n_in, n_out, x.stride(0), n_words, scales.shape[1],
         BITS=bits, GROUP=group, SPAN=math.gcd(group, read * per_word), ZERO_CODES=zero_codes, MAGIC=magic, BASE=base,
         STAGES=CODED_STAGES, ROWS_=TILE, OUTPUTS=CODED_OUTPUTS, READ=read, STEPS=steps,
@@ -419,13 +455,40 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bo
 
     Args: plus_one: the weight is one more than what is stored (Gemma's).
     """
-    x = x.contiguous()
-    n = x.shape[-1]
-    out = torch.empty_like(x)
+    return _normed(x.contiguous(), None, weight, bias, eps, centred, plus_one)[1]
+
+
+@_on_its_device
+def added_norm(
+    x: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Return x + added, rounded to the type of `x`, and the norm of that sum; see `norm`."""
+    return _normed(x.contiguous(), added.contiguous(), weight, bias, eps, centred, plus_one)
+
+
+def _normed(
+    x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, plus_one: bool
+) -> tuple[Tensor, Tensor]:
+    n, out = x.shape[-1], torch.empty_like(x)
+    total = x if added is None else torch.empty_like(x)
     _norm[(x.numel() // n,)](
-        x, weight, weight if bias is None else bias, out, n, eps,
-        CENTRED=centred, PLUS_ONE=plus_one, HAS_BIAS=bias is not None, WIDTH=triton.next_power_of_2(n),
+        x, x if added is None else added, weight, weight if bias is None else bias, total, out, n, eps,
+        CENTRED=centred, PLUS_ONE=plus_one, HAS_BIAS=bias is not None, IS_ADDED=added is not None,
+        WIDTH=triton.next_power_of_2(n),
     )  # fmt: skip
+    return total, out
+
+
+@_on_its_device
+def gated(x: Tensor, activation: int) -> Tensor:
+    """Return activation(gate) · up (…, n) of `x` (…, 2n), which holds the gate and then what it is multiplied with.
+
+    Args: activation: `SILU` or `GELU_TANH`.
+    """
+    x = x.contiguous()
+    n = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    _gated[(-(-n // GATED), out.numel() // n)](x, out, n, ACTIVATION=activation, WIDTH=GATED)
     return out
 
 
@@ -483,18 +546,19 @@ def attend(
     groups, padded = heads // n_kv_heads, max(TILE, triton.next_power_of_2(width))
     read = min(READ_SLOTS, max(TILE, READ_BYTES // (padded * query.dtype.itemsize)))
     n_splits = -(-n_slots // SPLIT)
-    shape = (rows, heads, n_splits)
-    sums = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
-    tops, weights = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    out = torch.empty((rows, heads * width), dtype=query.dtype, device=query.device)
+    shape, whole = (rows, heads, n_splits), n_splits == 1
+    sums = out if whole else torch.empty((*shape, width), dtype=torch.float32, device=query.device)
+    tops, weights = (out if whole else torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     _attend[(n_tiles, n_kv_heads, n_splits)](
         query, table, sums, tops, weights, layer, n_layers, table.stride(0), view, groups, heads, query.stride(0),
         scaling, ROWS_=max(TILE, triton.next_power_of_2(groups)), WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=read,
         BUFFER_=BUFFER, CAPACITY_=CAPACITY, START_=START, RUN_=RUN, LISTED_=LISTED, FIRST_=TILE_FIRST,
-        COUNT_=TILE_COUNT, LIST_=LIST, num_stages=ATTENTION_STAGES,
+        COUNT_=TILE_COUNT, LIST_=LIST, WHOLE=whole, num_stages=ATTENTION_STAGES,
     )  # fmt: skip
-    out = torch.empty((rows, heads * width), dtype=query.dtype, device=query.device)
-    _merge[(rows, heads)](
-        sums, tops, weights, table, out, n_splits, table.stride(0), view, WIDTH=width, PADDED=padded, SPLIT_=SPLIT,
-        RUN_=RUN, LISTED_=LISTED,
-    )  # fmt: skip
+    if not whole:
+        _merge[(rows, heads)](
+            sums, tops, weights, table, out, n_splits, table.stride(0), view, WIDTH=width, PADDED=padded, SPLIT_=SPLIT,
+            RUN_=RUN, LISTED_=LISTED,
+        )  # fmt: skip
     return out

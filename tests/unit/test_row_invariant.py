@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +19,21 @@ import torch.nn.functional as F
 from families import VOCAB, tiny_runtime
 from native import library
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.types import LayerSet
 from swiftopt.models.blocks import HeadLayout, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
+from swiftopt.models.fused import GATES, GatedMlp, fuse
 from swiftopt.models.kernels.native import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
-from swiftopt.models.row_invariant import fuse_norms, make_row_invariant
-from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
+from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.rows import Pass, PassPlan, Rows, RowTable, uploaded
 from swiftopt.models.runtime import Runtime
 
 pytest.importorskip("triton")
@@ -275,17 +279,87 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fused_norms_are_the_models_and_leave_its_modules_alone(family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "phi3", "gpt_neox"])
+def test_a_layer_in_fewer_kernels_is_the_models_and_leaves_its_modules_alone(family: str) -> None:
     runtime, reference = (here(tiny_runtime(family, torch.float32, num_hidden_layers=2)) for _ in range(2))
     norms, before = runtime.blocks[0].parts.attn_norm, runtime.final_norm
-    fuse_norms(runtime)
-    fuse_norms(runtime)  # which changes nothing more
-    assert runtime.final_norm.args[1] is before and runtime.blocks[0].parts.attn_norm.args[1] is norms
+    fuse(runtime)
+    parts = runtime.blocks[0].parts
+    fuse(runtime)  # which changes nothing more
+    assert (
+        runtime.final_norm.module is before
+        and parts.attn_norm.module is norms
+        and parts.mlp is runtime.blocks[0].parts.mlp
+    )
     assert "forward" not in vars(before) and not runtime.exact
-    found, wanted = (each.prefill([3, 5, 8, 2], each.new_buffer(16)) for each in (runtime, reference))
+    assert len(parts.qkv) == 1 and isinstance(parts.mlp, GatedMlp) == (family in ("llama", "gemma3", "qwen2"))
+    buffers = runtime.new_buffer(16), reference.new_buffer(16)
+    found, wanted = (
+        each.prefill([3, 5, 8, 2], buffer) for each, buffer in zip((runtime, reference), buffers, strict=True)
+    )
     close(found, wanted, torch.float32)
+    # Without attention in the first layer, the second adds to states that no norm has summed up.
+    some = Rows([4, 4], 4, variants=(LayerSet(2, skip_attn=frozenset({0})), LayerSet(2, skip_mlp=frozenset({1}))))
+    close(
+        *(each.forward(some, buffer) for each, buffer in zip((runtime, reference), buffers, strict=True)), torch.float32
+    )
+    close(*(each.hf_model(torch.tensor([[3, 5]], device=PLACE)).logits for each in (runtime, reference)), torch.float32)
     assert runtime.final_norm(drawn(2, 32).requires_grad_()).requires_grad  # by torch, where heads are trained
+    if isinstance(parts.mlp, GatedMlp):
+        assert parts.mlp(drawn(2, 32).requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate_is_torchs(activation: str, dtype: torch.dtype) -> None:
+    x = 4 * drawn(3, 2 * 37, dtype=dtype)
+    x[0, 0], x[1, 0] = -100, 100
+    gate, up = x.double().chunk(2, dim=-1)
+    close(device.gated(x, GATES[activation]), ACT2FN[activation](gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_behind_a_sum_has_the_bits_of_both(dtype: torch.dtype) -> None:
+    x, added, weight, bias = (
+        drawn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(5, 40), (5, 40), (40,), (40,)])
+    )
+    for centred, plus_one, with_bias in ((True, False, bias), (False, True, None), (False, False, None)):
+        total, normed = device.added_norm(x, added, weight, with_bias, 1e-5, centred, plus_one)
+        assert torch.equal(total, x + added)
+        assert torch.equal(normed, device.norm(x + added, weight, with_bias, 1e-5, centred, plus_one))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().startswith(("aten::empty", "aten::_unsafe_view")):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and torch's operations in a pass of three layers less those of two."""
+    launched = list[str]()
+    for name, kernel in {**vars(device)}.items():
+        if isinstance(kernel, KernelInterface):
+            note = partial(lambda name, *_, **__: launched.append(name), name)
+            monkeypatch.setattr(device, name, defaultdict(lambda note=note: note))
+    counts = []
+    for n_layers in (2, 3):
+        runtime = here(tiny_runtime("llama", torch.float32, num_hidden_layers=n_layers))
+        fuse(runtime)
+        runtime.by_table = True
+        passes = [Pass(runtime, Rows([3], 5), runtime.new_buffer(16)) for _ in range(2)]
+        launched.clear()
+        with Operations() as operations:
+            runtime.forward_together(passes)
+        counts.append(Counter([*launched, *operations.names]))
+    assert counts[1] - counts[0] == Counter(_norm=2, _store=1, _attend=1, _gated=1) + Counter({"aten::linear": 4})
 
 
 def test_maps_by_codes_are_read_where_they_lie() -> None:
@@ -382,9 +456,10 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
     device.norm(x, weight[0], None, 1e-6, False, False)
     device.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
-    device.attend(heads, table, 5, 1, 64, 0, 1, 4, 1.0)
+    device.attend(heads, table, 5, 1, device.SPLIT + 1, 0, 1, 4, 1.0)
+    device.gated(x, device.SILU)
     assert set(launched) == set(kernels) and not Guard.current
-    assert launched["_joined"] is launched["_coded"] is launched["_norm"] is x
+    assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
     assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
 
 
@@ -401,6 +476,9 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() 
     assert {(one["kernel"], one["arch"]) for one in made} == {(name, arch) for name in kernels for arch in (80, 90)}
     assert all(one["shared_bytes"] <= 99 * 1024 for one in made)  # which any GPU since 2020 has
     halves = [one for one in made if one["dtype"] in ("*bf16", "*fp16")]
+    maps = [one for one in made if one["kernel"] in ("_dense", "_coded")]
+    # Tiles of 16 and of 32 rows sum a row in one order, by the same instruction.
+    assert not any(one["by_warp_groups"] for one in maps)
     assert halves and all(one["stack_bytes"] == 0 for one in halves)
     attention = [one for one in halves if one["kernel"] == "_attend"]
     assert attention and all(one["tensor_cores"] and one["wide_loads"] >= 16 for one in attention)

@@ -1,0 +1,148 @@
+"""A layer in fewer kernels on a CUDA device, for `graphs` and `exact`: joined linear maps, and one kernel for a norm.
+
+A pass over one row of a 13B model took 688 kernels when each module ran by itself, and a quarter of its time was not
+spent on weights. Maps of the same input become one; a gate is one kernel with its product, a norm one with the sum
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from .blocks import Block, LayerModules
+from .families import Family
+from .kernels import device, layout
+from .kernels.native import Unsupported, known_form, refuse_hooks
+from .runtime import Runtime
+
+HEAD_NORMS = ("q_norm", "k_norm")
+NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # Names of a layer's norm modules.
+GATES = {"silu": device.SILU, "gelu_pytorch_tanh": device.GELU_TANH}  # Activations that the gate's kernel computes.
+
+
+class FusedNorm:
+    """A norm computed by one kernel, which may also add to its input what a sub-layer gave.
+
+    Raises: Unsupported: no kernel computes this norm.
+    """
+
+    def __init__(self, module: nn.Module, width: int, dtype: torch.dtype, place: torch.device) -> None:
+        refuse_hooks(module)
+        form = known_form(module, width, dtype, place)
+        self.module, self._form = module, form
+        self._kind = {"centred": form.kind == layout.LAYER, "plus_one": form.kind == layout.RMS_PLUS_ONE}
+
+    def compute(self, x: Tensor) -> Tensor:
+        return device.norm(x, self._form.weight, self._form.bias, self._form.eps, **self._kind)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.module(x) if x.requires_grad else self.compute(x)
+        return normed
+
+    def after(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of two tensors (rows, n), and the norm of it."""
+        return device.added_norm(hidden, added, self._form.weight, self._form.bias, self._form.eps, **self._kind)
+
+
+class GatedMlp(nn.Module):
+    """A gated MLP whose two input maps are one, gate first; its activation and product are one kernel."""
+
+    def __init__(self, into: nn.Module, down: nn.Module, activation: str) -> None:
+        super().__init__()
+        self.into, self.down_proj, self._kernel = into, down, GATES.get(activation)
+        self._activation: Callable[[Tensor], Tensor] = ACT2FN[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.into(x)
+        if self._kernel is None or projected.requires_grad:
+            gate, up = projected.chunk(2, dim=-1)
+            inner = self._activation(gate) * up
+        else:
+            inner = device.gated(projected, self._kernel)
+        out: Tensor = self.down_proj(inner)
+        return out
+
+
+def fuse(runtime: Runtime) -> None:
+    """Compute a runtime's layers by fewer kernels; the model's modules stay, their weights are views of joined ones."""
+    join_maps(runtime)
+    final, *of_layers = (_fused_norm(*norm, runtime.dtype) for norm in norms_of(runtime))
+    runtime.final_norm = final
+    made = iter(of_layers)
+    for block in runtime.blocks:
+        block.parts = replace(block.parts, **{name: next(made) for name in NORMS})
+    runtime.weights_moved()
+
+
+def _fused_norm(norm: Any, width: int, place: torch.device, dtype: torch.dtype) -> Any:
+    with suppress(Unsupported):
+        if isinstance(norm, nn.Module):
+            return FusedNorm(norm, width, dtype, place)
+    return norm
+
+
+def norms_of(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
+    """Yield the final norm and then those of each layer by `NORMS`, with the values of each and its device."""
+    hidden = int(runtime.config.hidden_size)
+    yield runtime.final_norm, hidden, runtime.norm_device
+    for block in runtime.blocks:
+        for name in NORMS:
+            yield getattr(block.parts, name), block.heads.width if name in HEAD_NORMS else hidden, block.device
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def join_maps(runtime: Runtime) -> None:
+    """Join each layer's linear maps of one input, where they are plain ones: queries, keys and values; gate and up."""
+    for block in runtime.blocks:
+        block.parts = _joined_layer(block, runtime.family, runtime.family.setting(runtime.config, "hidden_act"))
+
+
+def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules:
+    parts = block.parts
+    if (qkv := joined(parts.qkv)) is not None:
+        parts = replace(parts, qkv=(qkv,))
+    if not family.gated or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
+        return parts
+    with suppress(Unsupported):
+        for module in parts.mlp.modules():
+            refuse_hooks(module)
+        if (into := joined([getattr(parts.mlp, name) for name in family.mlp_in])) is not None:
+            parts = replace(parts, mlp=GatedMlp(into, getattr(parts.mlp, family.mlp_out), activation))
+    return parts
+
+
+def joined(maps: Sequence[Any]) -> nn.Linear | None:
+    """Return linear maps of one input as one, None where they are no plain ones.
+
+    Their weights and biases are views of the joined ones afterwards.
+    """
+    with suppress(Unsupported):
+        for module in maps:
+            refuse_hooks(module)
+        plain = all(type(module) is nn.Linear and module.weight.is_contiguous() for module in maps)
+        if len(maps) < 2 or not plain:
+            return None
+        if len({(module.weight.dtype, module.weight.device, module.bias is None) for module in maps}) > 1:
+            return None
+        whole = nn.Linear(1, 1, bias=maps[0].bias is not None, device="meta")
+        whole.in_features, whole.out_features = maps[0].in_features, sum(module.out_features for module in maps)
+        for name in ("weight", "bias"):
+            if getattr(whole, name) is not None:
+                whole.register_parameter(name, _joined_parameter([getattr(module, name) for module in maps]))
+        return whole.eval()
+    return None
+
+
+def _joined_parameter(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(whole, [len(one) for one in parameters]), strict=True):
+        parameter.data = part
+    return nn.Parameter(whole, requires_grad=False)
