@@ -96,11 +96,14 @@ constexpr int LINE_LANES = 8, BLOCKS_TOGETHER = 1;
 #else
 constexpr int LINE_LANES = 4, BLOCKS_TOGETHER = 1;
 #endif
+// Rows from which on reading spread blocks takes less time than unpacking codes of `bits` bits for every four rows.
+constexpr int few_to_spread(int bits) {
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-constexpr int FEW_TO_SPREAD = 12;  // rows from which on reading spread blocks takes less time than spreading them
+    return bits == 5 ? 12 : 24;
 #else
-constexpr int FEW_TO_SPREAD = INT32_MAX;  // codes of 8 bits take longer here than those of fewer
+    return INT32_MAX;  // spread codes take longer here than those of fewer bits
 #endif
+}
 // Bytes of spread blocks, with scales for every 16 inputs.
 constexpr int64_t SPREAD_ROOM = BLOCKS_TOGETHER * (SPREAD_INPUTS * OUTPUTS + SPREAD_INPUTS / 16 * 2 * OUTPUTS * sizeof(float));
 typedef uint16_t vq __attribute__((vector_size(LINE_LANES * 4), aligned(2), may_alias));
@@ -366,15 +369,23 @@ static void packed_tiles(
     for (int row = 0; row < m; row += ROWS_TOGETHER, c += ROWS_TOGETHER * ldc) {
         const int rows = std::min(ROWS_TOGETHER, m - row);
         int block = first;
-        auto tiles = [&](auto together) {
+        auto tiles = [&](auto together, auto most) {
             constexpr int B = together;
             for (; block + B <= last; block += B)
-                packed_tile_of<BITS, TYPE, B, ROWS_TOGETHER>(
+                packed_tile_of<BITS, TYPE, B, most>(
                     rows, w, block, x, row, k, group, c + (block - first) * OUTPUTS, ldc, row == 0 && next,
                     block + 2 * B <= last ? B : next);
         };
-        tiles(std::integral_constant<int, BLOCKS_TOGETHER>());
-        tiles(std::integral_constant<int, 1>());
+        // Codes that are unpacked for their rows take registers, too: half as many blocks then.
+        constexpr int HALF = BLOCKS_TOGETHER > 1 ? BLOCKS_TOGETHER / 2 : 1;
+        if constexpr (TYPE == SPREAD || HALF == BLOCKS_TOGETHER) {
+            tiles(std::integral_constant<int, BLOCKS_TOGETHER>(), std::integral_constant<int, ROWS_TOGETHER>());
+        } else if (rows <= ROWS_TOGETHER / 2) {
+            tiles(std::integral_constant<int, BLOCKS_TOGETHER>(), std::integral_constant<int, ROWS_TOGETHER / 2>());
+        } else {
+            tiles(std::integral_constant<int, HALF>(), std::integral_constant<int, ROWS_TOGETHER>());
+        }
+        tiles(std::integral_constant<int, 1>(), std::integral_constant<int, ROWS_TOGETHER>());
     }
 }
 
@@ -434,6 +445,11 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
 }
 #endif
 
+// f(type) for each of the types, as a constant, and for ANY at last.
+template <int... TYPES, class F> static inline void unrolled_types(F&& f) {
+    (f(std::integral_constant<int, TYPES>()), ...), f(std::integral_constant<int, ANY>());
+}
+
 // C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart. What this thread will
 // probably be asked for next begins `next` blocks behind the first. `room`: SPREAD_ROOM bytes.
 template <int BITS>
@@ -451,12 +467,18 @@ static void packed_products(
         return;
     }
 #endif
-    constexpr int USUAL = BITS == 6 ? SUPER_CENTRED : SUPER_PAIRS;
-    if (m < FEW_TO_SPREAD && BITS < 8 && w.scale_type == USUAL)
-        return packed_tiles<BITS, USUAL>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
-    if (m < FEW_TO_SPREAD && BITS % 4 == 0 && w.scale_type == ZERO_VALUES)
-        return packed_tiles<BITS % 4 ? 4 : BITS, ZERO_VALUES>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
-    if (m < FEW_TO_SPREAD) return packed_tiles<BITS, ANY>(w, x, m, w.n_in, 0, first, last, c, ldc, next);
+    if (m < few_to_spread(BITS)) {
+        // The types of scales that codes of so many bits have in files and drafts are constants.
+        constexpr int USUAL = BITS == 8 ? CENTRED : BITS == 6 ? SUPER_CENTRED : SUPER_PAIRS;
+        constexpr int DRAFTS = BITS % 4 ? USUAL : ZERO_VALUES;
+        constexpr int BARE = BITS == 6 ? USUAL : CENTRED, PLUS = BITS < 6 ? PAIRS : USUAL;
+        bool done = false;
+        unrolled_types<USUAL, DRAFTS, BARE, PLUS>([&](auto type) {
+            if (done || (type != ANY && type != w.scale_type)) return;
+            packed_tiles<BITS, type>(w, x, m, w.n_in, 0, first, last, c, ldc, next), done = true;
+        });
+        return;
+    }
     // Many rows: a few blocks at a time are spread once for all of them.
     const int step = SPREAD_INPUTS / w.group;
     for (int block = first; block < last; block += BLOCKS_TOGETHER) {
