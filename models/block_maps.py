@@ -8,7 +8,8 @@ are not rounded.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (a
 # Numbers per group for these scale types; all other types have two.
 SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1}
 MOST_TYPES = 64
+PACKED_BYTES = 16 << 20  # Bytes of a file that are packed at once.
 DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
 
 
@@ -96,21 +98,34 @@ class PackedBlocks:
         return weights
 
 
-def packed_blocks(tensor: FileTensor, kernels: Kernels, order: Tensor | None = None) -> PackedBlocks:
-    """Pack a file's tensor (out, in); `order`: int32 (out,), the row of the tensor for each output.
+def packed_blocks(
+    tensor: FileTensor,
+    kernels: Kernels,
+    order: Tensor | None = None,
+    release: Callable[[FileTensor], None] = lambda tensor: None,
+) -> PackedBlocks:
+    """Pack a file's tensor (out, in).
 
+    Args:   order: int32 (out,), the row of the tensor for each output. release: called with each part of the tensor
+            that is packed, so that little of the file is in memory beside its packed copy.
     Raises: MemoryError: there is too little memory.
     """
     form, (n_out, n_in) = forms(kernels)[tensor.kind], tensor.shape
-    n_blocks = -(-n_out // ROWS)
+    n_blocks, row_bytes = -(-n_out // ROWS), n_in // form.inputs * form.block_bytes
     codes = torch.empty((n_blocks, n_in * ROWS * form.bits // 8), dtype=torch.uint8)
     scales = torch.empty((n_blocks, form.scale_bytes(n_in)), dtype=torch.uint8)
-    packed = PackedBlocks(codes, scales, n_out, n_in, form, kernels)
-    order_at = None if order is None else order.data_ptr()
-    source = ctypes.c_void_p(tensor.data.__array_interface__["data"][0])
-    if kernels.repack(tensor.kind, source, order_at, ctypes.byref(packed.map()), n_threads()):
-        raise MemoryError(f"laying out {tensor.name} needs more memory or threads than there are")
-    return packed
+    # An order may lead to any row, so the rows are then packed in one go.
+    step = n_out if order is not None else max(1, PACKED_BYTES // row_bytes // ROWS) * ROWS
+    for first in range(0, n_out, step):
+        n_rows, block = min(step, n_out - first), first // ROWS
+        rows = tensor.data.reshape(-1)[first * row_bytes : (first + n_rows) * row_bytes]
+        part = PackedBlocks(codes[block:], scales[block:], n_rows, n_in, form, kernels)
+        order_at = None if order is None else order.data_ptr()
+        source = ctypes.c_void_p(rows.__array_interface__["data"][0])
+        if kernels.repack(tensor.kind, source, order_at, ctypes.byref(part.map()), n_threads()):
+            raise MemoryError(f"laying out {tensor.name} needs more memory or threads than there are")
+        release(replace(tensor, data=rows))
+    return PackedBlocks(codes, scales, n_out, n_in, form, kernels)
 
 
 class BlockLinear(CodedLinear):

@@ -204,7 +204,8 @@ class _Reading:
             n_out, n_in = tensor.shape
             parameter = module.weight.T if isinstance(module, Conv1D) else module.weight
             _check_shape(self.file.path, tensor, tuple(parameter.shape), (n_out, n_in))
-            self._packed[module_name] = packed_blocks(tensor, self.kernels, None if order is None else order.int())
+            rows = None if order is None else order.int()
+            self._packed[module_name] = packed_blocks(tensor, self.kernels, rows, self.file.release)
         else:
             values = numbers(tensor)
             if order is not None:

@@ -9,6 +9,7 @@ import torch
 from native import LEVELS, library, linear
 from torch import Tensor
 
+from swiftopt.models import block_maps
 from swiftopt.models.block_maps import BlockEmbedding, BlockLinear, forms, packed_blocks
 from swiftopt.models.gguf_reader import TYPES, FileTensor
 from swiftopt.models.kernels.build import Kernels
@@ -107,12 +108,24 @@ def test_product_is_that_of_rounded_activations_and_the_files_numbers(
 def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(level: str, kind: int) -> None:
     own, tensor = library(level), made(kind, 150, 512, seed=4)
     packed = BlockLinear(packed_blocks(tensor, own), None, torch.bfloat16)
-    x = torch.randn(21, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
-    together = linear(own, x, packed)
+    x = torch.randn(27, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
+    together = linear(own, x, packed)  # of so many rows that blocks are spread
+    for n_rows in (3, 11, 21):
+        assert same_bits(linear(own, x[:n_rows], packed), together[:n_rows])
     for n_threads in (2, 3):
         assert same_bits(linear(own, x, packed, None, n_threads), together)
     for i in range(len(x)):
         assert same_bits(linear(own, x[i : i + 1], packed), together[i : i + 1])
+
+
+def test_a_large_tensor_is_packed_and_released_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, released = made(12, 100, 256), list[FileTensor]()
+    whole = packed_blocks(tensor, library("portable"))
+    monkeypatch.setattr(block_maps, "PACKED_BYTES", 40 * len(tensor.data) // 100)
+    parts = packed_blocks(tensor, library("portable"), release=released.append)
+    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert [len(part.data) for part in released] == [len(tensor.data) * rows // 100 for rows in (32, 32, 32, 4)]
+    assert np.array_equal(np.concatenate([part.data for part in released]), tensor.data)
 
 
 def test_rows_are_laid_out_in_the_order_asked_for(kernels: Kernels) -> None:
