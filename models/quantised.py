@@ -10,11 +10,9 @@ and read back in about a second per GB.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -23,8 +21,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -34,9 +30,10 @@ from ..core.types import KINDS, Kind, LayerSet
 from .blocks import LINEAR, Block, LayerModules
 from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
+from .copy_files import copy_file, read_copy, write_copy
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
-from .saved import OnStep, cache_root, first_line, no_step, replacing
+from .saved import OnStep, first_line, no_step
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +44,14 @@ SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 BITS = {name: 4 if name.startswith("int4") else 8 for name in FORMATS}
 FP8 = torch.float8_e4m3fn
 FP8_DEVICES = (8, 9)  # Lowest CUDA compute capability with fp8 products: 8.9 (Ada).
+# Bits of a copy per bit of the part that it stands for, at most. Parts in 6 bits are a third of a Q4_K_M file: a draft
+# with these in int4 reads 0.89 of its bytes, at which no acceptance pays, and its copies took 1.3 GB.
+MOST_BITS = 0.6
 STORED_BITS = 16  # Fewest bits per weight of an unquantised model.
 
 # Form of a real fingerprint from `models.fingerprint`; tests also use made-up ones.
 HASH = re.compile(r"v\d+:[0-9a-f]{16}")
-LAYOUT = "1"  # Version in the name of every cached copy; raise it when rounding or packing changes.
 PROBED_ROWS = (1, 4)  # Row counts of the passes timed to choose between our kernel and torch's.
-LEAST_BYTES = 16 << 20  # Smaller copies are not cached: making them is faster than reading.
 
 Key = tuple[Literal["attn", "mlp", "head"], int, str]  # Part, layer (0 for the head) and format of a copy.
 Seconds = Callable[[Callable[[], object]], float]  # A function that times a task on the model's device.
@@ -387,8 +385,8 @@ class QuantisedCopies:
         return self.head_map if key[0] == "head" else self._blocks[key[1]].parts
 
     def _is_own(self, key: Key) -> bool:
-        """Tell whether the copy is the target's own part: rounding that again would save nothing."""
-        return _bits_of(key[0], self._modules(key)) <= BITS[key[2]]
+        """Tell whether the copy is the target's own part: rounding that again would save too little."""
+        return BITS[key[2]] > MOST_BITS * _bits_of(key[0], self._modules(key))
 
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
@@ -470,34 +468,3 @@ def _pairs(kept: Mapping[str, Tensor], key: Key, device: torch.device) -> Iterat
         if f"{at}codes" not in kept:
             return
         yield kept[f"{at}codes"].to(device), kept[f"{at}scales"].to(device)
-
-
-def copy_file(
-    fingerprint: str, part: str, name: str, dtype: torch.dtype, device: torch.device, packed: bool = False
-) -> Path:
-    """Return the file of the copy of a part (`attn`, `mlp`, `head`) in a format; torch packs codes by the processor."""
-    if packed:
-        key = "|".join((LAYOUT, fingerprint, part, name, "packed"))
-    else:
-        kernel = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else str(torch.version.cuda)
-        key = "|".join((LAYOUT, fingerprint, part, name, str(dtype), device.type, kernel, torch.__version__))
-    return cache_root() / "quantised" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
-
-
-def read_copy(path: Path, device: torch.device, packed: bool = False) -> dict[str, Tensor] | None:
-    """Read a copy; None where there is none that can be read."""
-    try:
-        tensors = load_file(path, device=str(device))
-        # Tensors in the memory-mapped file may be unaligned. Our kernels can read them in place; torch's int8 kernel
-        # for CPUs crashes on unaligned codes, so it gets a copy in memory that torch allocates.
-        return tensors if packed or device.type != "cpu" else {key: tensors.pop(key).clone() for key in list(tensors)}
-    except (OSError, SafetensorError):
-        return None
-
-
-def write_copy(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a copy where there is room for it; it can be made again."""
-    if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
-        return
-    with suppress(OSError, SafetensorError), replacing(path) as part:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)

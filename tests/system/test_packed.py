@@ -208,6 +208,18 @@ def test_exported_draft_of_a_quantised_target_has_its_codes(tmp_path: Path) -> N
 # --- GGUF
 
 
+@pytest.mark.parametrize(("kind", "copied"), [("Q8_0", True), ("Q5_0", False), ("Q4_0", False)])
+def test_a_draft_copies_only_parts_of_clearly_more_bits(
+    kind: str, copied: bool, tmp_path: Path, new_cache: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", torch.float32, **SIZE), kind=kind)
+    library()
+    runtime = load(str(path), device="cpu", speed="exact")
+    runtime.copies.prepare(LayerSet(runtime.n_layers).filled("int4"))
+    assert (runtime.copies.n_bytes > 0) == copied
+    assert (runtime.copies.parts("mlp", 0, "int4").mlp is not runtime.blocks[0].parts.mlp) == copied
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
 def test_gguf_codes_are_kept_and_run(kind: str, tied: bool, tmp_path: Path, new_cache: Path) -> None:

@@ -20,7 +20,7 @@ from swiftopt.core.types import LayerSet, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
-from swiftopt.models import quantised
+from swiftopt.models import copy_files
 from swiftopt.models.coded import by_rows, plain_linear
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8, cuda_tiles, quantise_groups, quantise_int4
 from swiftopt.models.rows import Rows
@@ -265,7 +265,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(quantised, "LEAST_BYTES", 0)
+    monkeypatch.setattr(copy_files, "LEAST_BYTES", 0)
     draft = LayerSet(4).filled(name)
     steps: list[str] = []
 
@@ -287,9 +287,9 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
 
 def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(quantised, "LEAST_BYTES", 0)
+    monkeypatch.setattr(copy_files, "LEAST_BYTES", 0)
     runtime = Runtime(tiny_model("llama"), None, ModelInfo("v1:0123456789abcdef", "llama", 4, 1))
-    path = quantised.copy_file("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
+    path = copy_files.copy_file("v1:0123456789abcdef", "head", "int8", runtime.dtype, runtime.device)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"half a file")
     left, fresh = path.with_name("of-a-dead-one.part"), path.with_name("of-another.part")
@@ -298,4 +298,4 @@ def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: p
     os.utime(left, (0, 0))
     runtime.copies.prepare(LayerSet(4, formats=(("head", "int8"),)))
     assert {each.name for each in path.parent.iterdir()} == {path.name, fresh.name}
-    assert quantised.read_copy(path, runtime.device) is not None
+    assert copy_files.read_copy(path, runtime.device) is not None
