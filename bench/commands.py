@@ -17,18 +17,20 @@ from ..core.streams import read_stream
 from ..core.types import Prompt
 from ..decoding.methods import METHODS, Method
 from ..optimizer.strategies import strategy_info
-from ..terminal import options
+from ..terminal import commands, options, value_types
 from ..terminal.charts import Pictures, draw_ratios
-from ..terminal.options import PROMPTS, decoding_request, load, measurement, open_store, option, positive
+from ..terminal.commands import PROMPTS, measurement, option
+from ..terminal.inputs import decoding_request, load, open_store
 from ..terminal.output import Result, RunNotes, StepNotes, note, show
 from ..terminal.render import fixed, interval, number, numbers, table
+from ..terminal.value_types import positive
 from .charts import draw_serving, draw_throughput, draw_tunings
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
 
-@click.group(cls=options.ConfiguredGroup, short_help="Measure decoding on this machine.")
-@options.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
+@click.group(cls=commands.ConfiguredGroup, short_help="Measure decoding on this machine.")
+@commands.example("bench decode --model smollm2-135m --stream prompts.jsonl --methods plain,swift,hf-plain")
 def bench() -> None:
     """Measure decoding on this machine."""
 
@@ -44,14 +46,16 @@ def bench() -> None:
 @options.task("plan", "Whose stored layer set to use.  [default: each prompt's own task]", PROMPTS)
 @options.layer_set
 @measurement("--methods", default=",".join(COMPARED), help="What to compare.")
-@measurement("--assistant", metavar="MODEL", type=options.MODEL, help="The smaller model that drafts for hf-assisted.")
+@measurement(
+    "--assistant", metavar="MODEL", type=value_types.MODEL, help="The smaller model that drafts for hf-assisted."
+)
 @options.limit
 @measurement("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db_and_json
-@options.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
+@commands.example("bench decode --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --json")
 @options.read
 def decode(
     prompts: Sequence[Prompt],
@@ -110,23 +114,23 @@ def decode(
 @options.model_and_stream
 @options.limit
 @options.task("plan", "Whose stored plan drafts.  [default: each prompt's own task]", PROMPTS)
-@options.from_field(
-    options.DRAFTING,
+@commands.from_field(
+    commands.DRAFTING,
     GenerateRequest,
     "method",
     "What drafts.  [default: the stored plan, or adaptive where there is none]",
-    type=options.METHOD,
+    type=value_types.METHOD,
 )
 @measurement("--concurrency", "words", default="1,2,4,8", help="Requests at a time, several runs.")
 @measurement(
-    "--rate", type=options.FloatRange(min=0.001), help="Requests that arrive per second.  [default: all at once]"
+    "--rate", type=value_types.FloatRange(min=0.001), help="Requests that arrive per second.  [default: all at once]"
 )
 @measurement("--rounds", type=positive, default=2, help="Times that both take their turn.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the speed and the time per token by requests at once.")
 @options.db_and_json
-@options.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
+@commands.example("bench throughput --model smollm2-135m --stream prompts.jsonl --limit 8 --concurrency 1,4,8")
 @options.read
 def throughput(
     prompts: Sequence[Prompt],
@@ -207,9 +211,9 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
 @options.form
 @options.machine(ServedModel, "speed")
 @options.pictures("Draw the speed by request.")
-@option(options.SERVICES, "--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
+@option(commands.SERVICES, "--stay", is_flag=True, help="Serve on until Ctrl-C, for the dashboard; not with --json.")
 @options.db_and_json
-@options.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
+@commands.example("bench serve --model smollm2-135m --stream prompts.jsonl --limit 40 --db new.db --png speed.png")
 @options.read
 def serve(
     prompts: Sequence[Prompt],
@@ -275,7 +279,7 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
 @options.pictures("Draw the speed of what is found against seconds of searching.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.json
-@options.example("bench tune --model smollm2-135m --stream prompts.jsonl --max-new-tokens 96 --png tunings.png")
+@commands.example("bench tune --model smollm2-135m --stream prompts.jsonl --max-new-tokens 96 --png tunings.png")
 def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictures: Pictures, **values: Any) -> Result:
     """Tune a stream in several ways by turns, and time what each found on prompts that none of them has seen.
 

@@ -38,11 +38,13 @@ from ..models.runtime import Runtime
 from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search
 from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
-from ..terminal import options, program
+from ..terminal import commands, inputs, options, program, value_types
 from ..terminal.charts import Pictures
-from ..terminal.options import decoding_request, measurement, positive
+from ..terminal.commands import measurement
+from ..terminal.inputs import decoding_request
 from ..terminal.output import Result, check_writable, note, writing
 from ..terminal.render import fixed, number, numbers, table
+from ..terminal.value_types import positive
 from .charts import draw_search
 
 SCHEMA = "swiftopt.bench-search/1"
@@ -385,24 +387,26 @@ class LongSearch:
 # --- command line
 
 
-@options.command()
+@commands.command()
 @options.model
-@click.option("--stream", type=options.FILE, help="Prompts to record, one JSON object per line; - is standard input.")
+@click.option(
+    "--stream", type=value_types.FILE, help="Prompts to record, one JSON object per line; - is standard input."
+)
 @click.option("--limit", type=positive, default=8, help="Prompts that are recorded.")
-@measurement("--record", type=options.PATH, help="Recorded texts and costs: read where the file is, else written.")
+@measurement("--record", type=value_types.PATH, help="Recorded texts and costs: read where the file is, else written.")
 @measurement("--strategies", default=",".join(SEARCHES), help="What to compare, by commas.")
 @measurement("--passes", type=positive, default=300, help="Candidate passes of each strategy.")
 @measurement(
     "--window",
     "context_window",
     type=positive,
-    default=options.default_of(SwiftSettings, "context_window"),
+    default=commands.default_of(SwiftSettings, "context_window"),
     help="γ, generated tokens that score a candidate.",
 )
 @measurement("--stride", type=positive, default=4, help="Tokens between two steps of a search.")
 @options.shared(SwiftSettings, "seed")
 @measurement(
-    "--long-search", type=options.natural, default=0, metavar="N", help="Judge N sets more, up from the best one."
+    "--long-search", type=value_types.natural, default=0, metavar="N", help="Judge N sets more, up from the best one."
 )
 @options.pictures("Draw the best objective against candidate passes and seconds.")
 @options.machine(GenerateRequest, "max_new_tokens")
@@ -433,7 +437,7 @@ def command(
     if stream is None and not recorded_before:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
-    request, settings = decoding_request(values), options.pick(SwiftSettings, {**values, **ENDLESS})
+    request, settings = decoding_request(values), inputs.pick(SwiftSettings, {**values, **ENDLESS})
     lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
     if not recorded_before and max(lengths) < settings.context_window:
         raise InvalidInput(
@@ -443,7 +447,7 @@ def command(
         check_writable(record)
 
     texts = TextRecord.read(record) if record is not None and recorded_before else None
-    runtime = options.load(request)
+    runtime = inputs.load(request)
     if texts is not None:
         texts.check(runtime)
     else:

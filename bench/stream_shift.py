@@ -28,11 +28,13 @@ from ..optimizer.drafting import drafting_with, prepared
 from ..optimizer.strategies import strategy_info
 from ..optimizer.tuning import Tuner
 from ..tasks.recipes import stored_costs
-from ..terminal import options, program, tuning_options
+from ..terminal import commands, options, program, tuning_options, value_types
 from ..terminal.charts import Pictures
-from ..terminal.options import decoding_request, load, measurement, pick, positive
+from ..terminal.commands import measurement
+from ..terminal.inputs import decoding_request, load, pick
 from ..terminal.output import Result, StepNotes, note
 from ..terminal.render import fixed, number, numbers, table
+from ..terminal.value_types import positive
 from .charts import draw_stream_shift
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
@@ -176,9 +178,11 @@ def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | 
 # --- command line
 
 
-@options.command(common="model stream prompts max_new_tokens strategy max_steps png as_json")
+@commands.command(common="model stream prompts max_new_tokens strategy max_steps png as_json")
 @options.model
-@click.option("--stream", required=True, type=options.FILE, help="Prompts that come task by task; - is standard input.")
+@click.option(
+    "--stream", required=True, type=value_types.FILE, help="Prompts that come task by task; - is standard input."
+)
 @measurement("--prompts", type=positive, default=16, help="Prompts of each task.")
 @options.pictures("Draw acceptance along the stream.")
 @options.machine(GenerateRequest, "max_new_tokens", "speed")

@@ -40,8 +40,8 @@ from ..core.events import (
     state_words,
 )
 from ..core.requests import Job, JobBoard, JobEvent
-from ..terminal import options
-from ..terminal.options import on_command_line
+from ..terminal import commands, inputs, options
+from ..terminal.inputs import on_command_line
 from ..terminal.output import INTERRUPTED, console, note
 from ..terminal.render import number, sparkline
 
@@ -160,7 +160,7 @@ class Backend:
             with Client(self.server) as client:
                 yield ServerClient(client)
             return
-        with options.open_store(self.db) as store:
+        with inputs.open_store(self.db) as store:
             if self.redis is None:
                 # Without a service, only this call ends runs whose process was killed.
                 with suppress(StoreError):
@@ -185,7 +185,7 @@ def _as_backend(redis: str | None, server: str | None, db: str | None, **values:
 
 
 # Options --redis, --server and --db; the command receives the chosen `Backend` as `backend`.
-backend_options = options.together(options.redis, options.server, options.db, _as_backend)
+backend_options = commands.together(options.redis, options.server, options.db, _as_backend)
 
 
 @dataclass(frozen=True, slots=True)

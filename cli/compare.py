@@ -16,11 +16,13 @@ from ..core.requests import BASE, PEERS, CompareRequest, GenerateRequest
 from ..core.settings import preset_of, presets
 from ..core.types import Prompt
 from ..decoding.methods import METHODS, method_info
-from ..terminal import options
+from ..terminal import commands, inputs, options
 from ..terminal.charts import Pictures, draw_ratios
-from ..terminal.options import DRAFTING, PROMPTS, check_model, open_store, option, pick, positive
+from ..terminal.commands import DRAFTING, PROMPTS, option
+from ..terminal.inputs import check_model, open_store, pick
 from ..terminal.output import Result, RunNotes, StepNotes, about, console, note
 from ..terminal.render import fixed, heading, interval, number, numeric, percent, ratio, size, table
+from ..terminal.value_types import positive
 
 Row = Mapping[str, Any]
 ALL = "all"
@@ -46,7 +48,7 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
     return names
 
 
-@options.command(
+@commands.command(
     short_help="All decoding methods side by side; the best becomes the plan.",
     common="model stream task limit max_new_tokens methods lossless presets png no_store db as_json",
 )
@@ -76,13 +78,13 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
     help="A method's setting; may be repeated.",
 )
 @options.pictures("Draw the ratios as a bar chart.")
-@options.from_field(PROMPTS, CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive)
+@commands.from_field(PROMPTS, CompareRequest, "samples", "Completions of each prompt, as pass@k needs.", type=positive)
 @click.option("--no-store", is_flag=True, help="Store neither the report, nor the plan, nor what had to be made.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.sampling
 @options.db_and_json
-@options.example(
+@commands.example(
     "compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png", words=HELP
 )
 @options.read_more
@@ -98,7 +100,7 @@ def compare(
     db: str | None,
     **values: Any,
 ) -> Result:
-    if presets and not options.on_command_line("methods"):
+    if presets and not inputs.on_command_line("methods"):
         methods = BASE
     chosen = chosen_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
     given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}

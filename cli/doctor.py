@@ -23,7 +23,7 @@ from ..core.costs import QUALITIES
 from ..core.errors import SwiftoptError, safe_url
 from ..core.requests import worker_command
 from ..core.settings import n_threads, usable_cores
-from ..terminal import options
+from ..terminal import commands, inputs, options, value_types
 from ..terminal.output import Result
 from ..terminal.render import fixed, folding, table
 from .services import FRESH_S, schema_problem
@@ -49,14 +49,14 @@ class Check:
     text: str
 
 
-@options.command(short_help="Check versions, devices, memory and database.")
-@click.option("--model", type=options.MODEL, help="Check that this model can be found as well.")
+@commands.command(short_help="Check versions, devices, memory and database.")
+@click.option("--model", type=value_types.MODEL, help="Check that this model can be found as well.")
 @options.db
 @options.redis
 @options.server
 @options.queue
 @options.json
-@options.example("doctor --model smollm2-135m")
+@commands.example("doctor --model smollm2-135m")
 def doctor(model: str | None, db: str | None, redis: str | None, server: str | None, queue: str) -> Result:
     """Check this machine and what it is told to use; ends with 1 if something fails.
 
@@ -89,7 +89,7 @@ def examine(model: str | None) -> Iterator[Check]:
 
 def examine_services(db: str | None, redis: str | None, server: str | None, queue: str) -> Iterator[Check]:
     """Check the database and, where they are named, Redis with its workers and the server."""
-    url = options.database_url(db)
+    url = inputs.database_url(db)
     yield (finding := run_check("database", check_database, url))
     if finding.status != "fail":
         yield run_check("clock", check_clock, url)

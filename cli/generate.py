@@ -18,21 +18,12 @@ from ..core.requests import GenerateRequest
 from ..core.streams import LineWriter, raw_prompt
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.methods import method_info
-from ..terminal import options
-from ..terminal.options import (
-    FILE,
-    MODEL,
-    OTHER,
-    PROMPTS,
-    decoding_request,
-    from_field,
-    on_command_line,
-    option,
-    pick,
-    positive,
-)
+from ..terminal import commands, inputs, options
+from ..terminal.commands import OTHER, PROMPTS, from_field, option
+from ..terminal.inputs import decoding_request, on_command_line, pick
 from ..terminal.output import StepNotes, TextPrinter, emit_json, note
 from ..terminal.render import number
+from ..terminal.value_types import FILE, MODEL, positive
 from .backend import Backend
 
 if TYPE_CHECKING:
@@ -49,7 +40,7 @@ COMMANDS = """\
 /quit         end the chat, as Ctrl-D does"""
 
 
-@options.command(
+@commands.command(
     short_help="Decode with what was tuned for a task.",
     common="model task prompt stream limit out max_new_tokens temperature seed method db as_json",
 )
@@ -63,7 +54,7 @@ COMMANDS = """\
 @options.draft_model
 @options.layer_set
 @options.stop
-@from_field(options.SAMPLING, Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]")
+@from_field(commands.SAMPLING, Sampling, "repetition_penalty", "Above 1 repeats less.  [default: the model's own]")
 @from_field(
     PROMPTS,
     GenerateRequest,
@@ -75,7 +66,7 @@ COMMANDS = """\
 @options.sampling
 @options.db
 @options.as_json
-@options.example('generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64')
+@commands.example('generate --model smollm2-135m --task notes --prompt "Once upon a time" --max-new-tokens 64')
 def generate(
     prompt: str | None,
     stream: str | None,
@@ -105,7 +96,7 @@ def generate(
     grows = stream is None and not as_json  # Whether the text is printed as it is generated.
     noted: set[str] = set()
     with ExitStack() as stack:
-        store = stack.enter_context(options.open_store(db))
+        store = stack.enter_context(inputs.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
 
         from ..decoding.events import Generated
@@ -201,7 +192,7 @@ def completion_words(completion: Completion, info: GenerateInfo) -> str:
 # --- chat
 
 
-@options.command(
+@commands.command(
     short_help="Chat in the terminal, with a server or a model of your own.",
     common="model server task system message max_new_tokens temperature seed db as_json",
 )
@@ -225,7 +216,7 @@ def completion_words(completion: Completion, info: GenerateInfo) -> str:
 @options.sampling
 @options.db
 @options.as_json
-@options.example("chat --model smollm2-135m", 'chat --server http://127.0.0.1:8000 --message "Why is the sky blue?"')
+@commands.example("chat --model smollm2-135m", 'chat --server http://127.0.0.1:8000 --message "Why is the sky blue?"')
 def chat(
     server: str | None, db: str | None, system: str | None, message: str | None, as_json: bool, **values: Any
 ) -> None:
@@ -335,11 +326,11 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
         yield Answered(done.finish_reason, done.n_tokens, done.tok_s, done.acceptance_rate)
         note_remarks(done, info, noted)  # Printed after `Answered`, which ends the answer's line.
 
-    with options.open_store(db) as store:
+    with inputs.open_store(db) as store:
         from ..client.chat import Answered
         from ..tasks.model import Model
 
-        model = Model(request.model, options.load(request), store)
+        model = Model(request.model, inputs.load(request), store)
         if getattr(model.runtime.tokenizer, "chat_template", None) is None:
             raise InvalidInput(f"{model.name} has no chat template: use an instruct model, or `swiftopt generate`")
         with model.engine(concurrency=1) as engine:

@@ -24,21 +24,13 @@ from ..core.streams import LineWriter, default_output, output_line
 from ..core.types import Prompt, epoch_s, seconds_by_part
 from ..core.wings import load, wings
 from ..tasks.admission import check_tuning
-from ..terminal import options, tuning_options
+from ..terminal import commands, inputs, options, tuning_options, value_types
 from ..terminal.charts import Pictures, draw_tuning
-from ..terminal.options import (
-    FILE,
-    PROMPTS,
-    SERVICES,
-    ConfiguredGroup,
-    from_field,
-    on_command_line,
-    option,
-    pick,
-    positive,
-)
+from ..terminal.commands import PROMPTS, SERVICES, ConfiguredGroup, from_field, option
+from ..terminal.inputs import on_command_line, pick
 from ..terminal.output import Result, console, listed, note, write_text
 from ..terminal.render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, tune_summary
+from ..terminal.value_types import FILE, positive
 from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
 
 STDOUT = "-"
@@ -49,10 +41,10 @@ JOB_STYLES: dict[JobState, str] = {
 }  # fmt: skip
 JOB_WANTED = {"pause": "pausing", "stop": "stopping"}
 
-on_job = options.together(click.argument("job", metavar="ID"), backend_options, options.json)
+on_job = commands.together(click.argument("job", metavar="ID"), backend_options, options.json)
 
 
-@options.command(
+@commands.command(
     short_help="Find the layer set that decodes a stream fastest.",
     common="model stream task limit max_new_tokens out concurrency preset engine png redis server detach db as_json",
 )
@@ -70,16 +62,16 @@ on_job = options.together(click.argument("job", metavar="ID"), backend_options, 
 @options.queue
 @option(SERVICES, "--detach", is_flag=True, help="Submit the job and return at once.")
 @option(SERVICES, "--local", is_flag=True, help="Run in this process, although a Redis or server is configured.")
-@options.of_wings("tune")
+@commands.of_wings("tune")
 @option(
-    options.ENGINES,
+    commands.ENGINES,
     "--draft-model",
-    type=options.MODEL,
+    type=value_types.MODEL,
     help="A smaller model that may draft in that engine, or with --preset mtad.",
 )
 @options.pictures("Draw the layer map and the search of each task.")
 @options.db_and_json
-@options.example(
+@commands.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes --max-new-tokens 128",
     "tune --model smollm2-135m --stream prompts.jsonl --redis redis://127.0.0.1:6379 --detach",
     "tune --model smollm2-135m --stream prompts.jsonl --engine vllm",
@@ -128,7 +120,7 @@ def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, 
         request = replace(request, out=str(default_output(request.stream)))
     else:
         _check_completions_file(Path(request.out))
-    with options.open_store(db) as store:
+    with inputs.open_store(db) as store:
         from ..tasks.tune import run_tuning
 
         progress = TuneProgress(console(stderr=True))
@@ -196,7 +188,7 @@ def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -
 
 def changed(request: TuneRequest) -> list[str]:
     """Return those options of PLACEMENT whose values differ from the defaults."""
-    return [name for name in options.PLACEMENT if getattr(request, name) != options.default_of(TuneRequest, name)]
+    return [name for name in options.PLACEMENT if getattr(request, name) != commands.default_of(TuneRequest, name)]
 
 
 def tune_result(
@@ -246,7 +238,7 @@ def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: S
 
 
 @click.group(cls=ConfiguredGroup, short_help="Show, follow and steer the jobs of a queue.")
-@options.example("jobs list --state running", "jobs watch 3f2a9c81d04e")
+@commands.example("jobs list --state running", "jobs watch 3f2a9c81d04e")
 def jobs() -> None:
     """The jobs of a queue: see them, follow one, steer one. The jobs of runs in this process are listed, too."""
 
@@ -256,7 +248,7 @@ def jobs() -> None:
 @click.option("--limit", type=positive, default=50, help="How many at most.")
 @backend_options
 @options.json
-@options.example("jobs list --state failed")
+@commands.example("jobs list --state failed")
 def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
     """List the newest jobs first, each with how far it is, and by task what commands decode with now."""
     with backend.open() as client:
@@ -267,7 +259,7 @@ def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
 
 @jobs.command("show", short_help="Show a job.")
 @on_job
-@options.example("jobs show 3f2a9c81d04e")
+@commands.example("jobs show 3f2a9c81d04e")
 def show_(job: str, backend: Backend) -> Result:
     """Show everything about a job: state, worker, progress, last error, the sets it stored, and the plans in use."""
     with backend.open() as client:
@@ -277,7 +269,7 @@ def show_(job: str, backend: Backend) -> Result:
 
 @jobs.command(short_help="Follow a job to its end.")
 @on_job
-@options.example("jobs watch 3f2a9c81d04e")
+@commands.example("jobs watch 3f2a9c81d04e")
 def watch(job: str, backend: Backend) -> Result:
     """Follow a job to its end and print its result, as `tune` does; Ctrl-C leaves the job running.
 
@@ -300,7 +292,7 @@ def _why_waiting(client: JobClient, job: Job) -> list[str]:
 def _add_verb(verb: Verb, words: str) -> None:
     @jobs.command(verb, short_help=words.partition(":")[0] + ".")
     @on_job
-    @options.example(f"jobs {verb} 3f2a9c81d04e", words=words)
+    @commands.example(f"jobs {verb} 3f2a9c81d04e", words=words)
     def act(job: str, backend: Backend) -> Result:
         with backend.open() as client:
             job_after = client.jobs.act(job, verb)
@@ -321,7 +313,7 @@ for verb, words in VERB_HELP.items():
 @click.option("-o", "--out", type=FILE, default=STDOUT, help="File to write; - is standard output.")
 @backend_options
 @options.as_json
-@options.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
+@commands.example("jobs outputs 3f2a9c81d04e --out completions.jsonl")
 def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
     """Write the completions that a job has finished, in the order of its stream, one JSON object per line.
 

@@ -17,9 +17,9 @@ from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.types import Trial, check_task
 from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
-from ..terminal import options
+from ..terminal import commands, options, value_types
 from ..terminal.charts import Pictures, draw_layer_sets
-from ..terminal.options import ConfiguredGroup, ModelTask, positive
+from ..terminal.commands import ConfiguredGroup
 from ..terminal.output import Result, console, listed, note, write_text
 from ..terminal.render import (
     fixed,
@@ -31,6 +31,7 @@ from ..terminal.render import (
     stored_view,
     table,
 )
+from ..terminal.value_types import ModelTask, positive
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -39,7 +40,7 @@ TRIAL_FIGURES = ("step", "origin", "matchness", "score", "adopted")  # Fields of
 
 
 @click.group(cls=ConfiguredGroup, short_help="Show, choose, export and import layer sets.")
-@options.example("layers list", "layers best smollm2-135m/notes --json")
+@commands.example("layers list", "layers best smollm2-135m/notes --json")
 def layers() -> None:
     """The stored layer sets: look at them, choose among them, export and import."""
 
@@ -48,7 +49,7 @@ def layers() -> None:
 @options.of_model
 @options.of_task
 @options.store_and_json
-@options.example("layers list --model smollm2-135m")
+@commands.example("layers list --model smollm2-135m")
 def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     """List the stored layer sets, and the plans that have none of their own.
 
@@ -69,7 +70,7 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
 @click.option("--dtype", "tuned_dtype", help="As tuned with, for example bfloat16.  [default: any]")
 @options.alias
 @options.store_and_json
-@options.example("layers best smollm2-135m/notes --json")
+@commands.example("layers best smollm2-135m/notes --json")
 def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alias: str, store: Store) -> Result:
     """Show the best layer set of MODEL/TASK; with --json exactly the object that export writes."""
     plan = store.lookup(name.model, name.task, device_name, tuned_dtype, alias)
@@ -82,7 +83,7 @@ def best(name: ModelTask, device_name: str | None, tuned_dtype: str | None, alia
 @options.version
 @options.pictures("Draw the layer map and the search to a file as well.")
 @options.store_and_json
-@options.example("layers show smollm2-135m/notes --version 2 --png notes.png")
+@commands.example("layers show smollm2-135m/notes --version 2 --png notes.png")
 def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
     """Show a layer set of MODEL/TASK with its map, its figures and the curve of the search that found it."""
     record = _find(store, name, version)
@@ -99,10 +100,10 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
 @layers.command("export", short_help="Write a layer set as JSON.")
 @options.model_task
 @options.version
-@click.option("-o", "--out", type=options.FILE, help="Write to a file instead of stdout.")
+@click.option("-o", "--out", type=value_types.FILE, help="Write to a file instead of stdout.")
 @options.store
 @options.as_json
-@options.example("layers export smollm2-135m/notes -o notes.json")
+@commands.example("layers export smollm2-135m/notes -o notes.json")
 def export_json(name: ModelTask, version: int | None, out: str | None, store: Store, as_json: bool) -> None:
     """Write a layer set of MODEL/TASK as one JSON object, which `import` and `generate --layer-set` read.
 
@@ -118,12 +119,12 @@ def export_json(name: ModelTask, version: int | None, out: str | None, store: St
 
 
 @layers.command("import", short_help="Store layer sets from a file.")
-@click.argument("file", type=options.FILE)
-@click.option("--model", "as_model", type=options.MODEL, help="Store it under this model; for a file with one set.")
+@click.argument("file", type=value_types.FILE)
+@click.option("--model", "as_model", type=value_types.MODEL, help="Store it under this model; for a file with one set.")
 @click.option("--task", "as_task", help="Store it under this task; for a file with one set.")
 @click.option("--n-layers", type=positive, help="Depth of a model that swiftopt does not know.")
 @options.store_and_json
-@options.example("layers import skip_layers.json")
+@commands.example("layers import skip_layers.json")
 def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int | None, store: Store) -> Result:
     """Store the layer sets of FILE: an exported one, or the skip_layers.json that SWIFT's authors published.
 
@@ -144,7 +145,7 @@ def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int 
 @click.option("--version", type=positive, required=True, help="The version to choose.")
 @options.alias
 @options.store_and_json
-@options.example("layers promote smollm2-135m/notes --version 2")
+@commands.example("layers promote smollm2-135m/notes --version 2")
 def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
     """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
     return _moved("promote", name, store.promote(name.model, name.task, version, alias))
@@ -154,7 +155,7 @@ def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
 @options.model_task
 @options.alias
 @options.store_and_json
-@options.example("layers rollback smollm2-135m/notes")
+@commands.example("layers rollback smollm2-135m/notes")
 def rollback(name: ModelTask, alias: str, store: Store) -> Result:
     """Take back the last choice for MODEL/TASK."""
     return _moved("rollback", name, store.rollback(name.model, name.task, alias))
@@ -234,9 +235,9 @@ def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
 # --- models
 
 
-@options.command(short_help="List model names, and what was tuned here.")
+@commands.command(short_help="List model names, and what was tuned here.")
 @options.store_and_json
-@options.example("models")
+@commands.example("models")
 def models(store: Store) -> Result:
     """List the short names of models, which of them are on this machine, and what was loaded and tuned here.
 

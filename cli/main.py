@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from .. import __version__
 from ..core.errors import SettingsError
-from ..terminal import options, program
-from ..terminal.options import ConfiguredGroup
+from ..terminal import commands, program
+from ..terminal.commands import ConfiguredGroup
 from ..terminal.output import note
 
 NAME = "swiftopt"
@@ -173,7 +173,7 @@ class LazyGroup(ConfiguredGroup):
 @click.version_option(__version__, prog_name=NAME)
 @click.option("--no-color", is_flag=True, help="No colours; the variable NO_COLOR does the same.")
 @click.pass_context
-@options.example(
+@commands.example(
     "tune --model smollm2-135m --stream prompts.jsonl --task notes",
     'generate --model smollm2-135m --task notes --prompt "Once upon a time"',
 )

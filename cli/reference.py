@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from ..terminal import options
+from ..terminal import commands, options
 from ..terminal.output import Result
 from .main import swiftopt
 
 SHELLS = ("bash", "zsh", "fish")
 
 
-@options.command(short_help="Print a script that completes commands in a shell.")
+@commands.command(short_help="Print a script that completes commands in a shell.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @options.json
-@options.example(
+@commands.example(
     "completion bash > ~/.local/share/bash-completion/completions/swiftopt",
     "completion zsh > ~/.zfunc/_swiftopt",
     "completion fish > ~/.config/fish/completions/swiftopt.fish",

@@ -24,19 +24,11 @@ from rich.text import Text
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel, worker_command
 from ..core.settings import LOG_FORMAT
-from ..terminal import options
-from ..terminal.options import (
-    ConfiguredGroup,
-    FloatRange,
-    IntRange,
-    database_url,
-    natural,
-    open_store,
-    option,
-    pick,
-    positive,
-)
+from ..terminal import commands, inputs, options, value_types
+from ..terminal.commands import ConfiguredGroup, option
+from ..terminal.inputs import database_url, open_store, pick
 from ..terminal.output import Result, console, emit_json, note
+from ..terminal.value_types import FloatRange, IntRange, natural, positive
 
 if TYPE_CHECKING:
     from ..store.migrations import SchemaState
@@ -63,7 +55,7 @@ except SwiftoptError as error:
 requests, learning, access = (partial(option, heading) for heading in ("Requests", "Learning", "Keys and limits"))
 
 
-@options.command(
+@commands.command(
     short_help="Serve models and look-ups over HTTP, and take jobs.",
     common="models host port concurrency tune keep_prompts new_key requests_per_min redis db as_json",
 )
@@ -72,7 +64,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     "models",
     multiple=True,
     metavar="[NAME=]MODEL",
-    type=options.MODEL,
+    type=value_types.MODEL,
     help="A model to decode with: alias, hub id, folder or GGUF file; may be repeated. NAME is what clients call it.",
 )
 @click.option(
@@ -95,7 +87,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @learning("--tune/--no-tune", default=True, help="Learn from the requests that are served.")
 @learning(
     "--keep-prompts",
-    type=options.FILE,
+    type=value_types.FILE,
     help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
 )
 @access("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
@@ -123,25 +115,25 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @access("--max-body-mb", default=32, type=IntRange(1, 4096), help="Largest body, in MiB.")
 @options.machine(ServedModel, "speed")
 @option(
-    options.SERVICES,
+    commands.SERVICES,
     "--log",
     type=click.Choice(["warnings", "requests", "all"]),
     default="requests",
     help="What the log on stderr has: warnings; requests, too; or all, with health checks and metrics.",
 )
 @option(
-    options.SERVICES,
+    commands.SERVICES,
     "--stream-folder",
     "folders",
     multiple=True,
     metavar="DIR",
-    type=options.FOLDER,
+    type=value_types.FOLDER,
     help="Folder whose streams jobs may name; may be repeated.  [env: SWIFTOPT_STREAM_FOLDERS]",
 )
 @options.redis
 @options.db
 @options.as_json
-@options.example("serve --model smollm2-135m", "serve --port 8000 --stream-folder prompts", "serve --new-key ci")
+@commands.example("serve --model smollm2-135m", "serve --port 8000 --stream-folder prompts", "serve --new-key ci")
 def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values: Any) -> int:
     """Decode over HTTP, answer look-ups of layer sets, and take jobs.
 
@@ -169,7 +161,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     settings = pick(ServerSettings, {**values, **access, **sizes})
     served = _served(models, values)
     if served:
-        options.check_can_decode()
+        inputs.check_can_decode()
     with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
         host, port = values["host"], bound.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -279,7 +271,7 @@ def _new_key(name: str) -> Result:
 # --- workers
 
 
-@options.command(short_help="Run the jobs of a queue.")
+@commands.command(short_help="Run the jobs of a queue.")
 @options.queue
 @click.option("--device", default="auto", help="Where jobs that name no device run, e.g. cuda:0.")
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
@@ -287,7 +279,7 @@ def _new_key(name: str) -> Result:
 @click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
 @options.redis
 @options.db_and_json
-@options.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
+@commands.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
 def worker(
     queue: str, device: str, burst: bool, name: str | None, check: bool, redis: str | None, db: str | None
 ) -> Result:
@@ -306,7 +298,7 @@ def worker(
     for problem in problems:
         note(f"error: {problem}")
     if not check:
-        options.check_can_decode()
+        inputs.check_can_decode()
         handler = logging.StreamHandler()
         handler.addFilter(OneLineErrors())
         start_log(handler)
@@ -409,14 +401,14 @@ def _check_name(name: str, queue: RedisQueue) -> None:
 
 
 @click.group(cls=ConfiguredGroup, short_help="Migrate the database, or look at its schema.")
-@options.example("db check --db postgresql://swiftopt@db.example/swiftopt")
+@commands.example("db check --db postgresql://swiftopt@db.example/swiftopt")
 def db() -> None:
     """The schema of the database; every other command brings it to the newest by itself."""
 
 
 @db.command(short_help="Bring the database to the newest schema.")
 @options.db_and_json
-@options.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
+@commands.example("db upgrade --db postgresql://swiftopt@db.example/swiftopt")
 def upgrade(db: str | None) -> Result:
     """Bring the database to the newest schema; a new one is created. Rows stay."""
     from ..store.migrations import bring_to_head
@@ -428,7 +420,7 @@ def upgrade(db: str | None) -> Result:
 
 @db.command(short_help="Print the schema that the database has.")
 @options.db_and_json
-@options.example("db current")
+@commands.example("db current")
 def current(db: str | None) -> Result:
     """Print the revision of the database's schema, or `empty`; nothing is changed or created."""
     from ..store.migrations import look
@@ -439,7 +431,7 @@ def current(db: str | None) -> Result:
 
 @db.command(short_help="End with 0 if the schema is the newest, else with 1.")
 @options.db_and_json
-@options.example("db check && swiftopt serve")
+@commands.example("db check && swiftopt serve")
 def check(db: str | None) -> Result:
     """End with 0 if the database has the newest schema, else say what it has and end with 1; nothing is changed."""
     from ..store.migrations import look

@@ -21,11 +21,13 @@ from ..core.streams import read_stream
 from ..core.types import Prompt, Verdict
 from ..models.saved import refuse_existing
 from ..models.sources import check_names
-from ..terminal import options
+from ..terminal import commands, inputs, options, value_types
 from ..terminal.charts import Pictures, draw_ratios
-from ..terminal.options import PATH, ModelTask, measurement, option, pick, positive
+from ..terminal.commands import measurement, option
+from ..terminal.inputs import pick
 from ..terminal.output import Result, StepNotes, note
 from ..terminal.render import folding, interval, number, numeric, table
+from ..terminal.value_types import PATH, ModelTask, positive
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -43,19 +45,19 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # --- export
 
 
-@options.command(short_help="Write a plan as the files of another engine.")
+@commands.command(short_help="Write a plan as the files of another engine.")
 @options.model_task
 @click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine.")
-@click.option("--out", type=options.FOLDER, required=True, help="A new folder to write to.")
+@click.option("--out", type=value_types.FOLDER, required=True, help="A new folder to write to.")
 @options.version
 @click.option(
     "--stream",
-    type=options.FILE,
+    type=value_types.FILE,
     help="Prompts on which the draft's acceptance with keys and values of its own is measured; it then decides.",
 )
 @click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
 @options.store_and_json
-@options.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
+@commands.example("export smollm2-135m/notes --to vllm --out notes-draft --stream prompts.jsonl")
 def export(
     name: ModelTask, engine: str, out: str, version: int | None, stream: str | None, limit: int, store: Store
 ) -> Result:
@@ -105,19 +107,19 @@ def server_of(text: str) -> tuple[str, str]:
     return name, url
 
 
-engine_options = options.together(
+engine_options = commands.together(
     option(
-        options.ENGINES,
+        commands.ENGINES,
         "--engine",
         metavar="NAME",
         type=click.Choice(ENGINES),
         help=f"Tune another engine: what it can draft with is tried there. One of {', '.join(ENGINES)}.",
     ),
     option(
-        options.ENGINES,
+        commands.ENGINES,
         "--engine-url",
         "engine_urls",
-        type=options.Parsed("NAME=URL", server_of),
+        type=value_types.Parsed("NAME=URL", server_of),
         multiple=True,
         help="Its server at an address, plain=URL first; repeatable.  [default: it is installed and started]",
     ),
@@ -144,7 +146,7 @@ def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
         raise InvalidInput("--draft-model is for engines that swiftopt starts: leave it out with --engine-url")
     used = USED if servers else (*USED, "device")
     for param in click.get_current_context().command.params:
-        if param.name not in used and options.on_command_line(param.name or ""):
+        if param.name not in used and inputs.on_command_line(param.name or ""):
             flag, engine = param.opts[0], values["engine"]
             note(f"warning: {flag} has no effect with --engine, which runs {engine} itself, greedily")
     prompts = options.prompts_of(values["stream"], values["task"], values["limit"], values["form"])
@@ -158,7 +160,7 @@ def tune_engine(pictures: Pictures, values: Mapping[str, Any]) -> Result | None:
     from .tuning import EngineTuneRequest, EngineTuning
 
     request = pick(EngineTuneRequest, {**values, "servers": servers})
-    with options.open_store(values["db"]) as store:
+    with inputs.open_store(values["db"]) as store:
         tuned = EngineTuning(request, store, note).run(prompts)
     tasks = [{**asdict(task), "found": task.found.to_json()} for task in tuned]
     value = {"schema": "swiftopt.tune-engine/1", "model": request.model, "engine": request.engine, "tasks": tasks}
@@ -194,17 +196,17 @@ def _beside_plain(verdict: Verdict) -> str:
 # --- import
 
 
-@options.command("import", short_help="Store what an engine's own benchmark measured.")
+@commands.command("import", short_help="Store what an engine's own benchmark measured.")
 @options.model_task
 @click.option("--plain", type=PATH, required=True, help="The benchmark of plain decoding.")
 @click.option("--drafted", type=PATH, required=True, help="The same requests with the plan.")
-@click.option("--exported", type=options.FOLDER, help="What was run: a folder that `export` wrote.")
+@click.option("--exported", type=value_types.FOLDER, help="What was run: a folder that `export` wrote.")
 @click.option("--engine", type=click.Choice(ENGINES), help="The engine, where what was run is no exported plan.")
 @click.option("--settings", type=PATH, help="The engine's settings then, as a JSON object.")
 @click.option("--device", "device_name", help="The machine of the benchmark, for example 'NVIDIA H200'.")
 @click.option("--dtype", "run_dtype", help="What the engine computed in, for example bfloat16.")
 @options.store_and_json
-@options.example("import smollm2-135m/notes --exported notes-vllm --plain plain.json --drafted drafted.json")
+@commands.example("import smollm2-135m/notes --exported notes-vllm --plain plain.json --drafted drafted.json")
 def import_(
     name: ModelTask,
     plain: Path,
@@ -263,12 +265,12 @@ def _plan_that_ran(
 # --- benchmark
 
 
-@options.command(
+@commands.command(
     short_help="swiftopt and other engines on the same prompts.",
     common="model stream task limit max_new_tokens words base exported png db as_json",
 )
 @options.model_and_stream
-@options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", options.PROMPTS)
+@options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", commands.PROMPTS)
 @options.limit
 @options.form
 @measurement("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
@@ -276,20 +278,20 @@ def _plan_that_ran(
 @measurement(
     "--assistant",
     metavar="MODEL",
-    type=options.MODEL,
+    type=value_types.MODEL,
     help="The smaller model that drafts for transformers/assisted.",
 )
 @measurement(
     "--exported",
     multiple=True,
-    type=options.FOLDER,
+    type=value_types.FOLDER,
     help="What `swiftopt export` wrote, a row of its engine; repeatable.",
 )
 @measurement("--base", metavar="ROW", help="Row of the ratios.  [default: llama.cpp's faster plain one]")
 @measurement("--threads", type=positive, help="Threads of each engine.  [default: as many as the machine has cores]")
 @measurement("--timeout", "timeout_s", type=positive, default=600, help="Seconds for one answer.")
-@options.from_field(
-    options.MACHINE,
+@commands.from_field(
+    commands.MACHINE,
     GenerateRequest,
     "dtype",
     "auto (as stored) or one of the others, for those that take it.",
@@ -298,7 +300,7 @@ def _plan_that_ran(
 @options.shared(GenerateRequest, "device", "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db_and_json
-@options.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
+@commands.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
 @options.read
 def peers(
     prompts: Sequence[Prompt],
@@ -322,7 +324,7 @@ def peers(
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
     """
     names = words.split(",")
-    request = options.decoding_request(values, assistant)
+    request = inputs.decoding_request(values, assistant)
 
     from .peers import all_rows, chosen_rows
 
@@ -342,7 +344,7 @@ def peers(
     folder = local_folder(resolve(request.model), StepNotes("load: "))
     drafting = local_folder(resolve(assistant), StepNotes("load: ")) if assistant else None
     given = {"threads": threads} if threads else {}
-    places = {"folder": folder, "db": options.database_url(db) if db else None}
+    places = {"folder": folder, "db": inputs.database_url(db) if db else None}
     device = chosen_device(request.device, folder, request.dtype)
     common = pick(TurnsRequest, {**values, **given, **places, "device": device})
     questions = questions_of(folder, prompts, request.max_new_tokens)

@@ -24,9 +24,10 @@ from ..store import Store
 from ..tasks.compare import first_turns, made_on, open_models, task_of
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, Interleaved, OnRun, decoder, figures
-from ..terminal import options, program
+from ..terminal import commands, options, program
 from ..terminal.charts import Pictures, draw_ratios
-from ..terminal.options import PROMPTS, decoding_request, open_store
+from ..terminal.commands import PROMPTS
+from ..terminal.inputs import decoding_request, open_store
 from ..terminal.output import Result, RunNotes, StepNotes
 from ..terminal.render import folding, heading, number, numeric, table
 from .ablation_recipes import AblationRecipes
@@ -182,7 +183,7 @@ def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, flo
 # --- command line
 
 
-@options.command()
+@commands.command()
 @click.argument("name")
 @options.model_and_stream
 @options.task("plan", "Whose stored layer set, heads and probe to use.  [default: the stream's task]", PROMPTS)

@@ -20,9 +20,10 @@ from ..core.requests import BASE, CompareRequest, GenerateRequest, ModelRequest,
 from ..core.settings import preset_of
 from ..core.streams import read_stream
 from ..core.types import Prompt, Sampling
-from ..terminal import options
+from ..terminal import commands, options, value_types
 from ..terminal.charts import BLUE, Pictures, model_name, picture
-from ..terminal.options import Decorator, ModelTask, decoding_request, from_field, open_store, option, pick, positive
+from ..terminal.commands import Decorator, from_field, option
+from ..terminal.inputs import decoding_request, open_store, pick
 from ..terminal.output import Result, StepNotes, console, listed, note, writing
 from ..terminal.render import (
     ROOMY,
@@ -37,6 +38,7 @@ from ..terminal.render import (
     sparkline,
     table,
 )
+from ..terminal.value_types import ModelTask, positive
 from .training.settings import HeadSettings, ProbeSettings, TrainingStep
 
 if TYPE_CHECKING:
@@ -50,14 +52,14 @@ CURVE_COLUMNS = 60
 LOSSES = {"heads": "KL to the last layer, nats", "probe": "binary cross-entropy, nats"}
 
 
-@click.group(cls=options.ConfiguredGroup, short_help="Train heads that predict tokens early.")
-@options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
+@click.group(cls=commands.ConfiguredGroup, short_help="Train heads that predict tokens early.")
+@commands.example("heads train --model smollm2-135m --stream prompts.jsonl --task code", "heads list")
 def heads() -> None:
     """Light heads at intermediate layers, which `adadecode` and `paradecode` predict tokens with."""
 
 
-@click.group(cls=options.ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
-@options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
+@click.group(cls=commands.ConfiguredGroup, short_help="Train a probe that predicts acceptance.")
+@commands.example("probe train --model smollm2-135m --stream prompts.jsonl --task code", "probe list")
 def probe() -> None:
     """A linear probe at an early exit, which `adaspeed-probe` decides with when to stop drafting."""
 
@@ -78,18 +80,18 @@ TRAINING = "Training"  # Heading of the training options in --help.
 def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Decorator[Any]:
     """Return the options shared by both `train` commands, with defaults from `settings`."""
     field = partial(from_field, TRAINING, settings)
-    return options.together(
+    return commands.together(
         options.model,
         click.option(
             "--stream",
             "streams",
             required=True,
             multiple=True,
-            type=options.FILE,
+            type=value_types.FILE,
             help="Prompts, one JSON object per line; - is standard input; may be repeated.",
         ),
         options.task("result", "What to store it under.  [default: the prompts' own task, or mixed]"),
-        option(options.PROMPTS, "--limit", type=positive, help="Take only the first prompts of each stream."),
+        option(commands.PROMPTS, "--limit", type=positive, help="Take only the first prompts of each stream."),
         field("epochs", "Passes over all positions."),
         field("minutes", "End training after so long; completing the prompts is extra."),
         field("learning_rate", "Adam's, at its highest."),
@@ -107,10 +109,10 @@ def training_options(settings: type[HeadSettings] | type[ProbeSettings]) -> Deco
     HeadSettings,
     "layers",
     "Layers run before each head.  [default: 0.6, 0.73 and 0.87 of the depth]",
-    type=options.Parsed("N,N,…", _layers),
+    type=value_types.Parsed("N,N,…", _layers),
 )
 @option(TRAINING, "--full", is_flag=True, help="Train whole heads, not transforms before the model's own.")
-@options.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
+@commands.example("heads train --model smollm2-135m --stream prompts.jsonl --task code --minutes 10")
 def train_heads(pictures: Pictures, **values: Any) -> Result:
     """Train heads that say after some layers what the last one will say, on the model's own greedy completions.
 
@@ -125,7 +127,7 @@ def train_heads(pictures: Pictures, **values: Any) -> Result:
 @training_options(ProbeSettings)
 @from_field(TRAINING, ProbeSettings, "layer", "Layers run before the exit.  [default: a quarter of the depth]")
 @from_field(TRAINING, ProbeSettings, "sampling", "How the exit's token is chosen, and what counts as accepted.")
-@options.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
+@commands.example("probe train --model smollm2-135m --stream prompts.jsonl --task code --sampling top-p")
 def train_probe(pictures: Pictures, **values: Any) -> Result:
     """Train a probe that predicts from an early state whether the token read there will be accepted.
 
@@ -183,22 +185,22 @@ class StepPrinter:
 # --- commands: `layers search` and presets of `tune`
 
 
-@options.command(short_help="Self-SD's offline search for a layer set.")
+@commands.command(short_help="Self-SD's offline search for a layer set.")
 @options.model_and_stream
 @options.task("result", "Task to store the set under.  [default: the first prompt's own]")
-@options.option(options.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
-@options.option(options.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
-@options.option(
-    options.SEARCH,
+@commands.option(commands.PROMPTS, "--limit", type=positive, default=4, help="Prompts that each candidate decodes.")
+@commands.option(commands.SEARCH, "--max-steps", type=positive, default=200, help="Candidates to try at most.")
+@commands.option(
+    commands.SEARCH,
     "--minutes",
-    type=options.FloatRange(min=0, min_open=True),
+    type=value_types.FloatRange(min=0, min_open=True),
     help="Begin no candidate after this time.",
 )
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens")
 @options.shared(Sampling, "seed")
 @options.db_and_json
-@options.example(
+@commands.example(
     "layers search --model smollm2-135m --stream prompts.jsonl --task notes --minutes 10 --max-new-tokens 32"
 )
 @options.read
@@ -266,7 +268,7 @@ def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str)
     @options.of_model
     @options.of_task
     @options.store_and_json
-    @options.example(f"{kind} list", words=f"List the stored {several}, newest first.")
+    @commands.example(f"{kind} list", words=f"List the stored {several}, newest first.")
     def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
         records = store.learned_list(of_model, of_task, kind)
         value = {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]}
@@ -278,7 +280,7 @@ def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str)
     @newest_version
     @options.pictures("Draw the loss curve to a file as well.")
     @options.store_and_json
-    @options.example(f"{kind} show smollm2-135m/code", words=f"Show the figures of {one}, and the curve of the loss.")
+    @commands.example(f"{kind} show smollm2-135m/code", words=f"Show the figures of {one}, and the curve of the loss.")
     def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
         pictures.draw(draw_loss, record)
@@ -288,9 +290,9 @@ def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str)
     @group.command("export", short_help=f"Write {one} to a file.")
     @options.model_task
     @newest_version
-    @click.option("-o", "--out", required=True, type=options.FILE, help="File to write.")
+    @click.option("-o", "--out", required=True, type=value_types.FILE, help="File to write.")
     @options.store_and_json
-    @options.example(
+    @commands.example(
         f"{kind} export smollm2-135m/code -o {kind}.safetensors",
         words=f"Write {one} to a safetensors file, which names the model that it was trained on.",
     )

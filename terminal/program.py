@@ -13,7 +13,7 @@ import click
 
 from ..core import collector
 from ..core.errors import SwiftoptError
-from .options import lacks
+from .inputs import lacks
 from .output import INTERRUPTED, note, silence
 
 # Error codes when stdout cannot be written.

@@ -9,8 +9,10 @@ import click
 
 from ..core.settings import AUTO, FORMATS, STORED, Branching, SwiftSettings, TuningSettings, preset_of, presets
 from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
-from .options import SEARCH, Parsed, beginning, from_field, on_command_line, option, positive, together
+from .commands import SEARCH, from_field, option, together
+from .inputs import on_command_line
 from .output import note
+from .value_types import Parsed, beginning, positive
 
 
 def _branching(text: str) -> Branching:

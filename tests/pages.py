@@ -19,7 +19,7 @@ import click
 
 from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
 from swiftopt.server.openapi import bare_app
-from swiftopt.terminal.options import ALL_OPTIONS
+from swiftopt.terminal.commands import ALL_OPTIONS
 from swiftopt.terminal.output import INTERRUPTED
 
 ROOT = Path(__file__).parent.parent

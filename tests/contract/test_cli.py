@@ -30,7 +30,7 @@ from swiftopt.core.requests import JobSpec
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.models.loading import random_runtime
 from swiftopt.store import Store
-from swiftopt.terminal.options import MANY, GroupedCommand
+from swiftopt.terminal.commands import MANY, GroupedCommand
 
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 HEAVY = {"torch", "transformers", "sqlalchemy", "matplotlib", "optuna", "bayes_opt", "sklearn"}

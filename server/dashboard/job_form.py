@@ -1,0 +1,183 @@
+"""The form for a new job: its fields, their labels, and the submission of what it was sent with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+from starlette.datastructures import FormData
+
+from ...core.errors import (
+    ModelNotFound,
+    StoreError,
+    SwiftoptError,
+    UnsupportedModel,
+)
+from ...core.requests import DEFAULT_QUEUE, Job, TuneRequest
+from ...core.serialization import explained
+from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
+from ...core.types import Sampling
+from ...models.sources import DTYPES
+from ...optimizer.strategies import STRATEGIES
+from .. import jobs as api
+from ..jobs import JobSubmission, StreamSource
+from ..middleware import State
+
+NAMES_OFFERED = 200  # Most suggestions for a text field.
+LABELS = {  # Field -> label, where the field's name is not clear enough.
+    "limit": "Take only the first prompts",
+    "max_new_tokens": "Tokens per completion",
+    "concurrency": "Prompts decoded at once",
+    "dtype": "Weights as",
+    "speed": "How passes are computed",
+    "n_prompts": "Prompts",
+    "settings.optimise": "Search for layer sets",
+    "settings.search_drafting": "Choose drafting by measured time",
+    "settings.strategy": "Search strategy",
+    "settings.exportable": "Only sets that other engines load",
+    "settings.draft_format": "Format of draft weights",
+    "settings.max_steps": "Candidates at most",
+    "settings.patience": "Candidates without a better one that end the search",
+    "settings.context_window": "Tokens that a candidate is scored on",
+    "settings.bayes_interval": "Candidates between two suggestions",
+    "settings.seed": "Seed of the search",
+    "sampling.seed": "Seed of sampling",
+    "sampling.top_k": "Top k (0: off)",
+    "sampling.min_p": "Min p (0: off)",
+}
+
+
+def label(name: str) -> str:
+    """Return a field's label: one of its own, or its last name in words."""
+    words = name.rpartition(".")[2].replace("_", " ")
+    return LABELS.get(name, words[:1].upper() + words[1:])
+
+
+NUMBER: TypeAdapter[int | float] = TypeAdapter(int | Annotated[float, Field(allow_inf_nan=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of the form: `value` is its default as shown; with `choices` one of them is chosen."""
+
+    name: str
+    value: str
+    kind: Literal["text", "number", "choice"]
+    choices: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its label in the form."""
+        return label(self.name)
+
+    def read(self, text: str) -> Any:
+        """Return the value of a text; one that should be a number and is not stays a text, which validation refuses."""
+        if self.choices == ("yes", "no"):
+            return text == "yes"
+        with suppress(ValueError):
+            return NUMBER.validate_strings(text) if self.kind == "number" else text
+        return text
+
+
+def options_of(kind: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
+    """Return an option for each field of a record that is a single value; `names` choose some."""
+    choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS), "dtype": DTYPES}
+    hints, options = get_type_hints(kind), []
+    for field in fields(kind):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        default = "" if field.default is MISSING or field.default is None else field.default
+        kinds = {hint, *get_args(hint)}
+        if names and field.name not in names:
+            continue
+        if hint is bool:
+            options.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
+        elif get_origin(hint) is Literal or field.name in choices:
+            options.append(Option(name, str(default), "choice", choices.get(field.name, get_args(hint))))
+        elif kinds & {int, float} and get_origin(hint) is not tuple:
+            options.append(Option(name, f"{default:g}" if default != "" else "", "number"))
+        elif hint is str:
+            options.append(Option(name, str(default), "text"))
+    return options
+
+
+FIRST = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
+REST = {
+    "The model": [
+        *options_of(TuneRequest, names=("device", "dtype", "speed")),
+        Option("queue", DEFAULT_QUEUE, "text"),
+    ],
+    "The search and its drafts": options_of(TuningSettings, "settings."),
+    "Sampling": options_of(Sampling, "sampling."),
+}
+OPTIONS = {option.name: option for option in (*FIRST, *(each for group in REST.values() for each in group))}
+
+
+def _text(form: FormData, name: str) -> str:
+    value = form.get(name, "")
+    return value.strip() if isinstance(value, str) else ""
+
+
+def submitted_values(form: FormData, stream: str) -> dict[str, Any]:
+    """Return the form as values of a `JobSubmission`, without those at their defaults."""
+    values: dict[str, Any] = {"model": _text(form, "model"), "stream": {"name": stream}}
+    if task := _text(form, "task"):
+        values["task"] = task
+    for name, option in OPTIONS.items():
+        text = _text(form, name)
+        if text not in ("", option.value):
+            group, _, leaf = name.rpartition(".")
+            (values.setdefault(group, {}) if group else values)[leaf] = option.read(text)
+    return values
+
+
+def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job, bool]:
+    """Submit the job of a form; returns it and whether it is new. `data` are the bytes of a file of that name, if any.
+
+    Raises: ValidationError: a value cannot be used. SwiftoptError: the stream cannot, or the database is away.
+    """
+    body = JobSubmission.model_validate(submitted_values(form, file or _text(form, "stream")))
+    if file:
+        sha256, _ = api.keep_upload(app, data, body.task or PurePosixPath(file).stem)
+        body = body.model_copy(update={"task": None, "stream": StreamSource(upload=sha256)})
+    prompts, stream, task = api.prompts_of(app, body)
+    return app.board.submit(body.tune_request(stream, task), prompts, body.queue)
+
+
+def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]:
+    """Return the errors of a form as (name of the field, sentence)."""
+    if isinstance(error, SwiftoptError):
+        about = "model" if isinstance(error, ModelNotFound | UnsupportedModel) else "stream"
+        return [(error.param or about, str(error))]
+    problems = []
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"][:2])
+        name = "stream" if name.startswith("stream") else name
+        problems.append(
+            (name, explained([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
+        )
+    return problems
+
+
+def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the values of the form: its texts, its errors, and suggestions of names."""
+    models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
+    with suppress(StoreError):  # Without the database, suggest fewer names.
+        models_known |= dict.fromkeys(app.store.model_names())
+    folders = app.settings.stream_folders
+    return {
+        "typed": {name: _text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
+        "wrong": wrong,
+        "wrong_at": {name for name, _ in wrong},
+        "first": FIRST,
+        "rest": REST,
+        "opened": any(
+            name not in ("", "model", "task", "stream", *(field.name for field in FIRST)) for name, _ in wrong
+        ),
+        "models": list(models_known)[:NAMES_OFFERED],
+        "streams": api.stream_names(folders)[:NAMES_OFFERED],
+        "has_folders": bool(folders),
+    }
