@@ -55,8 +55,8 @@ def create_app(
     app = bare_app()
     for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
-    kept = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
-    storage = StorageCheck(store, [file.absolute().parent for file in kept])
+    prompt_files = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
+    storage = StorageCheck(store, [file.absolute().parent for file in prompt_files])
     tokens = RateLimit(settings.tokens_per_min, counted=True)
     app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage)
     pages_for_browsers(app)
@@ -91,51 +91,53 @@ def listen(host: str, port: int, settings: ServerSettings) -> socket.socket:
             " put its entry into SWIFTOPT_API_KEYS, or listen on 127.0.0.1"
         )
     # Name the protocol: with protocol 0, asyncio does not set TCP_NODELAY, which delays each answer by 40 ms.
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sys.platform == "linux":  # Accepted connections inherit this option.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CLIENT_STALL_TIMEOUT_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CLIENT_STALL_TIMEOUT_S)
     try:
-        bound.bind(address)
-        bound.listen(BACKLOG)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
-        bound.close()
-        taken = error.errno == errno.EADDRINUSE
-        advice = "end the program that has it, or choose another --port" if taken else "choose another --host or --port"
+        listener.close()
+        is_taken = error.errno == errno.EADDRINUSE
+        advice = (
+            "end the program that has it, or choose another --port" if is_taken else "choose another --host or --port"
+        )
         raise SettingsError(
             f"cannot listen on {host} port {port} ({(error.strerror or '').lower()}): {advice}"
         ) from error
-    return bound
+    return listener
 
 
 def serve(
-    bound: socket.socket,
+    listener: socket.socket,
     store: Store,
     redis_url: str | None,
     settings: ServerSettings,
     on_state: OnState = lambda name, state: None,
-    served: Sequence[ServedModel] = (),
+    models: Sequence[ServedModel] = (),
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; running completions then get `settings.drain_s` to finish.
 
     Raises: SettingsError: the Redis URL cannot be used.
     """
     queue = RedisQueue(redis_url) if redis_url else None
-    engines = Engines(served, settings.max_waiting, on_state)
-    app = create_app(store, JobService(store, queue, served), settings, queue, engines)
+    engines = Engines(models, settings.max_waiting, on_state)
+    app = create_app(store, JobService(store, queue, models), settings, queue, engines)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,  # AccessMiddleware writes the access log.
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=settings.drain_s + ABORT_GRACE_S if served else DRAIN_S,
+        timeout_graceful_shutdown=settings.drain_s + ABORT_GRACE_S if models else DRAIN_S,
     )
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # Keep existing objects out of full garbage collections, which would block look-ups for 80 ms.
     with _reconciling(store, queue), _quiet_end():
-        _Server(config, engines, settings.drain_s).run(sockets=[bound])
+        _Server(config, engines, settings.drain_s).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
@@ -176,9 +178,9 @@ def _quiet_end() -> Iterator[None]:
     def ignore(number: int, frame: FrameType | None) -> None:
         logging.getLogger(__name__).info("ended by %s", signal.Signals(number).name)
 
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

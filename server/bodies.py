@@ -47,9 +47,9 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        for part in schemas_in(schema):
-            if part.get("type") in ("list", "dict"):
-                part["fail_fast"] = True
+        for subschema in schemas_in(schema):
+            if subschema.get("type") in ("list", "dict"):
+                subschema["fail_fast"] = True
         return schema
 
 
@@ -63,8 +63,8 @@ class Strict(Body):
     def _with_one_unknown_key(cls, values: Any) -> Any:
         if not isinstance(values, dict) or len(unknown := values.keys() - cls.model_fields.keys()) < 2:
             return values
-        first = next(key for key in values if key in unknown)
-        return {key: value for key, value in values.items() if key == first or key not in unknown}
+        first_unknown = next(key for key in values if key in unknown)
+        return {key: value for key, value in values.items() if key == first_unknown or key not in unknown}
 
 
 class Lenient(Body):
@@ -85,22 +85,22 @@ class Lenient(Body):
     @property
     def ignored(self) -> list[str]:
         """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
-        places = {dotted(place) for place in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
-        return [json.dumps(place)[1:-1] for place in sorted(places)]
+        paths = {dotted(path) for path in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
+        return [json.dumps(path)[1:-1] for path in sorted(paths)]
 
     def unused(self) -> Iterator[str]:
         """Yield the places of known fields that have no effect beside the others."""
         yield from ()
 
 
-def unknown_keys(value: Any, place: Place = ()) -> Iterator[Place]:
+def unknown_keys(value: Any, path: Place = ()) -> Iterator[Place]:
     """Yield the places of the keys that nobody knows, in a request or a part of one, at any depth."""
     if isinstance(value, list):
-        for i, part in enumerate(value):
-            yield from unknown_keys(part, (*place, i))
+        for i, element in enumerate(value):
+            yield from unknown_keys(element, (*path, i))
     if not isinstance(value, Lenient):
         return
     if not value.PASSES_ON:
-        yield from ((*place, key) for key, given in (value.model_extra or {}).items() if given is not None)
+        yield from ((*path, key) for key, extra_value in (value.model_extra or {}).items() if extra_value is not None)
     for name, field in type(value).model_fields.items():
-        yield from unknown_keys(getattr(value, name), (*place, field.alias or name))
+        yield from unknown_keys(getattr(value, name), (*path, field.alias or name))

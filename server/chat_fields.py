@@ -29,20 +29,20 @@ class Message(Lenient):
     function_call: dict[str, Any] | None = None
     audio: Any = None
 
-    def said(self, place: str) -> dict[str, Any]:
+    def as_template_message(self, path: str) -> dict[str, Any]:
         """Return it as templates read it: with the content as a text.
 
         Raises: InvalidInput: a part of it is no text, or a call names no function.
         """
         if self.audio is not None:
-            raise UnsupportedField(f"{place}.audio: only text is read here, send it as content", f"{place}.audio")
+            raise UnsupportedField(f"{path}.audio: only text is read here, send it as content", f"{path}.audio")
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        texts = (text_of(self.content or "", f"{place}.content"), self.refusal)
+        texts = (text_of(self.content or "", f"{path}.content"), self.refusal)
         message |= {"role": self.role, "content": "\n".join(filter(None, texts))}
-        calls = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
+        calls = [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
         # A `function_call` has no id: derive one from the function's name, to match the message with its result.
         if self.function_call is not None:
-            function = _call({"function": self.function_call}, place, "function_call")
+            function = _call({"function": self.function_call}, path, "function_call")
             calls.append({"id": f"call_{self.function_call['name']}", **function})
         if self.role == "function":
             message |= {"role": "tool", "tool_call_id": f"call_{message.get('name')}"}
@@ -52,20 +52,20 @@ class Message(Lenient):
 def plain_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
     """Return the messages as templates read them.
 
-    Raises: InvalidInput: as `Message.said`.
+    Raises: InvalidInput: as `Message.as_template_message`.
     """
-    return tuple(message.said(f"messages[{i}]") for i, message in enumerate(messages))
+    return tuple(message.as_template_message(f"messages[{i}]") for i, message in enumerate(messages))
 
 
-def _call(call: Mapping[str, Any], place: str, key: str = "function") -> dict[str, Any]:
+def _call(call: Mapping[str, Any], path: str, key: str = "function") -> dict[str, Any]:
     """Return an earlier call of a function, whose arguments may be anything."""
     if (kind := call.get("type", "function")) != "function":
-        raise UnsupportedValue(f"{place} is of type {kind!r}: only calls of functions are read here", f"{place}.type")
+        raise UnsupportedValue(f"{path} is of type {kind!r}: only calls of functions are read here", f"{path}.type")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidInput(f"{place} has no function: send the call as it was answered", f"{place}.{key}")
+        raise InvalidInput(f"{path} has no function: send the call as it was answered", f"{path}.{key}")
     if not isinstance(name := function.get("name"), str) or not name:
-        raise InvalidInput(f"{place}.{key} has no name: send the call as it was answered", f"{place}.{key}.name")
+        raise InvalidInput(f"{path}.{key} has no name: send the call as it was answered", f"{path}.{key}.name")
     return {**call, "type": "function", "function": {"arguments": None, **function}}
 
 
@@ -86,7 +86,7 @@ class Tool(Lenient):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keeping(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
+    def _keep_client_form(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
         tool = handler(values)
         if isinstance(values, dict):
             tool._given = values

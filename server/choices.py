@@ -39,11 +39,11 @@ def _finite(number: str) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
-def _refused(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refused)
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 
 
 class ToolParser:
@@ -66,26 +66,26 @@ class ToolParser:
         if self._is_full():
             return ""
         self._held += text
-        shown = ""
+        visible = ""
         is_closed = "}" in text or "]" in text
         self._drop_end()
-        while not self._is_full() and (before := self._take_block(is_closed or ">" in text)) is not None:
-            shown, self._after_call = shown + before, True
+        while not self._is_full() and (preceding_text := self._take_block(is_closed or ">" in text)) is not None:
+            visible, self._after_call = visible + preceding_text, True
             self._drop_end()
         is_open = self._may_be_calls(is_closed)
         if self._is_full():
             self._held = ""
         if is_open:
-            return shown
+            return visible
         self._drop_end()
         if self._after_call:
             if self._end_mark.startswith(self._held):
-                return shown
+                return visible
             self._after_call = False
-        cut = min(settled(self._held, [CALL_BEGINS]), self._open_fence())
-        shown, self._held = shown + self._held[:cut], self._held[cut:]
-        self._has_text = self._has_text or bool(shown.strip())
-        return shown
+        n_visible = min(settled(self._held, [CALL_BEGINS]), self._open_fence())
+        visible, self._held = visible + self._held[:n_visible], self._held[n_visible:]
+        self._has_text = self._has_text or bool(visible.strip())
+        return visible
 
     def end(self) -> str:
         """End the completion; return the remaining text that is no tool call."""
@@ -93,8 +93,8 @@ class ToolParser:
         if not self._is_forced or self.calls:
             return rest
         self.is_cut = True
-        if (cut := _CUT_CALL.match(rest)) is not None:
-            self._add(json.loads(cut[1]), cut[2])
+        if (cut_call := _CUT_CALL.match(rest)) is not None:
+            self._add(json.loads(cut_call[1]), cut_call[2])
         return ""
 
     def _drop_end(self) -> None:
@@ -119,10 +119,10 @@ class ToolParser:
         if not tag and any(tag.startswith(start) for tag in TAGS):
             return True
         body = start.removeprefix(tag).lstrip()
-        within = body[1:].lstrip()
+        after_bracket = body[1:].lstrip()
         if not body:
             return True
-        if body[0] not in "[{" or (body[0] == "[" and within and within[0] != "{"):
+        if body[0] not in "[{" or (body[0] == "[" and after_bracket and after_bracket[0] != "{"):
             return False
         if not is_closed:
             return True
@@ -136,18 +136,18 @@ class ToolParser:
 
     def _take_block(self, is_closed: bool) -> str | None:
         """Parse the first call between tags or in a code block; return the text before it, None without a call."""
-        for begin in _BEGIN.finditer(self._held) if is_closed else ():
+        for opening in _BEGIN.finditer(self._held) if is_closed else ():
             try:
-                calls, end = _JSON.raw_decode(self._held, begin.end())
+                calls, end = _JSON.raw_decode(self._held, opening.end())
             except (ValueError, RecursionError):
                 continue
             tag_end = _TAG_END.match(self._held, end)
-            if (tag_end is None and begin["tag"]) or not self._take_all(calls):
+            if (tag_end is None and opening["tag"]) or not self._take_all(calls):
                 continue
-            before = self._held[: begin.start()]
-            self._end_mark = "" if begin["tag"] else FENCE
-            self._held = self._held[tag_end.end() if begin["tag"] and tag_end is not None else end :]
-            return before
+            preceding_text = self._held[: opening.start()]
+            self._end_mark = "" if opening["tag"] else FENCE
+            self._held = self._held[tag_end.end() if opening["tag"] and tag_end is not None else end :]
+            return preceding_text
         return None
 
     def _open_fence(self) -> int:
@@ -167,7 +167,7 @@ class ToolParser:
             return False
         for call in calls:
             arguments = call.get("arguments", call.get("parameters", {}))
-            self._add(call["name"], arguments if isinstance(arguments, str) else _written(arguments))
+            self._add(call["name"], arguments if isinstance(arguments, str) else _arguments_json(arguments))
         return bool(calls)
 
     def _add(self, name: str, arguments: str) -> None:
@@ -176,7 +176,7 @@ class ToolParser:
             self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
 
 
-def _written(arguments: Any) -> str:
+def _arguments_json(arguments: Any) -> str:
     """Return arguments as JSON; lone surrogates, which UTF-8 cannot encode, are escaped."""
     text = json.dumps(arguments, ensure_ascii=False)
     return json.dumps(arguments) if re.search("[\ud800-\udfff]", text) else text
@@ -206,12 +206,12 @@ class ThoughtParser:
         thought = ""
         if self.is_open:
             self._strip()
-            cut = settled(self._held, [THOUGHT])
-            thought = self._held[:cut].rstrip("\n")
-            if not self._held.startswith(THOUGHT, cut):
+            thought_end = settled(self._held, [THOUGHT])
+            thought = self._held[:thought_end].rstrip("\n")
+            if not self._held.startswith(THOUGHT, thought_end):
                 self._held = self._held[len(thought) :]
                 return thought, ""
-            self._held = self._held[cut + len(THOUGHT) :]
+            self._held = self._held[thought_end + len(THOUGHT) :]
             self.is_open, self._strips = False, True
         self._strip()
         answer, self._held = self._held, ""
@@ -271,7 +271,7 @@ class Choice:
     def __post_init__(self) -> None:
         self.tools = ToolParser(self.names, self.is_forced, self.most_calls) if self.names else None
 
-    def again(self) -> Choice:
+    def fresh_copy(self) -> Choice:
         """Return a fresh copy of the choice, for a new engine process that decodes it again."""
         return Choice(self.index, self.reply, self.names, self.is_forced, self.most_calls)
 
@@ -324,20 +324,23 @@ class Choice:
                 self.n_thought = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
         return rest if self.tools is None else self.tools.add(rest) + self.tools.end()
 
-    def offset(self, piece: Piece, whole: str) -> int:
+    def offset(self, piece: Piece, text: str) -> int:
         """Return the next token's offset in the whole text; a token that is not part of the text has width 0."""
-        at = self.n_characters
+        offset = self.n_characters
         if isinstance(piece, list):
-            text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
-            self.n_characters, self.half = at + len(text), (self.half + bytes(piece))[n_read:]
-            return at
+            match_text, n_read = utf_8_decode(self.half + bytes(piece), "replace", False)
+            self.n_characters, self.half = offset + len(match_text), (self.half + bytes(piece))[n_read:]
+            return offset
         # An incomplete character was followed by other text: it is shown as a replacement character.
         if self.half:
-            at, self.half = at + 1, b""
-        widths = (piece, f" {piece}", piece.removeprefix(" "))
-        shown = next((text for text in widths if text.startswith(whole[at : at + len(text)])), "")
-        self.n_characters = at + len(shown)
-        return at + (len(shown) > len(piece))
+            offset, self.half = offset + 1, b""
+        candidates = (piece, f" {piece}", piece.removeprefix(" "))
+        match = next(
+            (match_text for match_text in candidates if match_text.startswith(text[offset : offset + len(match_text)])),
+            "",
+        )
+        self.n_characters = offset + len(match)
+        return offset + (len(match) > len(piece))
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -352,31 +355,31 @@ class Choice:
         return "length" if self.completion.finish_reason == "length" else "stop"
 
 
-def named(piece: Piece) -> tuple[str, list[int]]:
+def token_name_and_bytes(token: Piece) -> tuple[str, list[int]]:
     """Return a token's name and bytes; a token that is no valid text by itself is named by its bytes."""
-    if isinstance(piece, str):
-        return piece, list(piece.encode())
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
+    if isinstance(token, str):
+        return token, list(token.encode())
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token), token
 
 
-def by_name(top: Sequence[tuple[Piece, float]]) -> dict[str, float]:
+def logprob_by_name(alternatives: Sequence[tuple[Piece, float]]) -> dict[str, float]:
     """Return name -> alternative token; of two with the same name, the likelier one, which comes first."""
-    return {named(piece)[0]: value for piece, value in reversed(top)}
+    return {token_name_and_bytes(token)[0]: logprob for token, logprob in reversed(alternatives)}
 
 
-def speculative(done: Completion) -> dict[str, Any]:
+def draft_statistics(completion: Completion) -> dict[str, Any]:
     """Return a completion's draft statistics in vLLM's form; `steps` counts only rounds that drafted."""
-    by_length = done.by_draft_length
+    by_length = completion.by_draft_length
     longest = max(by_length, default=0)
     histogram = [sum(rounds[n] for rounds in by_length.values() if n < len(rounds)) for n in range(longest + 1)]
     n_steps, n_accepted = sum(histogram), sum(n * rounds for n, rounds in enumerate(histogram))
     return {
         "mean_acceptance_length": 1 + n_accepted / n_steps if n_steps else 1.0,
-        "draft_acceptance_rate": done.acceptance_rate or 0.0,
+        "draft_acceptance_rate": completion.acceptance_rate or 0.0,
         "acceptance_histogram": histogram,
         "acceptance_histogram_by_draft_length": {str(n): list(rounds) for n, rounds in by_length.items()},
         "num_spec_steps": n_steps,
         "num_accepted_draft_tokens": n_accepted,
-        "num_draft_tokens": done.drafted,
+        "num_draft_tokens": completion.drafted,
         "num_spec_tokens": longest,
     }

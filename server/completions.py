@@ -35,7 +35,7 @@ from ..core.messages import (
     TokensText,
 )
 from ..core.requests import CompletionRequest, Piece
-from .choices import Choice, by_name, named, speculative
+from .choices import Choice, draft_statistics, logprob_by_name, token_name_and_bytes
 from .engines import Answers, Restarted, next_answer
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
@@ -61,16 +61,18 @@ class Exchange(ABC):
     WORD: ClassVar[str]  # Prefix of response ids.
     SPLITS_THOUGHTS: ClassVar[bool] = False  # Whether thoughts are separated from the answer's text.
 
-    def __init__(self, app: State, request: Request, body: AskedChat | AskedText) -> None:
+    def __init__(self, app: State, http_request: Request, body: AskedChat | AskedText) -> None:
         body.check()
-        caller = request.scope["state"]
-        app.tokens.check(caller["caller"], "tokens")
-        key = app.settings.keys.find(caller["key_owner"])
+        scope_state = http_request.scope["state"]
+        app.tokens.check(scope_state["caller"], "tokens")
+        api_key = app.settings.keys.find(scope_state["key_owner"])
         # Salt of cached prefixes: they are shared only among requests with the same API key.
-        salt = caller["key_owner"] or ""
-        self._requests = [replace(asked, task=asked.task or (key and key.task)) for asked in body.requests(salt)]
+        salt = scope_state["key_owner"] or ""
+        self._requests = [
+            replace(request, task=request.task or (api_key and api_key.task)) for request in body.requests(salt)
+        ]
         self.asked: CommonFields = body
-        self.body, self._request, self._app, self._caller = body, request, app, caller["caller"]
+        self.body, self._request, self._app, self._caller = body, http_request, app, scope_state["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(self._requests))
         self.ignored = body.ignored
@@ -81,10 +83,12 @@ class Exchange(ABC):
 
     def _check_places(self, n_prompts: int) -> None:
         """Refuse more completions than the engine could ever run at once."""
-        n, n_choices = n_prompts * (self.body.n or 1), self.body.n or 1
-        if n > self.engine.n_places:
-            words = f"{n} completions are asked for, but this server takes {self.engine.n_places} at a time"
-            raise InvalidInput(f"{words}: ask for fewer", "n" if n_choices > 1 else "prompt")
+        n_completions, n_choices = n_prompts * (self.body.n or 1), self.body.n or 1
+        if n_completions > self.engine.n_places:
+            problem = (
+                f"{n_completions} completions are asked for, but this server takes {self.engine.n_places} at a time"
+            )
+            raise InvalidInput(f"{problem}: ask for fewer", "n" if n_choices > 1 else "prompt")
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -95,21 +99,21 @@ class Exchange(ABC):
         """Yield the events of a stream."""
 
     @abstractmethod
-    def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
+    def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
         """Return the last events of a stream that fails."""
 
     async def answer(self) -> Response:
         """Answer with one object or a stream; the first event decides a stream's HTTP status."""
-        headers = {"x-request-id": self.id, **named_as_ignored(self.ignored)}
+        headers = {"x-request-id": self.id, **ignored_header(self.ignored)}
         events = self._events_of_stream()
-        work: Awaitable[Any] = anext(events) if self.body.stream else self._collected()
-        first = await _unless_gone(self._request, work)
-        if first is None:
+        first_output: Awaitable[Any] = anext(events) if self.body.stream else self._collect_answer()
+        output = await _await_unless_disconnected(self._request, first_output)
+        if output is None:
             return Response(status_code=GONE)
         if not self.body.stream:
-            return JSONResponse(first, headers=headers)
+            return JSONResponse(output, headers=headers)
         return EventSourceResponse(
-            _chained(first, events),
+            _prepend(output, events),
             headers=headers,
             ping=PING_S,
             sep="\n",
@@ -121,17 +125,19 @@ class Exchange(ABC):
 
         Raises: EngineGone, Busy: as the engine raises it.
         """
-        left_s = self._until - time.monotonic()
-        await self.engine.until_loaded(min(self._app.settings.load_wait_s, left_s))
+        remaining_s = self._until - time.monotonic()
+        await self.engine.until_loaded(min(self._app.settings.load_wait_s, remaining_s))
         body = self.body
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
-        for i, request in enumerate(one for asked in self._requests for one in _seeded(asked, body.n or 1)):
+        for i, request in enumerate(
+            seeded for prompt_request in self._requests for seeded in _with_seeds(prompt_request, body.n or 1)
+        ):
             reply = self.engine.ask(Decode(request), self._answers)
             names = [tool["function"]["name"] for tool in request.tools]
             self.choices.append(Choice(i, reply, names, must_call, most_calls))
 
-    async def _collected(self) -> dict[str, Any]:
-        with self._ending():
+    async def _collect_answer(self) -> dict[str, Any]:
+        with self._closing():
             await self._ask()
             async for _ in self._pieces():
                 pass
@@ -140,7 +146,7 @@ class Exchange(ABC):
     async def _events_of_stream(self) -> AsyncGenerator[ServerSentEvent]:
         """Yield the events of a stream; an error before the first of them is raised, a later one ends the stream."""
         try:
-            with self._ending():
+            with self._closing():
                 await self._ask()
                 async with aclosing(self._pieces()) as pieces, aclosing(self.stream(pieces)) as events:
                     async for event in events:
@@ -152,11 +158,11 @@ class Exchange(ABC):
             if not self._is_begun:
                 raise
             self.asked.name(error)
-            for event in self.failed(refused_by(error).openai()):
+            for event in self.error_events(refused_by(error).openai()):
                 yield event
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _closing(self) -> Iterator[None]:
         """Free the engine's slots at the end; count server errors, and errors after a stream has begun."""
         try:
             yield
@@ -173,20 +179,20 @@ class Exchange(ABC):
         Raises: ServiceUnreachable: it takes longer than the server lets it take. EngineGone: the engine died, and the
                 client has seen text that another one may not repeat. SwiftoptError: as the engine says.
         """
-        places = {choice.reply: i for i, choice in enumerate(self.choices)}
+        index_by_reply = {choice.reply: i for i, choice in enumerate(self.choices)}
         while any(choice.done is None for choice in self.choices):
             try:
                 reply, answer = await next_answer(self._answers, self._until - time.monotonic())
             except TimeoutError:
-                words = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
-                raise ServiceUnreachable(words) from None
-            choice = self.choices[places[reply]]
+                problem = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
+                raise ServiceUnreachable(problem) from None
+            choice = self.choices[index_by_reply[reply]]
             match answer:
                 case Restarted():
                     # Text may have been sent to the client already, so the request cannot restart.
                     if reply.is_shown:
                         raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
-                    self.choices[places[reply]] = choice.again()
+                    self.choices[index_by_reply[reply]] = choice.fresh_copy()
                 case PromptRead():
                     choice.begin(answer, self.SPLITS_THOUGHTS)
                 case AnswerText():
@@ -204,14 +210,14 @@ class Exchange(ABC):
         done = self.choices[0].done
         if not self._app.settings.explains or done is None:
             return {}
-        how = {
+        explanation = {
             "exact": all(choice.completion.exact for choice in self.choices),
             "task": done.task,
             "method": done.decoded_with,
             "plan": None if done.version is None else {"task": done.task, "version": done.version},
             "why_plain": None if done.why_plain is None else done.why_plain.to_json(),
         }
-        return {"swiftopt": how}
+        return {"swiftopt": explanation}
 
     def _close(self) -> None:
         for choice in self.choices:
@@ -220,55 +226,55 @@ class Exchange(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; count the prompt once if several choices share it."""
-        done, first = [choice.completion for choice in self.choices], self.choices[:: self.body.n or 1]
-        n_prompt = sum(choice.n_prompt for choice in first)
+        completions, first_choices = [choice.completion for choice in self.choices], self.choices[:: self.body.n or 1]
+        n_prompt = sum(choice.n_prompt for choice in first_choices)
         n_tokens = sum(choice.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_tokens,
             "total_tokens": n_prompt + n_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.completion.n_cached for choice in first)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.completion.n_cached for choice in first_choices)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.n_thought for choice in self.choices),
-                "accepted_prediction_tokens": sum(completion.accepted_prediction for completion in done),
-                "rejected_prediction_tokens": sum(completion.rejected_prediction for completion in done),
+                "accepted_prediction_tokens": sum(completion.accepted_prediction for completion in completions),
+                "rejected_prediction_tokens": sum(completion.rejected_prediction for completion in completions),
             },
         }
 
 
-def named_as_ignored(fields: Sequence[str]) -> dict[str, str]:
+def ignored_header(fields: Sequence[str]) -> dict[str, str]:
     """Return the header that lists a request's fields without effect."""
     return {"x-swiftopt-ignored": ", ".join(fields)[:500]} if fields else {}
 
 
-def _seeded(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
+def _with_seeds(request: CompletionRequest, n: int) -> Iterator[CompletionRequest]:
     """Yield a request per choice, each with its own seed."""
     for i in range(n):
         seed = (request.sampling.seed + i) % 2**62
         yield replace(request, sampling=replace(request.sampling, seed=seed)) if i else request
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+async def _await_unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
     """Return the result of the work; if the client disconnects first, cancel the work and return None."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
     finally:
-        working.cancel()
-        leaving.cancel()
+        work_task.cancel()
+        disconnect_task.cancel()
 
 
-async def _chained(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+async def _prepend(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
         yield first
-        async for later in rest:
-            yield later
+        async for event in rest:
+            yield event
 
 
 class ChatExchange(Exchange):
@@ -282,8 +288,8 @@ class ChatExchange(Exchange):
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice, self._content(choice), choice.finish_reason) for choice in self.choices]
         if self.body.return_token_ids:
-            for written, choice in zip(choices, self.choices, strict=True):
-                written["token_ids"] = list(choice.completion.token_ids)
+            for written_choice, choice in zip(choices, self.choices, strict=True):
+                written_choice["token_ids"] = list(choice.completion.token_ids)
         answer = {**self._head(self.OBJECTS[0]), "choices": choices, "usage": self.usage(), **self._statistics()}
         answer |= self.explanation()
         return {**answer, "system_fingerprint": self.engine.about and self.engine.about.fingerprint}
@@ -294,20 +300,20 @@ class ChatExchange(Exchange):
         async for choice, text in pieces:
             if choice.index not in opened:
                 opened.add(choice.index)
-                for delta in self._opening(choice):
+                for delta in self._opening_deltas(choice):
                     yield self._chunk(delta)
             for content in self._deltas(choice, text):
                 yield self._chunk(self._choice(choice, content))
             if choice.done is not None:
-                is_last = not has_usage and all(other.done is not None for other in self.choices)
-                content = self._choice(choice, self._last(), choice.finish_reason)
+                is_last = not has_usage and all(each_choice.done is not None for each_choice in self.choices)
+                content = self._choice(choice, self._last_delta(), choice.finish_reason)
                 yield self._chunk(content, self.explanation() if is_last else {})
         if has_usage:
             figures = {"usage": self.usage(), **self._statistics(), **self.explanation()}
             yield sse({**self._head(self.OBJECTS[1]), "choices": [], **figures})
         yield DONE
 
-    def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
+    def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
         return [sse(error), DONE]
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -321,11 +327,11 @@ class ChatExchange(Exchange):
             choice.prompt_logprobs, choice.logprobs = [], []
         return {"index": choice.index, **content, "finish_reason": finish_reason, "logprobs": logprobs}
 
-    def _chunk(self, choice: Mapping[str, Any], more: Mapping[str, Any] = {}) -> ServerSentEvent:
+    def _chunk(self, choice: Mapping[str, Any], extra: Mapping[str, Any] = {}) -> ServerSentEvent:
         options, usage = self.body.stream_options, {}
         if options is not None and options.include_usage:
             usage = {"usage": self.usage() if options.continuous_usage_stats else None}
-        return sse({**self._head(self.OBJECTS[1]), "choices": [choice], **usage, **more})
+        return sse({**self._head(self.OBJECTS[1]), "choices": [choice], **usage, **extra})
 
     def _content(self, choice: Choice) -> dict[str, Any]:
         """Return the message of a whole choice."""
@@ -338,7 +344,7 @@ class ChatExchange(Exchange):
             message |= {"tool_calls": choice.calls}
         return {"message": message}
 
-    def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
+    def _opening_deltas(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yield the first delta of a choice, if it has one."""
         delta = {"role": "assistant", "content": ""}
         yield {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
@@ -357,18 +363,21 @@ class ChatExchange(Exchange):
             yield {"delta": {"tool_calls": [{"index": i, "function": arguments}]}}
         choice.n_sent_calls = len(choice.calls)
 
-    def _last(self) -> dict[str, Any]:
+    def _last_delta(self) -> dict[str, Any]:
         """Return the content of a choice's last delta."""
         return {"delta": {}}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[PieceLogprob]) -> dict[str, Any]:
         """Return the tokens' log probabilities in the form of the route."""
 
-        def of(piece: Piece, value: float | None) -> dict[str, Any]:
-            name, as_bytes = named(piece)
-            return {"token": name, "logprob": value, "bytes": as_bytes}
+        def of(token: Piece, logprob: float | None) -> dict[str, Any]:
+            name, as_bytes = token_name_and_bytes(token)
+            return {"token": name, "logprob": logprob, "bytes": as_bytes}
 
-        content = [{**of(token, value), "top_logprobs": [of(*other) for other in top]} for token, value, top in tokens]
+        content = [
+            {**of(token, logprob), "top_logprobs": [of(*alternative) for alternative in alternatives]}
+            for token, logprob, alternatives in tokens
+        ]
         return {"content": content, "refusal": None}
 
     def _statistics(self) -> dict[str, Any]:
@@ -378,15 +387,15 @@ class ChatExchange(Exchange):
             return {}
         if len(self.choices) != 1 or choice.done is None:
             return {"metrics": None}
-        done, seconds = choice.completion, choice.completion.timings.total_s
-        decoding_ms = 1000 * (seconds - done.prefill_s)
+        completion, total_s = choice.completion, choice.completion.timings.total_s
+        decoding_ms = 1000 * (total_s - completion.prefill_s)
         metrics = {
-            "time_to_first_token_ms": round(1000 * done.prefill_s, 3),
+            "time_to_first_token_ms": round(1000 * completion.prefill_s, 3),
             "generation_time_ms": round(decoding_ms, 3),
             "queue_time_ms": round(1000 * choice.done.queued_s, 3),
-            "mean_itl_ms": round(decoding_ms / (done.n_tokens - 1), 3) if done.n_tokens > 1 else None,
-            "tokens_per_second": round(done.n_tokens / seconds, 3) if seconds else None,
-            "speculative_decoding": speculative(done),
+            "mean_itl_ms": round(decoding_ms / (completion.n_tokens - 1), 3) if completion.n_tokens > 1 else None,
+            "tokens_per_second": round(completion.n_tokens / total_s, 3) if total_s else None,
+            "speculative_decoding": draft_statistics(completion),
             "decoded_with": choice.done.decoded_with,
             "plan_version": choice.done.version,
         }
@@ -402,7 +411,7 @@ class TextExchange(ChatExchange):
     def _content(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.prefix + choice.text}
 
-    def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
+    def _opening_deltas(self, choice: Choice) -> Iterator[dict[str, Any]]:
         if choice.prefix:
             # Hold the log probabilities back: they belong to the text that follows.
             logprobs, choice.logprobs = choice.logprobs, []
@@ -413,16 +422,18 @@ class TextExchange(ChatExchange):
         if text:
             yield {"text": text}
 
-    def _last(self) -> dict[str, Any]:
+    def _last_delta(self) -> dict[str, Any]:
         return {"text": ""}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[PieceLogprob]) -> dict[str, Any]:
-        whole = choice.prefix + choice.text
+        full_text = choice.prefix + choice.text
         return {
-            "tokens": [named(piece)[0] for piece, _, _ in tokens],
-            "token_logprobs": [value for _, value, _ in tokens],
-            "top_logprobs": [None if value is None else by_name(top) for _, value, top in tokens],
-            "text_offset": [choice.offset(piece, whole) for piece, _, _ in tokens],
+            "tokens": [token_name_and_bytes(token)[0] for token, _, _ in tokens],
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "top_logprobs": [
+                None if logprob is None else logprob_by_name(alternatives) for _, logprob, alternatives in tokens
+            ],
+            "text_offset": [choice.offset(token, full_text) for token, _, _ in tokens],
         }
 
 
@@ -447,26 +458,32 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
         body.check()
         if body.extra.get("prompt") is not None:
             raise InvalidInput("messages and prompt exclude each other: give one of them", "prompt")
-        prompt, *more = body.requests("")
-        if more:
-            raise InvalidInput(f"prompt has {1 + len(more)} prompts: ask for the tokens of one at a time", "prompt")
-        read = await _called(app, request, body.model, Tokenize(prompt), PromptTokens)
-    if read is None:
+        prompt, *further_prompts = body.requests("")
+        if further_prompts:
+            raise InvalidInput(
+                f"prompt has {1 + len(further_prompts)} prompts: ask for the tokens of one at a time", "prompt"
+            )
+        prompt_tokens = await _call_engine(app, request, body.model, Tokenize(prompt), PromptTokens)
+    if prompt_tokens is None:
         return Response(status_code=GONE)
-    values = {"tokens": read.token_ids, "count": len(read.token_ids), "max_model_len": read.max_positions}
-    return JSONResponse(values, headers=named_as_ignored(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
+    values = {
+        "tokens": prompt_tokens.token_ids,
+        "count": len(prompt_tokens.token_ids),
+        "max_model_len": prompt_tokens.max_positions,
+    }
+    return JSONResponse(values, headers=ignored_header(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)
 async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> Response:
     """The text of token ids."""
-    written = await _called(app, request, body.model, Detokenize(tuple(body.tokens)), TokensText)
-    if written is None:
+    tokens_text = await _call_engine(app, request, body.model, Detokenize(tuple(body.tokens)), TokensText)
+    if tokens_text is None:
         return Response(status_code=GONE)
-    return JSONResponse({"prompt": written.text}, headers=named_as_ignored(body.ignored))
+    return JSONResponse({"prompt": tokens_text.text}, headers=ignored_header(body.ignored))
 
 
-async def _called(app: State, request: Request, model: str, question: Question, kind: type[T]) -> T | None:
+async def _call_engine(app: State, request: Request, model: str, question: Question, kind: type[T]) -> T | None:
     """Return the answer to a question to a model, once it is loaded; None: the client has disconnected."""
     engine = app.engines.find(model)
 
@@ -474,4 +491,4 @@ async def _called(app: State, request: Request, model: str, question: Question, 
         await engine.until_loaded(app.settings.load_wait_s)
         return await engine.call(question, kind)
 
-    return await _unless_gone(request, called())
+    return await _await_unless_disconnected(request, called())

@@ -159,8 +159,8 @@ class EngineProcess:
 
     def _check_places(self, n_taken: int) -> None:
         if n_taken >= self.n_places:
-            words = f"{n_taken} requests run or wait already for {self.served.name}: try again in a few seconds"
-            raise Busy(words)
+            problem = f"{n_taken} requests run or wait already for {self.served.name}: try again in a few seconds"
+            raise Busy(problem)
 
     def ask(self, question: Question, answers: Answers | None = None) -> Reply:
         """Send a question; its answers go to the given queue (None: to a new one).
@@ -216,8 +216,8 @@ class EngineProcess:
         self._load_ended.set()
         for reply in list(self._replies.values()):
             self.drop(reply)
-            words = "the server ended before the answer did (--drain): ask again"
-            reply.put(Failed.of(reply.question.id, EngineGone(words)))
+            problem = "the server ended before the answer did (--drain): ask again"
+            reply.put(Failed.of(reply.question.id, EngineGone(problem)))
 
     def _write(self, message: FromServer) -> None:
         line = encoded(message)  # Encode first: an invalid request is refused even while no process runs.
@@ -228,7 +228,7 @@ class EngineProcess:
         """Keep a process alive until this is cancelled."""
         wait_s = BACKOFF_S[0]
         while True:
-            began = time.monotonic()
+            started_s = time.monotonic()
             try:
                 await self._run_once()
             except (OSError, ValueError, SettingsError) as error:
@@ -242,7 +242,7 @@ class EngineProcess:
                 self._load_ended.clear()
             self.about, self.tuning = None, ModelTuning()
             self._on_state(self.served.name, self.state)
-            wait_s = BACKOFF_S[0] if time.monotonic() - began > STEADY_S else wait_s
+            wait_s = BACKOFF_S[0] if time.monotonic() - started_s > STEADY_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
 
@@ -288,8 +288,8 @@ class EngineProcess:
             case Loading(step):
                 self.reason = f"it is loading the model: {step}"
                 self._log_loading(step)
-            case Failed(None, _, words):
-                self.reason = words
+            case Failed(None, _, reason):
+                self.reason = reason
             case answer:
                 if answer.id is not None and (reply := self._replies.get(answer.id)) is not None:
                     reply.has_answers = True
@@ -300,27 +300,27 @@ class EngineProcess:
     def _log_loading(self, step: str) -> None:
         """Log a step of the loading if its phase has just begun or lasts LOG_S."""
         self._on_state(self.served.name, self.state)
-        (phase, logged_at), now = self._logged, time.monotonic()
-        if phase_of(step) != phase or now - logged_at >= LOG_S:
-            self._logged = phase_of(step), now
+        (phase, logged_at), now_s = self._logged, time.monotonic()
+        if phase_of(step) != phase or now_s - logged_at >= LOG_S:
+            self._logged = phase_of(step), now_s
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:
         """Fail requests whose clients saw a part of the answer, and those restarted too often; keep the others."""
         replies = list(self._replies.values())
-        begun = [reply for reply in replies if reply.has_answers]
+        started_replies = [reply for reply in replies if reply.has_answers]
         # Count the first request without answers as restarted, too: reading its prompt may have caused the crash.
         if self.about is not None:
             unread = (reply for reply in replies if not reply.has_answers and isinstance(reply.question, Decode))
-            begun += [first for first in [next(unread, None)] if first is not None]
-        for reply in begun:
+            started_replies += [first_unread for first_unread in [next(unread, None)] if first_unread is not None]
+        for reply in started_replies:
             if not reply.is_shown and reply.n_restarts < MOST_RESTARTS:
                 reply.has_answers, reply.n_restarts = False, reply.n_restarts + 1
                 reply.put(Restarted())
             else:
                 del self._replies[reply.question.id]
-                words = f"the engine of {self.served.name} died ({self.reason}): ask again"
-                reply.put(Failed.of(reply.question.id, EngineGone(words)))
+                problem = f"the engine of {self.served.name} died ({self.reason}): ask again"
+                reply.put(Failed.of(reply.question.id, EngineGone(problem)))
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -339,11 +339,11 @@ class Engines:
 
     def __init__(
         self,
-        served: Sequence[ServedModel] = (),
+        models: Sequence[ServedModel] = (),
         most_waiting: int = 0,
         on_state: OnState = lambda name, state: None,
     ) -> None:
-        self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in served}
+        self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in models}
         self.metrics = EngineMetrics(self.of)
 
     def all(self) -> list[EngineProcess]:
@@ -362,8 +362,8 @@ class Engines:
         """
         names = [engine.served.name for engine in self.all()]
         if name not in names:
-            likely = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            raise ModelNotFound(f"no model {name!r} is served here: did you mean {likely!r}?", "model")
+            closest_name = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise ModelNotFound(f"no model {name!r} is served here: did you mean {closest_name!r}?", "model")
         return self.of[name]
 
     def give_up(self) -> None:

@@ -186,23 +186,27 @@ def refused_by(error: Exception) -> Refused:
 
 
 def _invalid(error: RequestValidationError) -> Refused:
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        where, why = first["loc"][-1], first.get("ctx", {}).get("error", "")
-        words = f"the body is not valid JSON ({why}, character {where}): send one JSON object"
-        return Refused(400, "malformed", words)
-    if first["loc"][0] == "body":
-        within = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors() if problem["loc"][0] == "body"]
-        words, place, wrong = explained_body(within, error.body)
-        return Refused(422, "invalid-input", words, param=place or None, code=_code_of(wrong))
-    parts = [str(part)[:100] for part in first["loc"]]
-    words = explained(parts, first["type"], first["msg"], first["input"])
-    return Refused(422, "invalid-input", words, code="invalid_value")
+    first_error = error.errors()[0]
+    if first_error["type"] == "json_invalid":
+        position, json_problem = first_error["loc"][-1], first_error.get("ctx", {}).get("error", "")
+        problem = f"the body is not valid JSON ({json_problem}, character {position}): send one JSON object"
+        return Refused(400, "malformed", problem)
+    if first_error["loc"][0] == "body":
+        body_errors = [
+            {**field_error, "loc": field_error["loc"][1:]}
+            for field_error in error.errors()
+            if field_error["loc"][0] == "body"
+        ]
+        problem, path, value_errors = explained_body(body_errors, error.body)
+        return Refused(422, "invalid-input", problem, param=path or None, code=_code_of(value_errors))
+    field_path = [str(part)[:100] for part in first_error["loc"]]
+    problem = explained(field_path, first_error["type"], first_error["msg"], first_error["input"])
+    return Refused(422, "invalid-input", problem, code="invalid_value")
 
 
-def _code_of(wrong: Sequence[Mapping[str, Any]]) -> str:
+def _code_of(errors: Sequence[Mapping[str, Any]]) -> str:
     """Return OpenAI's code for pydantic's errors of one value, each of them by another type that it could have."""
-    codes = [_body_code(error) for error in wrong]
+    codes = [_body_code(error) for error in errors]
     return next((code for code in codes if code != "invalid_type"), "invalid_type")
 
 
@@ -212,5 +216,5 @@ def _body_code(error: Mapping[str, Any]) -> str:
         return "invalid_type"
     if kind == "too_short" and bounds["min_length"] == 1:
         return "empty_array"
-    number = "integer" if all(isinstance(bound, int) for bound in bounds.values()) else "decimal"
+    number = "integer" if all(isinstance(limit, int) for limit in bounds.values()) else "decimal"
     return BODY_CODES.get(kind, "invalid_value").format(number)

@@ -121,12 +121,12 @@ def _check_storable(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is no finite number")
     elif isinstance(value, list):
-        for entry in value:
-            _check_storable(entry)
+        for element in value:
+            _check_storable(element)
     elif isinstance(value, dict):
-        for key, entry in value.items():
+        for key, element in value.items():
             _check_storable(key)
-            _check_storable(entry)
+            _check_storable(element)
 
 
 class StreamObject(BaseModel):
@@ -166,15 +166,15 @@ def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]
     if source.upload:
         if body.task is not None:
             raise SettingsError("an uploaded stream has its tasks already: name them with POST /v1/streams?task=…")
-        stored = app.store.jobs.stream(source.upload)
-        if stored is None:
+        stream_text = app.store.jobs.stream(source.upload)
+        if stream_text is None:
             raise NotFound(f"no stream {source.upload} was uploaded: send it to POST /v1/streams first")
-        prompts = parse_stream(io.BytesIO(stored.encode()), "the upload", DEFAULT_TASK, body.limit)
+        prompts = parse_stream(io.BytesIO(stream_text.encode()), "the upload", DEFAULT_TASK, body.limit)
         return prompts, f"upload {source.upload[:12]}", DEFAULT_TASK
     if source.name:
         task = body.task or PurePosixPath(source.name).stem
-        data = read_named(app.settings.stream_folders, source.name, app.settings.max_body_bytes)
-        return parse_stream(io.BytesIO(data), source.name, task, body.limit), source.name, task
+        content = read_named(app.settings.stream_folders, source.name, app.settings.max_body_bytes)
+        return parse_stream(io.BytesIO(content), source.name, task, body.limit), source.name, task
     task = body.task or DEFAULT_TASK
     lines = (json.dumps(line).encode() + b"\n" for line in source.prompts)
     return parse_stream(lines, "stream.prompts", task, body.limit), "prompts", task
@@ -199,32 +199,32 @@ def read_named(folders: Sequence[Path], name: str, max_bytes: int) -> bytes:
         except OSError as error:
             # For example a name that is too long, a loop of symbolic links, or missing permission.
             raise SettingsError(f"stream {name!r} cannot be read ({error.strerror}): name another file") from error
-    near = difflib.get_close_matches(name, stream_names(folders), n=1, cutoff=0.3)
-    advice = f"did you mean {near[0]!r}?" if near else "check the name, or upload it"
+    close_names = difflib.get_close_matches(name, stream_names(folders), n=1, cutoff=0.3)
+    advice = f"did you mean {close_names[0]!r}?" if close_names else "check the name, or upload it"
     raise StreamNotFound(f"there is no stream {name!r} in the server's stream folders: {advice}")
 
 
 def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     """Raises: FileNotFoundError and other OSError; SettingsError: it leads outside, is no file, or is too large."""
-    real = Path(os.path.realpath(folder / name, strict=True))
-    if not real.is_relative_to(folder):
+    real_path = Path(os.path.realpath(folder / name, strict=True))
+    if not real_path.is_relative_to(folder):
         raise SettingsError(f"stream {name!r} leads out of the server's stream folder: name a file inside it")
     # Open the path component by component without following links: it may have been replaced since the check.
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    for part in real.relative_to(folder).parts:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for component in real_path.relative_to(folder).parts:
         try:
-            below = os.open(part, OPENED, dir_fd=at)
+            next_descriptor = os.open(component, OPENED, dir_fd=descriptor)
         finally:
-            os.close(at)
-        at = below
-    with open(at, "rb") as file:
+            os.close(descriptor)
+        descriptor = next_descriptor
+    with open(descriptor, "rb") as file:
         file_stat = os.fstat(file.fileno())
         if not stat.S_ISREG(file_stat.st_mode):
             raise SettingsError(f"stream {name!r} is no regular file: name a JSON Lines file")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise SettingsError(f"stream {name!r} is larger than {max_bytes / MIB:g} MiB: split it")
-    return data
+    return content
 
 
 def stream_names(folders: Sequence[Path]) -> list[str]:
@@ -246,19 +246,19 @@ async def upload_stream(
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise StreamError("the form has no file: send the stream as its part 'file'")
-            data = await file.read()
+            content = await file.read()
     else:
-        data = await request.body()
-    sha256, n_prompts = await run_in_threadpool(keep_upload, app, data, task)
+        content = await request.body()
+    sha256, n_prompts = await run_in_threadpool(keep_upload, app, content, task)
     return JSONResponse({"schema": "swiftopt.stream/1", "sha256": sha256, "n_prompts": n_prompts}, 201)
 
 
-def keep_upload(app: State, data: bytes, task: str) -> tuple[str, int]:
+def keep_upload(app: State, content: bytes, task: str) -> tuple[str, int]:
     """Store a stream for jobs to name; returns its SHA-256 and the number of its prompts.
 
     Raises: StreamError: a line is no prompt.
     """
-    prompts = parse_stream(io.BytesIO(data), "the upload", task)
+    prompts = parse_stream(io.BytesIO(content), "the upload", task)
     sha256 = stream_sha256(prompts)
     app.store.jobs.save_stream(sha256, stream_lines(prompts))
     return sha256, len(prompts)
@@ -286,12 +286,12 @@ async def events(
     `progress` events come without an id when the figures have changed. With `Accept: application/json` or
     `format=json`: one page of what is there.
     """
-    start = last_event_id if last_event_id is not None else (after or 0)
+    first_event_id = last_event_id if last_event_id is not None else (after or 0)
     if format == "json" or (format is None and "application/json" in request.headers.get("accept", "")):
-        page = await run_in_threadpool(app.board.events, job, start, limit)
-        return JSONResponse(EventPage(tuple(page), page[-1].id if page else start).to_json())
+        page = await run_in_threadpool(app.board.events, job, first_event_id, limit)
+        return JSONResponse(EventPage(tuple(page), page[-1].id if page else first_event_id).to_json())
     await run_in_threadpool(app.board.get, job)  # Raise 404 for an unknown id before the stream begins.
-    return EventSourceResponse(_follow(app.board, job, start), ping=KEEP_ALIVE_S)
+    return EventSourceResponse(_follow(app.board, job, first_event_id), ping=KEEP_ALIVE_S)
 
 
 @router.post(
@@ -343,8 +343,10 @@ def show(app: Shared, job: JobId) -> Response:
 )
 def outputs(app: Shared, job: JobId) -> Response:
     """The finished completions in the order of the stream, as JSON Lines: those of `swiftopt tune --out`."""
-    finished = app.board.outputs(job)
-    lines = (output_line(done.prompt, done.completion) + "\n" for done in finished)
+    finished_prompts = app.board.outputs(job)
+    lines = (
+        output_line(finished_prompt.prompt, finished_prompt.completion) + "\n" for finished_prompt in finished_prompts
+    )
     chunks = iter(lambda: "".join(islice(lines, LINES_PER_CHUNK)), "")
     headers = {"Content-Disposition": f'attachment; filename="{job}.jsonl"'}
     return StreamingResponse(chunks, headers=headers, media_type="application/jsonl")
@@ -358,7 +360,7 @@ def steer(app: Shared, job: JobId, verb: Verb) -> Response:
 
 async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[ServerSentEvent]:
     """Yield events until the job has ended; an outage of the database makes it wait, not end."""
-    shown: Mapping[str, Any] | None = None
+    last_sent: Mapping[str, Any] | None = None
     while True:
         # Read the job before its events: once it reads as ended, the events that follow are complete.
         try:
@@ -372,9 +374,9 @@ async def _follow(board: JobBoard, job_id: str, after: int) -> AsyncIterator[Ser
             yield sse(event.data, event.type, event.id)
         if len(page) == PAGE:
             continue
-        if job.progress is not None and job.progress != shown:
-            shown = job.progress
-            yield sse(shown, "progress")
+        if job.progress is not None and job.progress != last_sent:
+            last_sent = job.progress
+            yield sse(last_sent, "progress")
         if job.is_finished:
             yield sse(job.to_json(), "end")
             return

@@ -84,11 +84,13 @@ def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
     Raises: LayerSetNotFound: nothing fits; it names the nearest.
     """
     if query.version is None:
-        stored = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
+        stored_plan = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
     else:
-        stored = store.plan(query.model, query.task, query.version)
-    alias = stored.alias if query.version is None else None
-    return PlanAnswer(stored.plan, stored.version, alias, stored.fallback, query.model, query.task).to_json()
+        stored_plan = store.plan(query.model, query.task, query.version)
+    alias = stored_plan.alias if query.version is None else None
+    return PlanAnswer(
+        stored_plan.plan, stored_plan.version, alias, stored_plan.fallback, query.model, query.task
+    ).to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class LookupCache:
     Raises: SwiftoptError: any other error of `find`; it is not cached.
     """
 
-    def __init__(self, find: Callable[[LookupQuery], dict[str, Any]]) -> None:
-        self._find = find
+    def __init__(self, find_answer: Callable[[LookupQuery], dict[str, Any]]) -> None:
+        self._find = find_answer
         self._known: dict[LookupQuery, CachedAnswer] = {}
         self._loading: dict[LookupQuery, asyncio.Task[CachedAnswer]] = {}
         self._threads: CapacityLimiter | None = None
@@ -126,15 +128,15 @@ class LookupCache:
         task = self._loading.get(query)
         if task is None:
             task = self._loading[query] = asyncio.create_task(self._load(query))
-            task.add_done_callback(lambda done: self._done(query, done))
+            task.add_done_callback(lambda finished_task: self._done(query, finished_task))
         if cached is not None and left_s > 0:
             return cached
         return await asyncio.shield(task)  # Shielded: a caller that disconnects must not cancel the query for others.
 
     async def _load(self, query: LookupQuery) -> CachedAnswer:
         self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
-        began = time.monotonic()  # Count the answer's age from before the query.
-        answer = await to_thread.run_sync(self._answer, query, began + LONGEST_S, limiter=self._threads)
+        started_s = time.monotonic()  # Count the answer's age from before the query.
+        answer = await to_thread.run_sync(self._answer, query, started_s + LONGEST_S, limiter=self._threads)
         self._known.pop(query, None)
         self._known[query] = answer
         while len(self._known) > MAX_ANSWERS:
@@ -188,9 +190,9 @@ async def layer_set(
     Falls back to another dtype or device, then to the task `default`; `fallback` says so in words.
     """
     query = LookupQuery(model=model, task=task, alias=alias, engine=engine, device=device, dtype=dtype, version=version)
-    began = time.perf_counter()
+    started_s = time.perf_counter()
     answer = await cache.get(query)
-    cache.times.observe(time.perf_counter() - began)
+    cache.times.observe(time.perf_counter() - started_s)
     if answer.status != 200:
         return Response(answer.body, answer.status, media_type=answer.media_type)
     headers = {"ETag": answer.etag, "Cache-Control": CACHE_CONTROL}
@@ -204,8 +206,8 @@ async def layer_set(
 async def lookup(cache: Cache, body: Batch) -> Response:
     """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
     answers = await asyncio.gather(*map(cache.get, body.queries))
-    joined = b",".join(answer.body for answer in answers)
-    return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + joined + b"]}", media_type="application/json")
+    bodies = b",".join(answer.body for answer in answers)
+    return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + bodies + b"]}", media_type="application/json")
 
 
 @router.get("/layer-sets", operation_id="layer_sets", response_model=LayerSetList)
@@ -222,8 +224,10 @@ def layer_sets(
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
     """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
-    stored = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
-    return JSONResponse({**stored, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]})
+    stored_models = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
+    return JSONResponse(
+        {**stored_models, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}
+    )
 
 
 @router.get("/models/{model:path}", operation_id="model", response_class=Response)

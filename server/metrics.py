@@ -86,24 +86,24 @@ class Period:
     accepted_per_position: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, at: int, done: Completion, first_token_s: float, whole_s: float) -> Period:
+    def of(cls, start_s: int, completion: Completion, first_token_s: float, total_s: float) -> Period:
         """Return the sums of one request; seconds are measured from the client's side."""
-        n_between = done.n_tokens - 1
+        n_between = completion.n_tokens - 1
         return cls(
-            at,
+            start_s,
             requests=1,
-            tokens=done.n_tokens,
-            decoded=done.n_decoded,
-            prompt_tokens=done.n_prompt_tokens,
-            cached_tokens=done.n_cached,
-            drafts=done.n_drafts,
-            drafted=done.drafted,
-            accepted=done.accepted,
+            tokens=completion.n_tokens,
+            decoded=completion.n_decoded,
+            prompt_tokens=completion.n_prompt_tokens,
+            cached_tokens=completion.n_cached,
+            drafts=completion.n_drafts,
+            drafted=completion.drafted,
+            accepted=completion.accepted,
             first_token_s=first_token_s,
             n_timed=int(n_between > 0),
-            between_tokens_s=(whole_s - first_token_s) / n_between if n_between > 0 else 0.0,
-            spent=done.timings,
-            accepted_per_position=list(done.accepted_per_position),
+            between_tokens_s=(total_s - first_token_s) / n_between if n_between > 0 else 0.0,
+            spent=completion.timings,
+            accepted_per_position=list(completion.accepted_per_position),
         )
 
     @property
@@ -144,13 +144,16 @@ class Period:
 
     def __add__(self, other: Period) -> Period:
         """Return the sums of both periods, dated by the start of this one."""
-        sums = {part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:-1]}
-        both = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
-        return Period(self.at, **sums, accepted_per_position=[a + b for a, b in both])
+        field_sums = {
+            period_field.name: getattr(self, period_field.name) + getattr(other, period_field.name)
+            for period_field in fields(self)[1:-1]
+        }
+        position_pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return Period(self.at, **field_sums, accepted_per_position=[a + b for a, b in position_pairs])
 
 
-def _quotient(above: float, below: float) -> float | None:
-    return above / below if below else None
+def _quotient(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
 
 
 class History:
@@ -165,19 +168,19 @@ class History:
         """The models and tasks with at least one ended request."""
         return list(self._periods)
 
-    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> Period:
+    def add(self, model: str, task: str, completion: Completion, first_token_s: float, total_s: float) -> Period:
         """Count a request that has ended; return its sums."""
-        at = int(time.time()) // PERIOD_S * PERIOD_S
-        ended = Period.of(at, done, first_token_s, whole_s)
-        self._totals[model] = self.total(model) + ended
+        start_s = int(time.time()) // PERIOD_S * PERIOD_S
+        request_sums = Period.of(start_s, completion, first_token_s, total_s)
+        self._totals[model] = self.total(model) + request_sums
         if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
             del self._periods[min(self._periods, key=lambda key: self._periods[key][-1].at)]
         periods = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
-        if periods and periods[-1].at == at:
-            periods[-1] += ended
+        if periods and periods[-1].at == start_s:
+            periods[-1] += request_sums
         else:
-            periods.append(ended)
-        return ended
+            periods.append(request_sums)
+        return request_sums
 
     def total(self, model: str) -> Period:
         """Return a model's traffic since the server's start."""
@@ -186,32 +189,32 @@ class History:
     def last(self, span_s: int, n: int, model: str | None = None, task: str | None = None) -> list[Period]:
         """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first."""
         length = max(PERIOD_S, span_s // n)
-        end = int(time.time()) // length * length + length
-        sums = [Period(at) for at in range(end - n * length, end, length)]
+        end_s = int(time.time()) // length * length + length
+        merged = [Period(start_s) for start_s in range(end_s - n * length, end_s, length)]
         for (of_model, of_task), periods in self._periods.items():
             for period in reversed(periods if model in (None, of_model) and task in (None, of_task) else ()):
-                if period.at < sums[0].at:
+                if period.at < merged[0].at:
                     break
-                sums[(period.at - sums[0].at) // length] += period
-        return sums
+                merged[(period.at - merged[0].at) // length] += period
+        return merged
 
     def now(self, model: str) -> Period:
         """Return a model's traffic of the last NOW_S seconds, at most a period less: the newest one is incomplete."""
-        first, *rest = self.last(NOW_S, NOW_S // PERIOD_S, model)
-        return sum(rest, first)
+        oldest, *later_periods = self.last(NOW_S, NOW_S // PERIOD_S, model)
+        return sum(later_periods, oldest)
 
 
 def metric(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
-    words: str,
+    help: str,
     labels: Sequence[str],
     values: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
     """Return a metric from pairs of label values and value."""
-    family = kind(name, words, labels=labels)
-    for of, value in values:
-        family.add_metric(of, value)
+    family = kind(name, help, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, value)
     return family
 
 
@@ -232,10 +235,12 @@ class EngineMetrics(Collector):
 
     def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
         self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
-        given: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
-        self._waits = {name: Histogram(f"vllm:{name}", words, **given, buckets=BUCKETS_S) for name, words in WAITS}
-        given["labelnames"] = ["model_name", "finished_reason"]
-        self._ended = Counter(SUCCESS, "Requests that ended.", **given)
+        metric_options: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
+        self._waits = {
+            name: Histogram(f"vllm:{name}", help, **metric_options, buckets=BUCKETS_S) for name, help in WAITS
+        }
+        metric_options["labelnames"] = ["model_name", "finished_reason"]
+        self._ended = Counter(SUCCESS, "Requests that ended.", **metric_options)
         # Create each counter at 0, so that Prometheus' rate() sees the first failure as an increase.
         for name, reason in product(engines, ENDINGS):
             self._ended.labels(name, reason)
@@ -254,32 +259,32 @@ class EngineMetrics(Collector):
         yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of an engine.", label, starts)
         tasks = [(name, task) for name, engine in engines for task in engine.tuning.tasks]
         for kind, figures in ((GaugeMetricFamily, OF_TASK), (CounterMetricFamily, SINCE_START)):
-            for figure, words, value_of in figures:
+            for figure_name, help, value_of in figures:
                 values = [([name, task.task], value_of(task)) for name, task in tasks]
-                measured = [(labels, float(value)) for labels, value in values if value is not None]
-                yield metric(kind, f"swiftopt_serving_{figure}", words, ["model_name", "task"], measured)
+                samples = [(labels, float(value)) for labels, value in values if value is not None]
+                yield metric(kind, f"swiftopt_serving_{figure_name}", help, ["model_name", "task"], samples)
         totals = [(name, self.history.total(name)) for name in self._engines]
-        for name, words, sum_ in COUNTERS:
-            sums = [([model], float(getattr(total, sum_))) for model, total in totals]
-            yield metric(CounterMetricFamily, f"vllm:{name}", words, label, sums)
-        words = "Accepted tokens by position in the draft, from 0."
+        for name, help, field_name in COUNTERS:
+            samples_of_sum = [([model], float(getattr(total, field_name))) for model, total in totals]
+            yield metric(CounterMetricFamily, f"vllm:{name}", help, label, samples_of_sum)
+        help = "Accepted tokens by position in the draft, from 0."
         by_position = [
             ([model, str(position)], float(n))
             for model, total in totals
             for position, n in enumerate(total.accepted_per_position)
         ]
-        yield metric(CounterMetricFamily, PER_POSITION, words, ["model_name", "position"], by_position)
+        yield metric(CounterMetricFamily, PER_POSITION, help, ["model_name", "position"], by_position)
         yield from self._counted.collect()
 
-    def add(self, model: str, task: str, done: Completion, first_token_s: float, whole_s: float) -> None:
+    def add(self, model: str, task: str, completion: Completion, first_token_s: float, total_s: float) -> None:
         """Count an ended request; seconds are measured from the client's side."""
-        ended = self.history.add(model, task, done, first_token_s, whole_s)
-        waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": whole_s}
-        if ended.n_timed:
-            waits["inter_token_latency_seconds"] = ended.between_tokens_s
+        request_sums = self.history.add(model, task, completion, first_token_s, total_s)
+        waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": total_s}
+        if request_sums.n_timed:
+            waits["inter_token_latency_seconds"] = request_sums.between_tokens_s
         for name, seconds in waits.items():
             self._waits[name].labels(model).observe(seconds)
-        reason = "length" if done.finish_reason == "length" else "stop"
+        reason = "length" if completion.finish_reason == "length" else "stop"
         self._ended.labels(model, reason).inc()
 
     def fail(self, model: str, n: int) -> None:

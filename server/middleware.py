@@ -46,9 +46,9 @@ BODIES = {"/v1/streams": LINES, **dict.fromkeys(TAKE_JSON, JSON)}  # Route -> ac
 access = logging.getLogger("swiftopt.access")
 
 
-def sse(data: Mapping[str, Any], event: str | None = None, number: int | None = None) -> ServerSentEvent:
+def sse(content: Mapping[str, Any], event: str | None = None, number: int | None = None) -> ServerSentEvent:
     """Return a server-sent event with a JSON object."""
-    return ServerSentEvent(json.dumps(data), event=event, id=None if number is None else str(number))
+    return ServerSentEvent(json.dumps(content), event=event, id=None if number is None else str(number))
 
 
 # --- limits and state
@@ -71,17 +71,19 @@ class RateLimit:
             return 0
         return max(1, math.ceil(self._spent.get_window_stats(self._limit, caller).reset_time - time.time()))
 
-    def check(self, caller: str, of: str) -> None:
-        """Raise Refused (429) if the caller's limit is used up; `of` names the limited quantity."""
+    def check(self, caller: str, limit_name: str) -> None:
+        """Raise Refused (429) if the caller's limit is used up; `limit_name` names the limited quantity."""
         if wait_s := self.wait_s(caller):
-            detail = f"more than {self._per_min} {of} a minute: wait {wait_s} s, then go on"
-            raise Refused(429, f"too-many-{of}", detail, {"Retry-After": str(wait_s)}, code="rate_limit_exceeded")
+            detail = f"more than {self._per_min} {limit_name} a minute: wait {wait_s} s, then go on"
+            raise Refused(
+                429, f"too-many-{limit_name}", detail, {"Retry-After": str(wait_s)}, code="rate_limit_exceeded"
+            )
 
     def spend(self, caller: str, n: int = 1) -> None:
         """Count an amount against the caller's limit; amounts beyond the limit are not counted."""
         if self._limit is not None:
-            left = self._spent.get_window_stats(self._limit, caller).remaining
-            self._spent.hit(self._limit, caller, cost=min(n, left))
+            n_remaining = self._spent.get_window_stats(self._limit, caller).remaining
+            self._spent.hit(self._limit, caller, cost=min(n, n_remaining))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        started_s, status = time.perf_counter(), 500
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -152,7 +154,7 @@ class AccessMiddleware:
             self._answers.labels(str(status)).inc()
             # Log raw_path: it is ASCII without line breaks, and has no query string.
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
-            millis = (time.perf_counter() - began) * 1000
+            millis = (time.perf_counter() - started_s) * 1000
             if path not in POLLS or self._settings.log_polls:
                 access.info("%s %s %d %.1f ms %s", scope["method"], path[:500], status, millis, caller)
 
@@ -174,10 +176,10 @@ class AccessMiddleware:
             return
         if is_foreign(headers) and not {"*", headers["origin"]} & set(self._settings.origins):
             raise Refused(403, "foreign-origin", "a page of another site may not do that: call the API from a program")
-        given = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if path in BODIES and given not in BODIES[path]:
-            words = f"the body is {given[:100]!r}" if given else "the body has no Content-Type"
-            detail = f"{words}: send it as {' or '.join(BODIES[path])}"
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if path in BODIES and media_type not in BODIES[path]:
+            problem = f"the body is {media_type[:100]!r}" if media_type else "the body has no Content-Type"
+            detail = f"{problem}: send it as {' or '.join(BODIES[path])}"
             accepted = {"Accept-Post": ", ".join(BODIES[path])}
             raise Refused(415, "unsupported-media-type", detail, accepted, code="unsupported_content_type")
         if (encoding := headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
@@ -202,8 +204,8 @@ def is_foreign(headers: Headers) -> bool:
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
-def _unauthorised(given: bool) -> Refused:
-    why = "Incorrect API key provided" if given else "this server wants an API key"
-    how = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if given else "")
-    detail = f"{why}: send one of this server's as `Authorization: Bearer KEY`"
-    return Refused(401, "unauthorised", detail, {"WWW-Authenticate": how}, code="invalid_api_key")
+def _unauthorised(has_key: bool) -> Refused:
+    problem = "Incorrect API key provided" if has_key else "this server wants an API key"
+    scheme = 'Bearer realm="swiftopt"' + (', error="invalid_token"' if has_key else "")
+    detail = f"{problem}: send one of this server's as `Authorization: Bearer KEY`"
+    return Refused(401, "unauthorised", detail, {"WWW-Authenticate": scheme}, code="invalid_api_key")

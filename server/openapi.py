@@ -49,10 +49,10 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, operations in schema["paths"].items():
-            for described in operations.values() if path.startswith(GUARDED) else ():
-                described["security"] = [{"key": []}, {}]
-            for described in operations.values() if has_openai_errors(path) else ():
-                described["responses"].update(OPENAI_ERRORS)
+            for operation in operations.values() if path.startswith(GUARDED) else ():
+                operation["security"] = [{"key": []}, {}]
+            for operation in operations.values() if has_openai_errors(path) else ():
+                operation["responses"].update(OPENAI_ERRORS)
         schemas = schema["components"]["schemas"]
         schemas["Problem"] = Problem.model_json_schema()
         schemas["OpenAIError"] = OpenAIError.model_json_schema(

@@ -105,7 +105,7 @@ def readyz(app: Shared) -> Response:
     else:
         report["storage"] = app.storage.problem() or "ok"
         report["status"] = "ok" if report["storage"] == "ok" else "degraded"
-    if any(part != "ok" for part in (report["database"], report["migrations"], *engines.values())):
+    if any(status != "ok" for status in (report["database"], report["migrations"], *engines.values())):
         report["status"] = "unavailable"
     return JSONResponse(report, 503 if report["status"] == "unavailable" else 200)
 
@@ -130,9 +130,9 @@ async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
     collectors = [app.engines.metrics] if app.engines.of else []
-    parts = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
+    collected = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
     # Run in a thread: the database may be slow.
-    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, parts)))
+    text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, collected)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -145,14 +145,16 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
         yield from _with_up("swiftopt_database_up", "Whether the database answers.", self._of_database)
-        writable: list[tuple[list[str], float]] = [([], float(not self._storage.problem()))]
-        words = "Whether the database and the folders of files can be written."
-        yield metric(GaugeMetricFamily, "swiftopt_storage_writable", words, [], writable)
+        samples: list[tuple[list[str], float]] = [([], float(not self._storage.problem()))]
+        help = "Whether the database and the folders of files can be written."
+        yield metric(GaugeMetricFamily, "swiftopt_storage_writable", help, [], samples)
         if self._queue is not None:
             yield from _with_up("swiftopt_redis_up", "Whether Redis answers.", partial(self._of_queue, self._queue))
 
     def _of_database(self) -> list[Metric]:
-        families = {key: CounterMetricFamily(*named, labels=labels) for key, (named, labels) in COUNTERS.items()}
+        families = {
+            key: CounterMetricFamily(*name_and_help, labels=labels) for key, (name_and_help, labels) in COUNTERS.items()
+        }
         for count in self._store.jobs.counts():
             if count.name in families:
                 labels_of_count = {"model": count.model, "task": count.task}
@@ -174,12 +176,12 @@ class ServiceCollector(Collector):
         return [metric(GaugeMetricFamily, *gauge) for gauge in gauges]
 
 
-def _with_up(name: str, words: str, read: Callable[[], list[Metric]]) -> list[Metric]:
+def _with_up(name: str, help: str, collect: Callable[[], list[Metric]]) -> list[Metric]:
     """Return the metrics of a service, and whether it answers."""
     try:
-        return [*read(), metric(GaugeMetricFamily, name, words, [], [([], 1.0)])]
+        return [*collect(), metric(GaugeMetricFamily, name, help, [], [([], 1.0)])]
     except (StoreError, ServiceUnreachable):
-        return [metric(GaugeMetricFamily, name, words, [], [([], 0.0)])]
+        return [metric(GaugeMetricFamily, name, help, [], [([], 0.0)])]
 
 
 class Steering(Strict):

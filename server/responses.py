@@ -62,8 +62,8 @@ class AskedResponse(CommonFields):
         super().check()
         for name in STORED:
             if self.extra.get(name):
-                words = f"{name} is not supported, for no response is stored here: send the whole input"
-                raise UnsupportedField(words, name)
+                problem = f"{name} is not supported, for no response is stored here: send the whole input"
+                raise UnsupportedField(problem, name)
         for name in ("return_metrics", "return_token_ids"):
             if getattr(self, name):
                 raise UnsupportedField(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
@@ -79,15 +79,15 @@ class AskedResponse(CommonFields):
         """Return a text in which places of the chat are those of the request."""
 
         def own(match: re.Match[str]) -> str:
-            parts = re.split(r"(?=[.\[])", match[0])
-            for n in range(len(parts), 0, -1):
-                if (place := self._places.get("".join(parts[:n]))) is not None:
-                    return place + "".join(parts[n:])
+            path_parts = re.split(r"(?=[.\[])", match[0])
+            for n in range(len(path_parts), 0, -1):
+                if (path := self._places.get("".join(path_parts[:n]))) is not None:
+                    return path + "".join(path_parts[n:])
             return match[0]
 
         text = re.sub(r"\bmessages\[\d+\](\.\w+|\[\d+\])*", own, text)
-        for pattern, place in PLACES.items():
-            text = re.sub(rf"\b{pattern}", place, text)
+        for pattern, path in PLACES.items():
+            text = re.sub(rf"\b{pattern}", path, text)
         return text
 
     def repeated(self) -> dict[str, Any]:
@@ -119,8 +119,8 @@ class AskedResponse(CommonFields):
         if isinstance(self.input, str):
             messages.add({"role": "user", "content": self.input}, "input", "", "")
         else:
-            for i, item in enumerate(self.input):
-                messages.add_item(item, f"input[{i}]")
+            for i, input_item in enumerate(self.input):
+                messages.add_item(input_item, f"input[{i}]")
         self._places = messages.places
         if not messages.found:
             raise InvalidInput("input is an empty list: send at least one item", "input")
@@ -135,8 +135,8 @@ class AskedResponse(CommonFields):
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
-            words, place, _ = explained_body(error.errors(include_url=False), values)
-            raise InvalidInput(words, place) from error
+            problem, path, _ = explained_body(error.errors(include_url=False), values)
+            raise InvalidInput(problem, path) from error
 
     def _format(self) -> dict[str, Any] | None:
         """Return the form of the text as chats have it."""
@@ -157,18 +157,18 @@ class Messages:
         self.places: dict[str, str] = {}
         self._is_open = False  # Whether further items may extend the last assistant message.
 
-    def add(self, message: dict[str, Any], place: str, role: str = ".role", content: str = ".content") -> None:
+    def add(self, message: dict[str, Any], path: str, role: str = ".role", content: str = ".content") -> None:
         """Add a message; `role` and `content` end the places in the request that these are from."""
         message_place = f"messages[{len(self.found)}]"
         self.found.append(message)
         self.places |= {
-            message_place: place,
-            f"{message_place}.role": place + role,
-            f"{message_place}.content": place + content,
+            message_place: path,
+            f"{message_place}.role": path + role,
+            f"{message_place}.content": path + content,
         }
         self._is_open = message["role"] == "assistant"
 
-    def add_item(self, item: Mapping[str, Any], place: str) -> None:
+    def add_item(self, item: Mapping[str, Any], path: str) -> None:
         """Add an item of the input.
 
         Raises: InvalidInput: it cannot be said here.
@@ -178,32 +178,32 @@ class Messages:
                 message = {"role": item.get("role"), "content": item.get("content")}
                 if self._is_open and message["role"] == "assistant" and "content" not in self.found[-1]:
                     self.found[-1] |= message
-                    self.places[f"messages[{len(self.found) - 1}].content"] = f"{place}.content"
+                    self.places[f"messages[{len(self.found) - 1}].content"] = f"{path}.content"
                 else:
-                    self.add(message, place)
+                    self.add(message, path)
             case "reasoning":
-                thought = text_of(item.get("content") or (), f"{place}.content", REASONING)
+                thought = text_of(item.get("content") or (), f"{path}.content", REASONING)
                 if not thought:
-                    words = f"{place} has no text of its thought, and none is stored here: leave it out"
-                    raise InvalidInput(words, f"{place}.content")
-                self.add({"role": "assistant", "reasoning_content": thought}, place)
+                    problem = f"{path} has no text of its thought, and none is stored here: leave it out"
+                    raise InvalidInput(problem, f"{path}.content")
+                self.add({"role": "assistant", "reasoning_content": thought}, path)
             case "function_call":
-                self._add_call(item, place)
+                self._add_call(item, path)
             case "function_call_output":
                 if item.get("output") is None:
-                    raise InvalidInput(f"{place} has no output: give what the function returned", f"{place}.output")
+                    raise InvalidInput(f"{path} has no output: give what the function returned", f"{path}.output")
                 message = {"role": "tool", "content": item["output"], "tool_call_id": item.get("call_id")}
-                self.add(message, place, role=".type", content=".output")
+                self.add(message, path, role=".type", content=".output")
             case _:
-                words = f"{place}: items of type {kind!r} are not supported here"
-                raise UnsupportedValue(f"{words}: leave it out", f"{place}.type")
+                problem = f"{path}: items of type {kind!r} are not supported here"
+                raise UnsupportedValue(f"{problem}: leave it out", f"{path}.type")
 
-    def _add_call(self, item: Mapping[str, Any], place: str) -> None:
+    def _add_call(self, item: Mapping[str, Any], path: str) -> None:
         if not self._is_open:
-            self.add({"role": "assistant", "content": ""}, place, role=".type")
+            self.add({"role": "assistant", "content": ""}, path, role=".type")
         calls = self.found[-1].setdefault("tool_calls", [])
         call_place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
-        self.places |= {call_place: place, f"{call_place}.function": place}
+        self.places |= {call_place: path, f"{call_place}.function": path}
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 
@@ -245,8 +245,8 @@ class ResponseExchange(Exchange):
         }
 
     async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
-        choice, at = self.choices[0], {"output_index": 0}
-        part = {**at, "item_id": self._item["id"], "content_index": 0}
+        choice, output_position = self.choices[0], {"output_index": 0}
+        part_position = {**output_position, "item_id": self._item["id"], "content_index": 0}
         is_begun = False
         async for choice, text in pieces:
             # Begin the stream with the first text: until then, an engine's refusal can still set the HTTP status.
@@ -256,24 +256,30 @@ class ResponseExchange(Exchange):
                 yield self._event("in_progress", response=self._head("in_progress"))
             if text and text == choice.text:  # The first text opens the message.
                 item = {**self._item, "status": "in_progress", "content": []}
-                yield self._event("output_item.added", **at, item=item)
-                yield self._event("content_part.added", **part, part=_text_part(""))
+                yield self._event("output_item.added", **output_position, item=item)
+                yield self._event("content_part.added", **part_position, part=_text_part(""))
             if text:
-                yield self._event("output_text.delta", **part, delta=text, logprobs=[])
+                yield self._event("output_text.delta", **part_position, delta=text, logprobs=[])
         if choice.text:
-            yield self._event("output_text.done", **part, text=choice.text, logprobs=[])
-            yield self._event("content_part.done", **part, part=_text_part(choice.text))
-            yield self._event("output_item.done", **at, item=self._text_item("completed"))
+            yield self._event("output_text.done", **part_position, text=choice.text, logprobs=[])
+            yield self._event("content_part.done", **part_position, part=_text_part(choice.text))
+            yield self._event("output_item.done", **output_position, item=self._text_item("completed"))
         for i, call in enumerate(choice.calls, start=int(bool(choice.text))):
-            item, at = _call_item(call), {"output_index": i}
-            yield self._event("output_item.added", **at, item={**item, "status": "in_progress", "arguments": ""})
-            yield self._event("function_call_arguments.delta", **at, item_id=item["id"], delta=item["arguments"])
-            yield self._event("function_call_arguments.done", **at, item_id=item["id"], arguments=item["arguments"])
-            yield self._event("output_item.done", **at, item=item)
-        whole = self.whole()
-        yield self._event(whole["status"], response=whole)
+            item, output_position = _call_item(call), {"output_index": i}
+            yield self._event(
+                "output_item.added", **output_position, item={**item, "status": "in_progress", "arguments": ""}
+            )
+            yield self._event(
+                "function_call_arguments.delta", **output_position, item_id=item["id"], delta=item["arguments"]
+            )
+            yield self._event(
+                "function_call_arguments.done", **output_position, item_id=item["id"], arguments=item["arguments"]
+            )
+            yield self._event("output_item.done", **output_position, item=item)
+        response = self.whole()
+        yield self._event(response["status"], response=response)
 
-    def failed(self, error: dict[str, Any]) -> list[ServerSentEvent]:
+    def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
         response = {
             **self._head("failed"),
             "output": [self._text_item("incomplete")] if self.choices[0].text else [],

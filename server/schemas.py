@@ -82,14 +82,14 @@ class ResponseFormat(Lenient):
 
     def check(self) -> None:
         """Raise InvalidInput where a schema is missing, or is one too many."""
-        given = {"json_schema": self.json_schema, "schema": self.schema_}
-        places = [f"response_format.{key}" for key, value in given.items() if value is not None]
+        schemas = {"json_schema": self.json_schema, "schema": self.schema_}
+        paths = [f"response_format.{key}" for key, value in schemas.items() if value is not None]
         if self.json_schema is not None and self.type != "json_schema":
-            raise InvalidInput(f"{places[0]} needs type json_schema: set it, or leave it out", places[0])
+            raise InvalidInput(f"{paths[0]} needs type json_schema: set it, or leave it out", paths[0])
         if self.schema_ is not None and self.type == "text":
-            raise InvalidInput(f"{places[0]} needs type json_schema: set it, or leave it out", places[0])
-        if len(places) > 1:
-            raise InvalidInput(f"{places[0]} and {places[1]} exclude each other: choose one", places[1])
+            raise InvalidInput(f"{paths[0]} needs type json_schema: set it, or leave it out", paths[0])
+        if len(paths) > 1:
+            raise InvalidInput(f"{paths[0]} and {paths[1]} exclude each other: choose one", paths[1])
         if self.type == "json_schema" and self.given_schema is None:
             raise InvalidInput(f"{self.place} is missing: give the schema", self.place)
 
@@ -167,13 +167,13 @@ class CommonFields(Lenient):
 
         Raises: InvalidInput: a field cannot be obeyed, by itself or beside another.
         """
-        for name, usual in self.UNSUPPORTED.items():
+        for name, accepted in self.UNSUPPORTED.items():
             value = self.extra.get(name)
             if value is not None and not any(
-                type(value) is type(usual_one) and value == usual_one for usual_one in usual
+                type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted
             ):
                 advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
-                kind = UnsupportedValue if usual else UnsupportedField
+                kind = UnsupportedValue if accepted else UnsupportedField
                 raise kind(f"{name} is not supported here: {advice}", name)
 
     @property
@@ -219,12 +219,12 @@ class GenerationFields(CommonFields):
             raise InvalidInput("return_token_ids is for whole answers: leave out stream, or it", "return_token_ids")
         extension = self.swiftopt or Options()
         if extension.plan not in (None, "best") and extension.method not in (None, extension.plan):
-            both = f"swiftopt.plan {extension.plan!r} and swiftopt.method {extension.method!r}"
-            words = f"{both} exclude each other: choose one"
-            raise InvalidInput(words, "swiftopt.method")
+            both_fields = f"swiftopt.plan {extension.plan!r} and swiftopt.method {extension.method!r}"
+            problem = f"{both_fields} exclude each other: choose one"
+            raise InvalidInput(problem, "swiftopt.method")
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
-            words = f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens of a completion"
-            raise InvalidInput(f"{words}: lower it, or ask for more", "min_tokens")
+            problem = f"min_tokens {self.min_tokens} is more than the {self.most_tokens} tokens of a completion"
+            raise InvalidInput(f"{problem}: lower it, or ask for more", "min_tokens")
 
     def name_of(self, field: str) -> str:
         form = self.response_format
@@ -240,7 +240,7 @@ class GenerationFields(CommonFields):
             yield from (name for name in ("stop", "stop_token_ids") if getattr(self, name))
         form = self.response_format
         if form is not None and form.is_json and form.is_relaxed:
-            yield from (f"{form.place}.{dotted(place)}" for place in not_enforced(form.given_schema or {}))
+            yield from (f"{form.place}.{dotted(path)}" for path in not_enforced(form.given_schema or {}))
 
     @property
     def most_tokens(self) -> int | None:
@@ -255,17 +255,17 @@ class GenerationFields(CommonFields):
     def common(self, salt: str) -> CompletionRequest:
         """Return the request without its prompt; OpenAI's default is to sample, with a random seed."""
         extension = self.swiftopt or Options()
-        given = self.model_dump(include=SAMPLED, exclude_none=True)
-        given |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
+        sampling_fields = self.model_dump(include=SAMPLED, exclude_none=True)
+        sampling_fields |= {"top_k": max(0, self.top_k or 0), "logit_bias": tuple((self.logit_bias or {}).items())}
         if self.seed is not None:
-            given["seed"] = (self.seed + 2**63) % 2**64 - 2**63
+            sampling_fields["seed"] = (self.seed + 2**63) % 2**64 - 2**63
         return CompletionRequest(
             task=extension.task,
             method="plain" if extension.plan == "plain" else extension.method,
             version=extension.plan if isinstance(extension.plan, int) else None,
             learn=extension.tune is not False,
             max_new_tokens=self.most_tokens,
-            sampling=Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **given}),
+            sampling=Sampling(**{"temperature": 1.0, "seed": secrets.randbits(62), **sampling_fields}),
             stop=() if self.is_json else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=() if self.is_json else tuple(self.stop_token_ids or ()),
             min_new_tokens=self.min_tokens or 0,
@@ -303,8 +303,10 @@ class AskedChat(GenerationFields):
             raise InvalidInput("top_logprobs needs logprobs: set logprobs to true, or leave it out", "top_logprobs")
         lengths = (self.max_tokens, self.max_completion_tokens)
         if None not in lengths and lengths[0] != lengths[1]:
-            words = f"max_tokens {lengths[0]} and max_completion_tokens {lengths[1]} exclude each other: leave one out"
-            raise InvalidInput(words, "max_tokens")
+            problem = (
+                f"max_tokens {lengths[0]} and max_completion_tokens {lengths[1]} exclude each other: leave one out"
+            )
+            raise InvalidInput(problem, "max_tokens")
 
     @property
     def most_tokens(self) -> int | None:
@@ -340,11 +342,11 @@ class AskedChat(GenerationFields):
         """Return the values of the template."""
         template_values = self.chat_template_kwargs or {}
         if self.continue_final_message and self.add_generation_prompt:
-            words = "continue_final_message and add_generation_prompt exclude each other: choose one"
-            raise InvalidInput(words, "continue_final_message")
+            problem = "continue_final_message and add_generation_prompt exclude each other: choose one"
+            raise InvalidInput(problem, "continue_final_message")
         for name in sorted(RESERVED & set(template_values)):
-            place = f"chat_template_kwargs.{name}"
-            raise InvalidInput(f"{place} is no value of a template: leave it out", place)
+            path = f"chat_template_kwargs.{name}"
+            raise InvalidInput(f"{path} is no value of a template: leave it out", path)
         if self.continue_final_message:
             return {**template_values, "continue_final_message": True, "add_generation_prompt": False}
         return (
@@ -366,12 +368,12 @@ class AskedChat(GenerationFields):
         yield from super().unused()
         forced = self._forced()
         for i, tool in enumerate(self.tools or ()):
-            place, function = f"tools[{i}].function", tool.function
+            path, function = f"tools[{i}].function", tool.function
             if function.strict and i not in forced:
-                yield f"{place}.strict"  # The arguments of optional calls are not constrained to the schema.
+                yield f"{path}.strict"  # The arguments of optional calls are not constrained to the schema.
             elif function.strict is False and i in forced:
                 yield from (
-                    f"{place}.parameters.{dotted(parameter)}" for parameter in not_enforced(function.parameters or {})
+                    f"{path}.parameters.{dotted(parameter)}" for parameter in not_enforced(function.parameters or {})
                 )
 
     def _forced(self) -> tuple[int, ...]:
@@ -382,12 +384,12 @@ class AskedChat(GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         if forced := tuple(i for i, name in enumerate(names) if function_name in (None, name)):
             return forced
-        words = (
+        problem = (
             "a tool is to be called, but none is given"
             if function_name is None
             else f"there is no tool {function_name!r}"
         )
-        raise InvalidInput(f"{words}: add it to tools, or leave tool_choice out", "tool_choice")
+        raise InvalidInput(f"{problem}: add it to tools, or leave tool_choice out", "tool_choice")
 
 
 class AskedText(GenerationFields):

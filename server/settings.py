@@ -78,9 +78,9 @@ class KeyRing:
 
     def owner(self, key: str) -> str | None:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
-        given, owner_name = _hash(key), None
+        key_hash, owner_name = _hash(key), None
         for entry in self._entries():
-            if hmac.compare_digest(entry.hashed, given):
+            if hmac.compare_digest(entry.hashed, key_hash):
                 owner_name = entry.name
         return owner_name
 
@@ -104,8 +104,8 @@ def _read(file: Path) -> tuple[tuple[int, int, int], list[Key]]:
         stamp, text = _stamp(file), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        words = f"the key file {file} cannot be read ({reason}): check {FILE_VARIABLE} and permissions"
-        raise SettingsError(words) from error
+        problem = f"the key file {file} cannot be read ({reason}): check {FILE_VARIABLE} and permissions"
+        raise SettingsError(problem) from error
     return stamp, _parse((line.partition("#")[0] for line in text.splitlines()), str(file))
 
 
@@ -114,7 +114,7 @@ def _stamp(file: Path) -> tuple[int, int, int]:
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def _parse(entries: Iterable[str], where: str) -> list[Key]:
+def _parse(entries: Iterable[str], source: str) -> list[Key]:
     keys: dict[str, Key] = {}
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
@@ -122,7 +122,7 @@ def _parse(entries: Iterable[str], where: str) -> list[Key]:
         name, hashed, task = [*map(str.strip, entry.split(":", 2)), "", ""][:3]
         if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.lower()) or (task and not _NAME.fullmatch(task)):
             raise SettingsError(  # Do not quote the entry: it may be a key that was put there by mistake.
-                f"entry {number} of {where} is no name:sha256hex or name:sha256hex:task: make one with"
+                f"entry {number} of {source} is no name:sha256hex or name:sha256hex:task: make one with"
                 " `swiftopt serve --new-key NAME`"
             )
         keys[name] = Key(name, hashed.lower(), task or None)
@@ -151,26 +151,26 @@ class ServerSettings:
     log_polls: bool = False  # Whether health checks and metrics are in the access log.
 
 
-def allowed_origins(named: Sequence[str]) -> tuple[str, ...]:
+def allowed_origins(origins: Sequence[str]) -> tuple[str, ...]:
     """Return the origins as browsers send them.
 
     Raises: SettingsError: one of them is no origin.
     """
-    for origin in named:
+    for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin.lower()):
             raise SettingsError(
                 f"the origin {origin!r} is none: use one such as https://chat.example.org, or '*' for all"
             )
-    return tuple(origin.lower() for origin in named)
+    return tuple(origin.lower() for origin in origins)
 
 
-def stream_folders(named: Sequence[str] = ()) -> tuple[Path, ...]:
+def stream_folders(names: Sequence[str] = ()) -> tuple[Path, ...]:
     """Return the folders named, or those of the environment variable.
 
     Raises: SettingsError: one of them is no folder.
     """
-    listed = list(named) or [part for part in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if part]
-    for folder in listed:
+    folder_names = list(names) or [name for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if name]
+    for folder in folder_names:
         if not os.path.isdir(folder):
             raise SettingsError(f"the stream folder {folder} is no folder: create it, or name another")
-    return tuple(Path(folder).resolve() for folder in listed)
+    return tuple(Path(folder).resolve() for folder in folder_names)

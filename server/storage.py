@@ -36,27 +36,27 @@ class StorageCheck:
     def problem(self) -> str:
         """Return a sentence why storage was not writable at the last check; empty if it was."""
         if time.monotonic() - self._looked_at >= PERIOD_S and self._looking.acquire(blocking=False):
-            look = threading.Thread(target=self._look, name="storage", daemon=True)
-            look.start()
-            look.join(WAIT_S)
+            check_thread = threading.Thread(target=self._update_reason, name="storage", daemon=True)
+            check_thread.start()
+            check_thread.join(WAIT_S)
         return self._reason
 
-    def _look(self) -> None:
+    def _update_reason(self) -> None:
         try:
-            look = self._found()
-            if look != self._reason:
-                level, state = (logging.ERROR, "not writable") if look else (logging.INFO, "writable")
-                logger.log(level, "storage=%r reason=%r", state, look)
-            self._reason = look
+            reason = self._find_problem()
+            if reason != self._reason:
+                level, state = (logging.ERROR, "not writable") if reason else (logging.INFO, "writable")
+                logger.log(level, "storage=%r reason=%r", state, reason)
+            self._reason = reason
         finally:
             self._looked_at = time.monotonic()
             self._looking.release()
 
-    def _found(self) -> str:
+    def _find_problem(self) -> str:
         for folder in sorted(self._folders):
             with suppress(OSError):  # Ignore a missing folder here: the write below fails.
-                if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
-                    return f"the disk of {folder} is full ({free / 1024:.0f} KiB are left): free some space"
+                if (free_bytes := shutil.disk_usage(folder).free) < LEAST_FREE:
+                    return f"the disk of {folder} is full ({free_bytes / 1024:.0f} KiB are left): free some space"
         try:
             self._store.check_writable()
         except StoreError as error:

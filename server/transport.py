@@ -91,10 +91,10 @@ class RequestBody:
 
     async def drop(self) -> None:
         """Read and drop the rest of the body, up to LINGER_BYTES and LINGER_S."""
-        most = self._n_received + LINGER_BYTES
+        max_received = self._n_received + LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while not self.is_over and self._n_received < most:
+                while not self.is_over and self._n_received < max_received:
                     await self._next(LINGER_WAIT_S)
 
     async def _next(self, within_s: float) -> Message:

@@ -85,7 +85,7 @@ class DashboardSession:
     cookie: str | None = None
 
 
-def _session(keys: KeyRing, owner: str | None, signed: str | None = None) -> DashboardSession:
+def _session(keys: KeyRing, owner: str | None, signed_nonce: str | None = None) -> DashboardSession:
     """Return the session whose cookie has the signed nonce; None: a new one.
 
     Cookies are signed with the hash of the owner's key, so that removing a key ends its sessions.
@@ -95,18 +95,18 @@ def _session(keys: KeyRing, owner: str | None, signed: str | None = None) -> Das
     key = keys.find(owner)
     secret = _secret if key is None else key.hashed
     signer = URLSafeTimedSerializer(secret, salt="swiftopt session")
-    nonce = secrets.token_urlsafe(16) if signed is None else str(signer.loads(signed, max_age=SESSION_S))
+    nonce = secrets.token_urlsafe(16) if signed_nonce is None else str(signer.loads(signed_nonce, max_age=SESSION_S))
     token = hmac.new(secret.encode(), f"swiftopt form {nonce}".encode(), "sha256").hexdigest()
-    return DashboardSession(owner, token, f"{owner or ''}:{signer.dumps(nonce)}" if signed is None else None)
+    return DashboardSession(owner, token, f"{owner or ''}:{signer.dumps(nonce)}" if signed_nonce is None else None)
 
 
 def _known_session(request: Request, keys: KeyRing) -> DashboardSession | None:
     """Return the session of the request's cookie, if it is valid."""
-    name, _, signed = request.cookies.get(COOKIE, "").partition(":")
+    name, _, signed_nonce = request.cookies.get(COOKIE, "").partition(":")
     if (keys.find(name) is None) == keys.required:
         return None
     try:
-        return _session(keys, name or None, signed)
+        return _session(keys, name or None, signed_nonce)
     except BadSignature:
         return None
 
@@ -130,10 +130,10 @@ def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = ""
     Raises: Refused: 401 as `session_of`; 403: a page of another site, or of an earlier session, has sent it.
     """
     session = session_of(request, app)
-    is_own = hmac.compare_digest(token.encode(errors="replace"), session.token.encode())
-    if is_foreign(request.headers) or not is_own:
-        words = "this form is not of your present session: load the page again, then send it"
-        raise Refused(403, "foreign-form", words)
+    is_own_token = hmac.compare_digest(token.encode(errors="replace"), session.token.encode())
+    if is_foreign(request.headers) or not is_own_token:
+        problem = "this form is not of your present session: load the page again, then send it"
+        raise Refused(403, "foreign-form", problem)
     return session
 
 
@@ -149,10 +149,10 @@ def pages_for_browsers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _unknown_address)
 
 
-def _confined(response: Response) -> Response:
+def _with_security_headers(response: Response) -> Response:
     """Set headers that forbid content from other hosts."""
-    for name, value in HEADERS.items():
-        response.headers.setdefault(name, value)
+    for name, header in HEADERS.items():
+        response.headers.setdefault(name, header)
     return response
 
 
@@ -167,35 +167,35 @@ class PageRoute(APIRoute):
             try:
                 response = await handle(request)
             except Exception as error:
-                refused = refused_by(error)
-                if refused.kind == "internal":
+                refusal = refused_by(error)
+                if refusal.kind == "internal":
                     logger.exception("page=failed path=%s", request.url.path)
-                response = await _error_page(request, refused)
-            return _confined(response)
+                response = await _error_page(request, refusal)
+            return _with_security_headers(response)
 
         return guarded
 
 
 async def _unknown_address(request: Request, error: Exception) -> Response:
     """At unknown addresses, answer browsers with a page; programs and API paths get the usual error."""
-    refused, path = refused_by(error), request.url.path
-    is_known = isinstance(error, Refused) or refused.status_code not in (404, 405) or path.startswith(GUARDED)
+    refusal, path = refused_by(error), request.url.path
+    is_known = isinstance(error, Refused) or refusal.status_code not in (404, 405) or path.startswith(GUARDED)
     if is_known or "text/html" not in request.headers.get("accept", ""):
-        return refused.response(path)
+        return refusal.response(path)
     keys = (await state_of(request)).settings.keys
     session = _known_session(request, keys) or (None if keys.required else _session(keys, None))
     detail = f"There is no page at {path[:200]}: go to one of those below."
-    response = page(request, session, "unknown.html", refused.status_code, detail=detail)
-    response.headers.update(refused.headers or {})
-    return _confined(response)
+    response = page(request, session, "unknown.html", refusal.status_code, detail=detail)
+    response.headers.update(refusal.headers or {})
+    return _with_security_headers(response)
 
 
-async def _error_page(request: Request, refused: Refused) -> Response:
-    if refused.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
-        address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return RedirectResponse(f"/login?next={quote(address)}", 303)
+async def _error_page(request: Request, refusal: Refused) -> Response:
+    if refusal.status_code == 401 and request.method == "GET" and not request.url.path.startswith("/live/"):
+        plan_address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"/login?next={quote(plan_address)}", 303)
     session = _known_session(request, (await state_of(request)).settings.keys)
-    return page(request, session, "problem.html", refused.status_code, title="Not possible", detail=refused.detail)
+    return page(request, session, "problem.html", refusal.status_code, title="Not possible", detail=refusal.detail)
 
 
 def pages() -> APIRouter:
@@ -223,7 +223,7 @@ def _set_cookie(request: Request, response: Response, session: DashboardSession 
 
 
 def live(
-    part: Callable[[], Awaitable[str]], period_s: float = LIVE_S, is_over: Callable[[], bool] = lambda: False
+    render_part: Callable[[], Awaitable[str]], period_s: float = LIVE_S, is_over: Callable[[], bool] = lambda: False
 ) -> Response:
     """Send a page's live part whenever it has changed, or the error that keeps it from being rendered.
 
@@ -231,15 +231,15 @@ def live(
     """
 
     async def events() -> AsyncIterator[ServerSentEvent]:
-        shown = ""
+        last_html = ""
         while True:
             is_last = is_over()
             try:
-                html = await part()
+                html = await render_part()
             except SwiftoptError as error:
                 html = render("problem_part.html", detail=str(error))
-            if html != shown:
-                shown = html
+            if html != last_html:
+                last_html = html
                 yield ServerSentEvent(html)
             if is_last:
                 yield ServerSentEvent("", event="over")
@@ -263,9 +263,9 @@ def shown_page(
     """
 
     def add(values_of: ValuesOf) -> ValuesOf:
-        async def bound(**given: Any) -> Values:
+        async def bound(**parameters: Any) -> Values:
             call: Any = values_of if iscoroutinefunction(values_of) else partial(run_in_threadpool, values_of)
-            return partial(call, **given)
+            return partial(call, **parameters)
 
         bound.__signature__ = signature(values_of, eval_str=True)  # type: ignore[attr-defined]
         dependency = Depends(bound)
@@ -311,27 +311,27 @@ def seconds(value: float | None) -> str:
     """Return a duration in the unit that suits it."""
     if value is None:
         return "–"
-    for limit, per, unit in ((0.1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+    for limit, unit_s, unit in ((0.1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if abs(value) < limit:
-            return f"{value / per:.3g} {unit}"
+            return f"{value / unit_s:.3g} {unit}"
     return f"{value / 86_400:.3g} days"
 
 
-def ago(at: float) -> str:
+def ago(time_s: float) -> str:
     """Return how long ago a time (seconds since 1970) was."""
-    return f"{seconds(max(0.0, time.time() - at))} ago"
+    return f"{seconds(max(0.0, time.time() - time_s))} ago"
 
 
-def moment(at: float) -> str:
+def moment(time_s: float) -> str:
     """Return a time (seconds since 1970) by the server's clock, with its date where that is not today."""
-    then, now = time.localtime(at), time.localtime()
+    then, now = time.localtime(time_s), time.localtime()
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
 
 
 @pass_environment
-def truncate(environment: Environment, text: str, length: int, end: str = "...") -> str:
+def truncate(environment: Environment, text: str, length: int, ending: str = "...") -> str:
     """Return the beginning of a text; it may be cut within a word, because a name can be one long word."""
-    return do_truncate(environment, text, length, killwords=True, end=end)
+    return do_truncate(environment, text, length, killwords=True, end=ending)
 
 
 templates.filters |= {

@@ -53,8 +53,8 @@ LABELS = {  # Field -> label, where the field's name is not clear enough.
 
 def label(name: str) -> str:
     """Return a field's label: one of its own, or its last name in words."""
-    words = name.rpartition(".")[2].replace("_", " ")
-    return LABELS.get(name, words[:1].upper() + words[1:])
+    text = name.rpartition(".")[2].replace("_", " ")
+    return LABELS.get(name, text[:1].upper() + text[1:])
 
 
 NUMBER: TypeAdapter[int | float] = TypeAdapter(int | Annotated[float, Field(allow_inf_nan=False)])
@@ -83,23 +83,23 @@ class Option:
         return text
 
 
-def options_of(kind: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
+def options_of(record_type: type, prefix: str = "", names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record that is a single value; `names` choose some."""
     choices = {"strategy": tuple(STRATEGIES), "draft_format": (AUTO, STORED, *FORMATS), "dtype": DTYPES}
-    hints, options = get_type_hints(kind), []
-    for field in fields(kind):
-        name, hint = f"{prefix}{field.name}", hints[field.name]
+    field_types, options = get_type_hints(record_type), []
+    for field in fields(record_type):
+        name, field_type = f"{prefix}{field.name}", field_types[field.name]
         default = "" if field.default is MISSING or field.default is None else field.default
-        kinds = {hint, *get_args(hint)}
+        types = {field_type, *get_args(field_type)}
         if names and field.name not in names:
             continue
-        if hint is bool:
+        if field_type is bool:
             options.append(Option(name, "yes" if default else "no", "choice", ("yes", "no")))
-        elif get_origin(hint) is Literal or field.name in choices:
-            options.append(Option(name, str(default), "choice", choices.get(field.name, get_args(hint))))
-        elif kinds & {int, float} and get_origin(hint) is not tuple:
+        elif get_origin(field_type) is Literal or field.name in choices:
+            options.append(Option(name, str(default), "choice", choices.get(field.name, get_args(field_type))))
+        elif types & {int, float} and get_origin(field_type) is not tuple:
             options.append(Option(name, f"{default:g}" if default != "" else "", "number"))
-        elif hint is str:
+        elif field_type is str:
             options.append(Option(name, str(default), "text"))
     return options
 
@@ -116,32 +116,32 @@ REST = {
 OPTIONS = {option.name: option for option in (*FIRST, *(each for group in REST.values() for each in group))}
 
 
-def _text(form: FormData, name: str) -> str:
-    value = form.get(name, "")
-    return value.strip() if isinstance(value, str) else ""
+def _form_text(form: FormData, name: str) -> str:
+    text = form.get(name, "")
+    return text.strip() if isinstance(text, str) else ""
 
 
 def submitted_values(form: FormData, stream: str) -> dict[str, Any]:
     """Return the form as values of a `JobSubmission`, without those at their defaults."""
-    values: dict[str, Any] = {"model": _text(form, "model"), "stream": {"name": stream}}
-    if task := _text(form, "task"):
+    values: dict[str, Any] = {"model": _form_text(form, "model"), "stream": {"name": stream}}
+    if task := _form_text(form, "task"):
         values["task"] = task
     for name, option in OPTIONS.items():
-        text = _text(form, name)
+        text = _form_text(form, name)
         if text not in ("", option.value):
-            group, _, leaf = name.rpartition(".")
-            (values.setdefault(group, {}) if group else values)[leaf] = option.read(text)
+            group, _, field = name.rpartition(".")
+            (values.setdefault(group, {}) if group else values)[field] = option.read(text)
     return values
 
 
-def submit_form(app: State, form: FormData, data: bytes, file: str) -> tuple[Job, bool]:
-    """Submit the job of a form; returns it and whether it is new. `data` are the bytes of a file of that name, if any.
+def submit_form(app: State, form: FormData, content: bytes, file: str) -> tuple[Job, bool]:
+    """Submit the job of a form; return it, and whether it is new. `content` is that of the uploaded `file`, if any.
 
     Raises: ValidationError: a value cannot be used. SwiftoptError: the stream cannot, or the database is away.
     """
-    body = JobSubmission.model_validate(submitted_values(form, file or _text(form, "stream")))
+    body = JobSubmission.model_validate(submitted_values(form, file or _form_text(form, "stream")))
     if file:
-        sha256, _ = api.keep_upload(app, data, body.task or PurePosixPath(file).stem)
+        sha256, _ = api.keep_upload(app, content, body.task or PurePosixPath(file).stem)
         body = body.model_copy(update={"task": None, "stream": StreamSource(upload=sha256)})
     prompts, stream, task = api.prompts_of(app, body)
     return app.board.submit(body.tune_request(stream, task), prompts, body.queue)
@@ -154,7 +154,7 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
         return [(error.param or about, str(error))]
     problems = []
     for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"][:2])
+        name = ".".join(str(name_part) for name_part in problem["loc"][:2])
         name = "stream" if name.startswith("stream") else name
         problems.append(
             (name, explained([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
@@ -162,20 +162,20 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
     return problems
 
 
-def form_values(app: State, form: FormData, wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def form_values(app: State, form: FormData, errors: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the values of the form: its texts, its errors, and suggestions of names."""
     models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
     with suppress(StoreError):  # Without the database, suggest fewer names.
         models_known |= dict.fromkeys(app.store.model_names())
     folders = app.settings.stream_folders
     return {
-        "typed": {name: _text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
-        "wrong": wrong,
-        "wrong_at": {name for name, _ in wrong},
+        "typed": {name: _form_text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
+        "wrong": errors,
+        "wrong_at": {name for name, _ in errors},
         "first": FIRST,
         "rest": REST,
         "opened": any(
-            name not in ("", "model", "task", "stream", *(field.name for field in FIRST)) for name, _ in wrong
+            name not in ("", "model", "task", "stream", *(field.name for field in FIRST)) for name, _ in errors
         ),
         "models": list(models_known)[:NAMES_OFFERED],
         "streams": api.stream_names(folders)[:NAMES_OFFERED],

@@ -94,17 +94,17 @@ def _model_of(job: Job) -> tuple[Any, ...]:
 def verbs_of(job: Job, standing: JobStanding | None, problem: str = "") -> list[Verb]:
     """Return the verbs that `store.transitions` allows in the job's state; with a `problem` it is not retried."""
     runs, queued = job.state == "running", job.state == "queued"
-    saved = standing is not None and standing.n_checkpoints > 0
+    has_checkpoints = standing is not None and standing.n_checkpoints > 0
     # Whether the job's prompts are stored.
-    kept = job.kind != "tune" or job.queue is not None or job.stream is not None
+    has_prompts = job.kind != "tune" or job.queue is not None or job.stream is not None
     allowed: dict[Verb, bool] = {
         "pause": queued or (runs and job.queue is not None and job.wanted != "pause"),
         "resume": job.state == "paused" or (runs and job.wanted == "pause"),
-        "stop": not job.is_finished and job.wanted != "stop" and (runs or saved),
+        "stop": not job.is_finished and job.wanted != "stop" and (runs or has_checkpoints),
         "cancel": not job.is_finished,
-        "retry": job.state in ("failed", "cancelled") and kept and not problem,
+        "retry": job.state in ("failed", "cancelled") and has_prompts and not problem,
     }
-    return [verb for verb, can in allowed.items() if can]
+    return [verb for verb, is_allowed in allowed.items() if is_allowed]
 
 
 class WorkerSeen(NamedTuple):
@@ -122,20 +122,20 @@ def workers_of(app: State) -> tuple[list[WorkerSeen], str]:
 
     Raises: StoreError: the database is away.
     """
-    registered, why = _registered(app)
-    names = {worker.name for worker in registered}
+    workers, missing_reason = _registered_workers(app)
+    names = {worker.name for worker in workers}
     running = [job for job in app.store.jobs.latest("running", WORKERS_SHOWN) if job.worker]
     standings = app.store.jobs.standings([job.id for job in running])
     for job in running:
         name = str(job.worker)
         if name not in names:
-            what = "engine of a served model" if name.endswith(ENGINE) else "not in Redis"
-            sign = place_shown(job, standings.get(job.id))
-            registered.append(WorkerSeen(name, job.queue or "none", job.id, what, sign))
-    return registered, why
+            description = "engine of a served model" if name.endswith(ENGINE) else "not in Redis"
+            life_sign = place_shown(job, standings.get(job.id))
+            workers.append(WorkerSeen(name, job.queue or "none", job.id, description, life_sign))
+    return workers, missing_reason
 
 
-def _registered(app: State) -> tuple[list[WorkerSeen], str]:
+def _registered_workers(app: State) -> tuple[list[WorkerSeen], str]:
     if app.queue is None:
         return [], "No Redis was named, so there are no workers to see; jobs of served models run in their engines."
     try:
@@ -145,78 +145,82 @@ def _registered(app: State) -> tuple[list[WorkerSeen], str]:
     workers_seen = []
     for worker in workers:
         job = worker.job.rpartition("-a")[0] if worker.job else None
-        age = worker.heartbeat_age_s
-        sign = "none yet" if age == float("inf") else f"{seconds(max(0.0, age))} ago"
-        workers_seen.append(WorkerSeen(worker.name, worker.queue, job or None, worker.state, sign))
+        age_s = worker.heartbeat_age_s
+        life_sign = "none yet" if age_s == float("inf") else f"{seconds(max(0.0, age_s))} ago"
+        workers_seen.append(WorkerSeen(worker.name, worker.queue, job or None, worker.state, life_sign))
     return workers_seen, ""
 
 
 def event_words(event: JobEvent, n_prompts: int) -> str:
     """Return an event in words; one that cannot be read is named."""
-    match happened := event.event:
+    match payload := event.event:
         case None:
             return f"{event.type}: changed by hand, or of a newer swiftopt"
         case TrialsDone():
             n, matchnesses = (
-                len(happened.trials),
-                [trial.matchness for trial in happened.trials if trial.matchness is not None],
+                len(payload.trials),
+                [trial.matchness for trial in payload.trials if trial.matchness is not None],
             )
             best = max(matchnesses, default=None)
-            return f"{happened.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
+            return f"{payload.task}: {n} candidate{'' if n == 1 else 's'} scored, best matchness {number(best)}"
         case PromptStarted():
-            return f"{happened.task}: prompt {happened.index + 1} of {happened.n_prompts} ({happened.prompt_id}) begins"
+            return f"{payload.task}: prompt {payload.index + 1} of {payload.n_prompts} ({payload.prompt_id}) begins"
         case StateChanged(state="failed"):
-            return f"failed: {happened.detail}"
+            return f"failed: {payload.detail}"
         case _:
-            return event_line(happened, n_prompts) or event.type
+            return event_line(payload, n_prompts) or event.type
 
 
 def listed_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
     """Return events with their times, in words: the beginning of a prompt only until there is its end."""
-    ended = {end.index for event in events if isinstance(end := event.event, PromptFinished)}
-    shown = [
-        event for event in events if not isinstance(start := event.event, PromptStarted) or start.index not in ended
+    ended_prompts = {prompt_end.index for event in events if isinstance(prompt_end := event.event, PromptFinished)}
+    listed = [
+        event
+        for event in events
+        if not isinstance(prompt_start := event.event, PromptStarted) or prompt_start.index not in ended_prompts
     ]
-    return [(event.id, event.created_at, event_words(event, n_prompts)) for event in shown]
+    return [(event.id, event.created_at, event_words(event, n_prompts)) for event in listed]
 
 
 def figures_of(job: Job) -> list[tuple[str, str]]:
     """Return the latest figures of a job that runs; none if a newer swiftopt has written them."""
-    now = job.figures
-    if now is None:
+    figures = job.figures
+    if figures is None:
         return []
     return [
-        ("Task", now.task[:60]),
-        ("Phase", PHASES[now.phase]),
-        ("Tokens per second of decoding", number(now.tok_s, 1)),
-        ("Tokens", number(now.tokens, 0)),
-        ("Candidates", number(now.n_trials, 0)),
-        ("Matchness, best", number(now.best_matchness)),
-        ("Acceptance α", number(now.acceptance_rate)),
-        ("Tokens per pass M", number(now.mean_generated_length)),
-        ("Skip ratio", number(now.skip_ratio)),
+        ("Task", figures.task[:60]),
+        ("Phase", PHASES[figures.phase]),
+        ("Tokens per second of decoding", number(figures.tok_s, 1)),
+        ("Tokens", number(figures.tokens, 0)),
+        ("Candidates", number(figures.n_trials, 0)),
+        ("Matchness, best", number(figures.best_matchness)),
+        ("Acceptance α", number(figures.acceptance_rate)),
+        ("Tokens per pass M", number(figures.mean_generated_length)),
+        ("Skip ratio", number(figures.skip_ratio)),
     ]
 
 
-def _flat(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in request.items():
         if name in ("settings", "sampling") and isinstance(value, Mapping):
-            yield from ((f"{name}.{leaf}", inner) for leaf, inner in value.items())
+            yield from ((f"{name}.{field}", field_value) for field, field_value in value.items())
         else:
             yield name, value
 
 
 def request_words(request: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return a job's request in words: the values that were chosen, and those at their defaults."""
-    usual = dict(_flat(TuneRequest("", "").to_json()))
-    words_by_kind: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
-    for name, value in _flat(request):
+    default_values = dict(_flatten(TuneRequest("", "").to_json()))
+    rows_by_default: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    for name, value in _flatten(request):
         if name != "out":
-            words_by_kind[name in usual and usual[name] == value].append((label(name), _value_words(value)))
-    return words_by_kind
+            rows_by_default[name in default_values and default_values[name] == value].append(
+                (label(name), _value_text(value))
+            )
+    return rows_by_default
 
 
-def _value_words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -273,10 +277,10 @@ def new(request: Request, app: Shared) -> dict[str, Any]:
 async def submit(request: Request, app: Shared, session: FormSession) -> Response:
     """Submit a job; if that fails, the form again, with its errors."""
     form = await request.form()  # Already parsed and cached by the check of the form's token.
-    sent = form.get("file")
-    file, data = (sent.filename or "", await sent.read()) if isinstance(sent, UploadFile) else ("", b"")
+    upload = form.get("file")
+    file, content = (upload.filename or "", await upload.read()) if isinstance(upload, UploadFile) else ("", b"")
     try:
-        job, is_new = await run_in_threadpool(submit_form, app, form, data, file)
+        job, is_new = await run_in_threadpool(submit_form, app, form, content, file)
     except StoreUnavailable:
         raise
     except (ValidationError, SwiftoptError) as error:
@@ -303,14 +307,16 @@ def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
         problem = str(error)
     events = jobs.newest_events(shown_job.id, EVENTS_SHOWN)
     changes = jobs.newest_events(shown_job.id, ATTEMPTS_SHOWN, "state_changed")
-    chosen, defaults = request_words(shown_job.request)
-    retry = retry_problem(app, shown_job)
+    chosen_values, defaults = request_words(shown_job.request)
+    retry_obstacle = retry_problem(app, shown_job)
     return {
-        **{"job": shown_job, "known": known, "standing": standing, "chosen": chosen, "defaults": defaults},
-        "verbs": verbs_of(shown_job, standing, retry),
-        "retry_problem": retry,
+        **{"job": shown_job, "known": known, "standing": standing, "chosen": chosen_values, "defaults": defaults},
+        "verbs": verbs_of(shown_job, standing, retry_obstacle),
+        "retry_problem": retry_obstacle,
         "figures": figures_of(shown_job),
-        "attempts": [(change.created_at, to) for change in changes if isinstance(to := change.event, StateChanged)],
+        "attempts": [
+            (change.created_at, new_state) for change in changes if isinstance(new_state := change.event, StateChanged)
+        ],
         "events": listed_events(events, shown_job.n_prompts),
         "has_older": len(events) == EVENTS_SHOWN,
         "outputs": outputs,

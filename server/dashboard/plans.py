@@ -60,19 +60,19 @@ router = pages()
 # --- SVG
 
 
-def svg(kind: str, size: tuple[int, int], title: str, description: str, *parts: str, left: int = 0) -> Markup:
-    """Return an SVG of a width and height; `left` is the x of its left edge."""
+def svg(kind: str, size: tuple[int, int], title: str, description: str, *elements: str, left_x: int = 0) -> Markup:
+    """Return an SVG of a width and height; `left_x` is the x of its left edge."""
     width, height = size
     return Markup(
-        f'<svg class="{kind}" role="img" viewBox="{left} 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
+        f'<svg class="{kind}" role="img" viewBox="{left_x} 0 {width} {height}" width="{width}" height="{height}">'
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(elements)}</svg>"
     )
 
 
-def path(kind: str, parts: Iterable[str]) -> str:
+def path(kind: str, commands: Iterable[str]) -> str:
     """Return the parts as one path; nothing where there are none."""
-    drawn = "".join(parts)
-    return f'<path class="{kind}" d="{drawn}"/>' if drawn else ""
+    data = "".join(commands)
+    return f'<path class="{kind}" d="{data}"/>' if data else ""
 
 
 class LayerGrid:
@@ -90,8 +90,8 @@ class LayerGrid:
             x, y = self.at(0, i)
             if i % 5 == 0 or n_layers <= 12:
                 self.labels += f'<text x="{x + 9}" y="{y - 5}" text-anchor="middle">{i}</text>'
-            for place, name in enumerate(KINDS.values() if i % PER_BLOCK == 0 else ()):
-                self.labels += f'<text x="0" y="{y + row * place + baseline}">{name}</text>'
+            for row_index, name in enumerate(KINDS.values() if i % PER_BLOCK == 0 else ()):
+                self.labels += f'<text x="0" y="{y + row * row_index + baseline}">{name}</text>'
 
     def at(self, row: int, layer: int) -> tuple[int, int]:
         """Return the upper left corner of a cell."""
@@ -114,7 +114,7 @@ def spans(layers: Iterable[int]) -> str:
             runs_of_layers[-1][1] = layer
         else:
             runs_of_layers.append([layer, layer])
-    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs_of_layers)
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs_of_layers)
 
 
 def map_words(layer_set: LayerSet) -> str:
@@ -124,15 +124,15 @@ def map_words(layer_set: LayerSet) -> str:
         by_state: dict[str, list[int]] = {}
         for layer in range(layer_set.n_layers):
             by_state.setdefault(state_of_part(layer_set, kind, layer), []).append(layer)
-        parts = [
+        phrases = [
             f"{state} in {'all layers' if len(layers) == layer_set.n_layers else spans(layers)}"
             for state, layers in sorted(by_state.items(), key=lambda pair: len(pair[1]))
         ]
-        sentences.append(f"{name[0].upper()}{name[1:]}: {'; '.join(parts)}.")
+        sentences.append(f"{name[0].upper()}{name[1:]}: {'; '.join(phrases)}.")
     return f"{' '.join(sentences)} Head: {layer_set.format_of('head') or 'kept'}."
 
 
-def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
+def differing_parts(first: LayerSet, second: LayerSet) -> list[SubLayer]:
     """Return the sub-layers that two sets treat differently, within the depth of the shallower model."""
     n_layers = min(first.n_layers, second.n_layers)
     return [
@@ -143,10 +143,10 @@ def differing(first: LayerSet, second: LayerSet) -> list[SubLayer]:
     ]
 
 
-def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()) -> Markup:
+def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()) -> Markup:
     """Draw attention and MLP by depth as SVG: kept, int8, fp8, int4 or skipped, by colour and by the mark in the cell.
 
-    The cells of a state are one path, so that a map is a few elements whatever the depth. `marked` ones get a frame.
+    The cells of a state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
     """
     grid = LayerGrid(layer_set.n_layers, ROW, 14)
     cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
@@ -155,7 +155,7 @@ def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()
         for i in range(layer_set.n_layers):
             x, y = grid.at(row, i)
             cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
-            if (kind, i) in marked:
+            if (kind, i) in framed:
                 frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
     key_x, key_y, legend = LABEL, grid.height + 6, ""
     for state, corners in cells.items():
@@ -163,13 +163,13 @@ def layer_map(layer_set: LayerSet, title: str, marked: Collection[SubLayer] = ()
             corners.append((key_x, key_y))
             legend += f'<text x="{key_x + 24}" y="{key_y + 14}">{state}</text>'
             key_x += 84
-    drawn = [path(state, (f"M{x} {y}h18v20h-18z" for x, y in corners)) for state, corners in cells.items()]
-    drawn += [
+    paths = [path(state, (f"M{x} {y}h18v20h-18z" for x, y in corners)) for state, corners in cells.items()]
+    paths += [
         path(f"mark on-{state}", (mark.format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13) for x, y in cells[state]))
         for state, mark in MARKS.items()
     ]
-    size, words = (grid.width, key_y + 22), map_words(layer_set)
-    return svg("map", size, title, words, *drawn, grid.labels, legend, path("differs", frames), left=-1)
+    size, description = (grid.width, key_y + 22), map_words(layer_set)
+    return svg("map", size, title, description, *paths, grid.labels, legend, path("differs", frames), left_x=-1)
 
 
 # --- versions and their evidence
@@ -189,8 +189,8 @@ class JudgedText:
         """Seconds per token, plain / with drafts."""
         if self.drafted is None:
             return None
-        spent = self.plain[0] * self.drafted[1]
-        return self.drafted[0] * self.plain[1] / spent if spent else None
+        scaled_s = self.plain[0] * self.drafted[1]
+        return self.drafted[0] * self.plain[1] / scaled_s if scaled_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +206,23 @@ class Evidence:
     compared: Sequence[dict[str, Any]] = ()
 
 
-def evidence_of(store: Store, found: PlanVersion) -> Evidence:
+def evidence_of(store: Store, version: PlanVersion) -> Evidence:
     """Return the evidence of a version."""
-    stored_set = found.own_set
+    stored_set = version.own_set
     if stored_set is None:
-        return _compared(store, found)
+        return _comparison_evidence(store, version)
     pairs: list[tuple[tuple[int, float], tuple[int, float] | None]]
     pairs = [
-        ((n, plain_s), (m, drafted_s))
-        for n, plain_s, m, drafted_s in stored_set.evidence
+        ((n_plain, plain_s), (n_drafted, drafted_s))
+        for n_plain, plain_s, n_drafted, drafted_s in stored_set.evidence
         if None not in (plain_s, drafted_s)
     ]
     if stored_set.job is None:
-        words = "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
-        return Evidence(words, [JudgedText(f"request {i}", *pair) for i, pair in enumerate(pairs, 1)])
-    finished, held_out = store.jobs.evidence(stored_set.job, found.task)
+        description = (
+            "Served requests: plain and drafted rounds of each." if pairs else "No pairs of timings are stored."
+        )
+        return Evidence(description, [JudgedText(f"request {i}", *pair) for i, pair in enumerate(pairs, 1)])
+    finished, held_out = store.jobs.evidence(stored_set.job, version.task)
     reason = "no verdict is stored" if finished is None else finished.verdict.reason or "no reason is stored"
     texts = [(event.prompt.id, event.completion.text) for event in held_out]
     # Old versions have no stored pairs: show the plain timings, from the job's output.
@@ -234,31 +236,33 @@ def evidence_of(store: Store, found: PlanVersion) -> Evidence:
     return Evidence(f"Job {stored_set.job}, on prompts that its search did not score: {reason}.", judged, finished)
 
 
-def _compared(store: Store, found: PlanVersion) -> Evidence:
+def _comparison_evidence(store: Store, version: PlanVersion) -> Evidence:
     """Return the comparison that made a version."""
-    for row in store.comparisons(found.model, found.task, 100):
-        if (row["report"].get("plan") or {}).get("version") == found.version:
-            words = f"A comparison of methods on {row['device']}, {row['created_at']}."
-            return Evidence(words, compared=row["report"]["results"])
+    for row in store.comparisons(version.model, version.task, 100):
+        if (row["report"].get("plan") or {}).get("version") == version.version:
+            description = f"A comparison of methods on {row['device']}, {row['created_at']}."
+            return Evidence(description, compared=row["report"]["results"])
     return Evidence("Nothing that it was judged on is stored.")
 
 
 def overview_of(versions: Sequence[PlanVersion]) -> list[tuple[PlanVersion, int]]:
     """Return per model and task the version that look-ups find, else the newest, and the number of versions."""
     counts = Counter((version.model, version.task) for version in versions)
-    shown: dict[tuple[str, str], PlanVersion] = {}
+    current: dict[tuple[str, str], PlanVersion] = {}
     for version in versions:
-        now = shown.setdefault((version.model, version.task), version)
-        if version.plan.engine is None and (now.plan.engine is not None or _since(version) > _since(now)):
-            shown[version.model, version.task] = version
-    return [(shown[key], counts[key]) for key in sorted(shown)]
+        shown_version = current.setdefault((version.model, version.task), version)
+        if version.plan.engine is None and (
+            shown_version.plan.engine is not None or _since(version) > _since(shown_version)
+        ):
+            current[version.model, version.task] = version
+    return [(current[key], counts[key]) for key in sorted(current)]
 
 
 def _since(version: PlanVersion) -> str:
-    return max((since for _, _, since in version.best_for), default="")
+    return max((promoted_at for _, _, promoted_at in version.best_for), default="")
 
 
-def chosen(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
+def choose_version(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
     """Return the version of that number; None: the one that look-ups find.
 
     Raises: Refused: 404, there is no such version.
@@ -272,9 +276,9 @@ def chosen(versions: Sequence[PlanVersion], number: int | None) -> PlanVersion:
     raise Refused(404, "layer-set-not-found", f"there is no version {number} here: stored are {numbers}")
 
 
-def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
+def figures_of(version: PlanVersion) -> list[tuple[str, str]]:
     """Return the figures of a version, each with its name."""
-    plan, stored_set = found.plan, found.plan.layer_set
+    plan, stored_set = version.plan, version.plan.layer_set
     low, high = plan.measured_interval or (None, None)
     interval = "" if low is None else f" ({number(low)}–{number(high)})"
     heads = plan.learned
@@ -297,33 +301,33 @@ def figures_of(found: PlanVersion) -> list[tuple[str, str]]:
         ("Draft model", plan.draft_model),
         ("Device", plan.device or "–"),
         ("dtype", plan.dtype or "–"),
-        ("Stored", (found.created_at or "–")[:16].replace("T", " ")),
+        ("Stored", (version.created_at or "–")[:16].replace("T", " ")),
     ]
     return [(name, value) for name, value in rows if value is not None]
 
 
-def settings_of(found: PlanVersion) -> dict[str, str]:
+def settings_of(version: PlanVersion) -> dict[str, str]:
     """Return the settings of a version as texts."""
-    record = found.plan.layer_set
-    merged = {**(record.settings if record is not None else {}), **found.plan.settings}
+    record = version.plan.layer_set
+    merged = {**(record.settings if record is not None else {}), **version.plan.settings}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in merged.items() if value is not None}
 
 
-async def engines_serving(app: State, found: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | str]]:
+async def engines_serving(app: State, version: PlanVersion) -> list[tuple[EngineProcess, TaskTuning | str]]:
     """Return the engines that serve the model, each with the tuning of the task, or why it does not answer."""
     serving: list[tuple[EngineProcess, TaskTuning | str]] = []
     for engine in app.engines.of.values():
-        if engine.served.name in found.names or (found.fingerprint or "") == engine.card()["fingerprint"]:
+        if engine.served.name in version.names or (version.fingerprint or "") == engine.card()["fingerprint"]:
             tuning = await engine.ask_tuning()
-            tasks = [task for task in tuning.tasks if task.task == found.task]
-            serving += [(engine, shown) for shown in ([tuning.unavailable] if tuning.unavailable else tasks)]
+            tasks = [task for task in tuning.tasks if task.task == version.task]
+            serving += [(engine, task_state) for task_state in ([tuning.unavailable] if tuning.unavailable else tasks)]
     return serving
 
 
-def _map(found: PlanVersion, marked: Collection[SubLayer] = ()) -> Markup | None:
-    record = found.plan.layer_set
-    title = f"Layer map of version {found.version}"
-    return None if record is None else layer_map(record.layer_set, title, marked)
+def _map(version: PlanVersion, framed: Collection[SubLayer] = ()) -> Markup | None:
+    record = version.plan.layer_set
+    title = f"Layer map of version {version.version}"
+    return None if record is None else layer_map(record.layer_set, title, framed)
 
 
 def versions_of(store: Store, model: str, task: str) -> list[PlanVersion]:
@@ -343,11 +347,11 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
     Raises: LayerSetNotFound: nothing is stored for it; Refused: 404, there is no such version.
     """
     versions = versions_of(store, model, task)
-    version_shown, moves = chosen(versions, number), store.alias_moves(model, task)
-    others = sorted(
+    version_shown, alias_moves = choose_version(versions, number), store.alias_moves(model, task)
+    other_versions = sorted(
         (version for version in versions if version is not version_shown), key=lambda version: not version.best_for
     )
-    valid = [move for move in moves if not (move.is_rollback or move.taken_back)]
+    valid_moves = [move for move in alias_moves if not (move.is_rollback or move.taken_back)]
     record = version_shown.plan.layer_set
     try:
         evidence = evidence_of(store, version_shown)
@@ -358,23 +362,23 @@ def task_values(store: Store, model: str, task: str, number: int | None) -> dict
         "task": task,
         "versions": versions,
         "found": version_shown,
-        "other": next(iter(others), None),  # Default version to compare with: the best one, else the newest.
+        "other": next(iter(other_versions), None),  # Default version to compare with: the best one, else the newest.
         "map": _map(version_shown),
         "map_words": None if record is None else map_words(record.layer_set),
         "figures": figures_of(version_shown),
         "settings": settings_of(version_shown),
         "evidence": evidence,
-        "moves": moves,
-        "back_to": next(iter(valid[1:]), None),  # The version that a rollback would restore.
+        "moves": alias_moves,
+        "back_to": next(iter(valid_moves[1:]), None),  # The version that a rollback would restore.
     }
 
 
-def address(model: str, task: str, **more: object) -> str:
+def plan_address(model: str, task: str, **query: object) -> str:
     """Return the address of a task's page; names may have slashes, so they stand in the query."""
-    return f"/plans/task?{urlencode({'model': model, 'task': task, **more})}"
+    return f"/plans/task?{urlencode({'model': model, 'task': task, **query})}"
 
 
-templates.globals["plan_address"] = address
+templates.globals["plan_address"] = plan_address
 
 
 # --- routes
@@ -402,9 +406,9 @@ def compare(app: Shared, model: Name, task: Name, left: Depth, right: Depth) -> 
     Raises: as `task_values`.
     """
     versions = versions_of(app.store, model, task)
-    pair = [chosen(versions, left), chosen(versions, right)]
+    pair = [choose_version(versions, left), choose_version(versions, right)]
     sets = [version.plan.layer_set.layer_set for version in pair if version.plan.layer_set is not None]
-    marked = differing(*sets) if len(sets) == 2 else []
+    differing_layers = differing_parts(*sets) if len(sets) == 2 else []
     rows = []
     for values in ([dict(figures_of(version)) for version in pair], [settings_of(version) for version in pair]):
         names = dict.fromkeys([*values[0], *values[1]])
@@ -413,10 +417,12 @@ def compare(app: Shared, model: Name, task: Name, left: Depth, right: Depth) -> 
         "model": pair[0].model,
         "task": task,
         "pair": pair,
-        "maps": [_map(version, marked) for version in pair],
+        "maps": [_map(version, differing_layers) for version in pair],
         "figures": rows[0],
         "settings": [row for row in rows[1] if row[1] != row[2]],
-        "differing": [(name, spans(i for of, i in marked if of == kind)) for kind, name in KINDS.items()],
+        "differing": [
+            (name, spans(i for layer_kind, i in differing_layers if layer_kind == kind)) for kind, name in KINDS.items()
+        ],
         "comparable": len(sets) == 2,
     }
 
@@ -435,14 +441,14 @@ async def promote(
 ) -> Response:
     """Make a version the best one."""
     await run_in_threadpool(app.store.promote, model, task, version)
-    return RedirectResponse(address(model, task, version=version, said="promoted"), 303)
+    return RedirectResponse(plan_address(model, task, version=version, said="promoted"), 303)
 
 
 @router.post("/plans/rollback")
 async def roll_back(app: Shared, session: FormSession, model: NameField, task: NameField) -> Response:
     """Undo the last choice of the best version."""
     rolled_back = await run_in_threadpool(app.store.rollback, model, task)
-    return RedirectResponse(address(model, task, version=rolled_back.version, said="rolled-back"), 303)
+    return RedirectResponse(plan_address(model, task, version=rolled_back.version, said="rolled-back"), 303)
 
 
 @router.post("/plans/pin")
@@ -457,4 +463,4 @@ async def pin(
     """Pin a served task to plain decoding or to its drafts, or let it be judged again."""
     engine = app.engines.find(served)
     await engine.steer(Steer("pin", task, None if way == "judged" else way))
-    return RedirectResponse(address(model, task, said=way), 303)
+    return RedirectResponse(plan_address(model, task, said=way), 303)

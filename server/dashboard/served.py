@@ -82,27 +82,33 @@ async def served_now(app: State) -> list[ServedNow]:
     ]
 
 
-def alarms(served: list[ServedNow], store_error: str) -> list[str]:
+def alarms(engine_states: list[ServedNow], store_error: str) -> list[str]:
     """Return what needs attention, a sentence each."""
     sentences = [
-        f"{one.engine.served.name} does not serve: {one.engine.state}" for one in served if one.tuning.unavailable
+        f"{engine_state.engine.served.name} does not serve: {engine_state.engine.state}"
+        for engine_state in engine_states
+        if engine_state.tuning.unavailable
     ]
     if store_error:
         sentences.append(store_error)
-    for one in served:
-        for task in one.tuning.tasks:
+    for engine_state in engine_states:
+        for task in engine_state.tuning.tasks:
             if task.in_use == "plain" and task.pinned is None and task.requests:
-                measured = "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
-                why = task.shifts.latest or measured
-                since = time.strftime("%H:%M", time.localtime(task.since))
-                sentences.append(f"Drafting is off for {one.engine.served.name}/{task.task} since {since}: {why}")
+                measurement = (
+                    "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
+                )
+                reason = task.shifts.latest or measurement
+                off_since = time.strftime("%H:%M", time.localtime(task.since))
+                sentences.append(
+                    f"Drafting is off for {engine_state.engine.served.name}/{task.task} since {off_since}: {reason}"
+                )
     return sentences
 
 
 @shown_page(router, "/", "overview", LIVE_S, live_path="/live/overview")
 async def overview(app: Shared) -> dict[str, Any]:
     """Return what is decoded now."""
-    served = await served_now(app)
+    engine_states = await served_now(app)
     jobs: dict[str, int] = {}
     error = ""
     try:
@@ -111,16 +117,19 @@ async def overview(app: Shared) -> dict[str, Any]:
             error = f"Nothing can be stored: {problem}"
     except StoreError as failure:
         error = f"The database is away: {failure}"
-    tasks = [task for one in served for task in one.tuning.tasks]
+    tasks = [task for engine_state in engine_states for task in engine_state.tuning.tasks]
     return {
-        "served": served,
-        "alarms": alarms(served, error),
+        "served": engine_states,
+        "alarms": alarms(engine_states, error),
         "jobs": jobs,
         "saved_s": sum(task.all_saved_s for task in tasks),
-        "tokens": sum(one.total.tokens for one in served),
-        "lately": sum((one.lately for one in served), Period(0)),
-        "n_running": sum(min(one.engine.n_requests, one.engine.served.concurrency) for one in served),
-        "n_requests": sum(one.engine.n_requests for one in served),
+        "tokens": sum(engine_state.total.tokens for engine_state in engine_states),
+        "lately": sum((engine_state.lately for engine_state in engine_states), Period(0)),
+        "n_running": sum(
+            min(engine_state.engine.n_requests, engine_state.engine.served.concurrency)
+            for engine_state in engine_states
+        ),
+        "n_requests": sum(engine_state.engine.n_requests for engine_state in engine_states),
     }
 
 
@@ -143,27 +152,27 @@ class Chart:
 def charts(periods: list[Period], length_s: float) -> list[Chart]:
     """Return the charts of a task's traffic."""
 
-    def values(figure: Callable[[Period], float | None]) -> list[float | None]:
-        figures_by_period = [figure(period) for period in periods]
+    def values(figure_of: Callable[[Period], float | None]) -> list[float | None]:
+        figures_by_period = [figure_of(period) for period in periods]
         return [None if value is None else round(value, 4) for value in figures_by_period]
 
     speeds = {
-        "decoding, one request": values(lambda part_figures: part_figures.decode_tok_s),
-        "throughput, all requests": values(lambda part_figures: part_figures.throughput(length_s)),
+        "decoding, one request": values(lambda period: period.decode_tok_s),
+        "throughput, all requests": values(lambda period: period.throughput(length_s)),
     }
-    parts = [seconds_by_part(period.spent) for period in periods]
+    seconds_per_part = [seconds_by_part(period.spent) for period in periods]
     by_part: dict[str, list[float | None]] = {
-        name: [round(part_figures[name], 4) for part_figures in parts] for name in parts[0]
+        name: [round(part_seconds[name], 4) for part_seconds in seconds_per_part] for name in seconds_per_part[0]
     }
     return [
         Chart("Tokens per second", "", speeds),
-        Chart("Time to first token", "s", {"mean": values(lambda part_figures: part_figures.mean_first_token_s)}),
-        Chart("Time per token", "s", {"mean": values(lambda part_figures: part_figures.mean_between_tokens_s)}),
-        Chart("Acceptance", "", {"accepted / drafted": values(lambda part_figures: part_figures.acceptance_rate)}, 1.0),
+        Chart("Time to first token", "s", {"mean": values(lambda period: period.mean_first_token_s)}),
+        Chart("Time per token", "s", {"mean": values(lambda period: period.mean_between_tokens_s)}),
+        Chart("Acceptance", "", {"accepted / drafted": values(lambda period: period.acceptance_rate)}, 1.0),
         Chart(
             "Prompt tokens read before",
             "",
-            {"cached / prompt": values(lambda part_figures: part_figures.cached_share)},
+            {"cached / prompt": values(lambda period: period.cached_share)},
             1.0,
         ),
         Chart("Where the requests' time went", "s", by_part),
@@ -185,15 +194,15 @@ async def traffic(
     span = span if span in SPANS else "1 hour"
     history = app.engines.metrics.history
     periods = history.last(SPANS[span], POINTS, model, task)
-    whole = sum(periods[1:], periods[0])
+    total = sum(periods[1:], periods[0])
     return {
         **{"span": span, "spans": list(SPANS), "model": model, "task": task, "tasks": history.tasks},
         "query": request.url.query,
         "charts": charts(periods, SPANS[span] // POINTS),
         "moments": [period.at for period in periods],
         "clock": [time.strftime("%H:%M:%S", time.localtime(period.at)) for period in periods],
-        "by_position": list(enumerate(whole.accepted_by_position[:POSITIONS], 1)),
-        "whole": whole,
+        "by_position": list(enumerate(total.accepted_by_position[:POSITIONS], 1)),
+        "whole": total,
     }
 
 
@@ -215,12 +224,12 @@ class Side:
 
     async def run(self, engine: EngineProcess, within_s: float) -> None:
         """Decode the prompt with the engine; an error is kept in `problem`."""
-        until, self.sent_at = time.monotonic() + within_s, time.perf_counter()
+        deadline_s, self.sent_at = time.monotonic() + within_s, time.perf_counter()
         reply: Reply | None = None
         try:
             reply = engine.ask(Decode(self.request))
             while self.completion is None:
-                self._take((await next_answer(reply.answers, until - time.monotonic()))[1])
+                self._take((await next_answer(reply.answers, deadline_s - time.monotonic()))[1])
         except TimeoutError:
             self.problem = f"it has taken longer than {within_s:g} s: ask for fewer tokens, or raise --timeout"
         except SwiftoptError as error:
@@ -261,14 +270,18 @@ class Side:
     def tokens(self) -> Iterator[tuple[str, TokenSource, str]]:
         """Each token's text, its source, and the rejected draft in its place."""
         decoder = getincrementaldecoder("utf-8")("replace")  # Incremental, because a character may span several tokens.
-        for piece, source, rejected in self.traced:
-            yield decoder.decode(_bytes(piece)), source, b"".join(map(_bytes, rejected)).decode("utf-8", "replace")
+        for token, source, rejected_drafts in self.traced:
+            yield (
+                decoder.decode(_bytes(token)),
+                source,
+                b"".join(map(_bytes, rejected_drafts)).decode("utf-8", "replace"),
+            )
 
     @property
     def by_source(self) -> list[tuple[str, int]]:
         """The number of tokens by source, in words."""
-        counted = Counter(source for _, source, _ in self.traced)
-        return [(words, counted[source]) for source, words in SOURCES.items() if counted[source]]
+        counts = Counter(source for _, source, _ in self.traced)
+        return [(source_name, counts[source]) for source, source_name in SOURCES.items() if counts[source]]
 
 
 @dataclass(slots=True, eq=False)
@@ -294,11 +307,15 @@ class Try:
     @property
     def unlike(self) -> int | None:
         """The first token, counted from 1, in which the completions differ; None: they are the same."""
-        one, other = (side.completion.token_ids if side.completion else () for side in self.sides)
-        if one == other:
+        first_ids, second_ids = (side.completion.token_ids if side.completion else () for side in self.sides)
+        if first_ids == second_ids:
             return None
-        same = (i for i, pair in enumerate(zip(one, other, strict=False), 1) if pair[0] != pair[1])
-        return next(same, min(len(one), len(other)) + 1)
+        mismatches = (
+            i
+            for i, token_pair in enumerate(zip(first_ids, second_ids, strict=False), 1)
+            if token_pair[0] != token_pair[1]
+        )
+        return next(mismatches, min(len(first_ids), len(second_ids)) + 1)
 
     async def run(self, engine: EngineProcess, within_s: float) -> None:
         """Decode both completions, one after the other."""
@@ -306,25 +323,25 @@ class Try:
             await side.run(engine, within_s)
 
 
-def _bytes(piece: Piece) -> bytes:
-    return piece.encode() if isinstance(piece, str) else bytes(piece)
+def _bytes(token: Piece) -> bytes:
+    return token.encode() if isinstance(token, str) else bytes(token)
 
 
-def request_of(typed: Mapping[str, str], earlier: Try | None) -> CompletionRequest:
+def request_of(form_fields: Mapping[str, str], previous: Try | None) -> CompletionRequest:
     """Return the request of a form; a chat goes on where the earlier one ended.
 
     Raises: InvalidInput: a field cannot be used.
     """
-    if not typed["prompt"].strip():
+    if not form_fields["prompt"].strip():
         raise InvalidInput("the prompt is empty: write something to go on with", "prompt")
-    plan, task = typed["plan"].strip(), None
+    plan, task = form_fields["plan"].strip(), None
     try:
-        task = TaskName.validate_python(typed["task"]) if typed["task"].strip() else None
+        task = TaskName.validate_python(form_fields["task"]) if form_fields["task"].strip() else None
     except ValidationError:
         raise InvalidInput("the task is no name of one: leave out slashes, and keep it short", "task") from None
     version = int(plan) if plan.isascii() and plan.isdecimal() and len(plan) < 10 else None
     method = None if plan in ("", "best") or version is not None else plan
-    tokens, temperature = _number(typed, "tokens", 1, MOST_TOKENS), _number(typed, "temperature", 0, 10)
+    tokens, temperature = _number(form_fields, "tokens", 1, MOST_TOKENS), _number(form_fields, "temperature", 0, 10)
     request = CompletionRequest(
         task=task,
         method=method,
@@ -334,108 +351,117 @@ def request_of(typed: Mapping[str, str], earlier: Try | None) -> CompletionReque
         max_new_tokens=int(tokens),
         sampling=Sampling(temperature=temperature),
     )
-    if typed["form"] == "text":
-        return replace(request, text=typed["prompt"])
+    if form_fields["form"] == "text":
+        return replace(request, text=form_fields["prompt"])
     messages: tuple[Mapping[str, Any], ...] = ()
-    if earlier is not None and (answered := earlier.sides[0].completion) is not None and earlier.messages:
-        messages = (*earlier.messages, {"role": "assistant", "content": answered.text})
-    return replace(request, messages=(*messages, {"role": "user", "content": typed["prompt"]}))
+    if previous is not None and (previous_answer := previous.sides[0].completion) is not None and previous.messages:
+        messages = (*previous.messages, {"role": "assistant", "content": previous_answer.text})
+    return replace(request, messages=(*messages, {"role": "user", "content": form_fields["prompt"]}))
 
 
-def _number(typed: Mapping[str, str], name: str, least: int, most: int) -> float:
+def _number(form_fields: Mapping[str, str], name: str, lowest: int, highest: int) -> float:
     try:
-        number_typed = float(typed[name])
+        number = float(form_fields[name])
     except ValueError:
-        number_typed = least - 1
-    if not least <= number_typed <= most:
-        raise InvalidInput(f"{name} is {typed[name]!r}: give a number from {least} to {most}", name)
-    return number_typed
+        number = lowest - 1
+    if not lowest <= number <= highest:
+        raise InvalidInput(f"{name} is {form_fields[name]!r}: give a number from {lowest} to {highest}", name)
+    return number
 
 
-async def form_values(app: State, typed: Mapping[str, str]) -> dict[str, Any]:
+async def form_values(app: State, form_fields: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the form: its texts, and suggestions."""
     tasks = {task.task for engine in app.engines.of.values() for task in engine.tuning.tasks}
-    engine = app.engines.of.get(typed["model"])
+    engine = app.engines.of.get(form_fields["model"])
     versions: list[int] = []
-    if engine is not None and engine.about is not None and typed["task"]:
+    if engine is not None and engine.about is not None and form_fields["task"]:
         fingerprint = engine.about.fingerprint
         try:
-            stored_versions = await run_in_threadpool(app.store.plan_versions, fingerprint, typed["task"])
+            stored_versions = await run_in_threadpool(app.store.plan_versions, fingerprint, form_fields["task"])
             versions = [plan_version.version for plan_version in stored_versions]
         except (StoreError, InvalidInput):
             # Ignore errors: the names are only suggestions.
             pass
-    return {"typed": typed, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
+    return {"typed": form_fields, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
 
 
-def _typed(values: Mapping[str, Any], app: State) -> dict[str, str]:
+def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str]:
     """Return the form's fields as they were typed; those that were not have their defaults."""
     model = next(iter(app.engines.of), "")
     names = ("model", "task", "plan", "prompt", "form", "tokens", "temperature", "after")
-    first = {**dict.fromkeys(names, ""), **FIRST, "model": model}
-    if "form" not in values and (engine := app.engines.of.get(str(values.get("model", model)))) is not None:
-        first["form"] = "chat" if engine.about is not None and engine.about.has_chats else "text"
-    return first | {name: str(values[name]) for name in names if name in values}
+    defaults = {**dict.fromkeys(names, ""), **FIRST, "model": model}
+    if (
+        "form" not in submitted_fields
+        and (engine := app.engines.of.get(str(submitted_fields.get("model", model)))) is not None
+    ):
+        defaults["form"] = "chat" if engine.about is not None and engine.about.has_chats else "text"
+    return defaults | {name: str(submitted_fields[name]) for name in names if name in submitted_fields}
 
 
 def _try_of(app: State, session: DashboardSession, number: str) -> Try:
     """Raises: Refused: 404, there is none, or it is another's."""
-    tried: Try | None = app.tries.get(number)
-    if tried is None or tried.owner != session.owner:
+    playground_try: Try | None = app.tries.get(number)
+    if playground_try is None or playground_try.owner != session.owner:
         raise Refused(404, "no-such-try", "this try is no longer remembered: start another one at /playground")
-    return tried
+    return playground_try
 
 
 @shown_page(router, "/playground", "playground")
 async def new(request: Request, app: Shared) -> dict[str, Any]:
     """Return the form; a query such as `?model=…&task=…&plan=…` fills it."""
-    return {**await form_values(app, _typed(request.query_params, app)), "tried": None, "wrong": ""}
+    return {**await form_values(app, _read_form(request.query_params, app)), "tried": None, "wrong": ""}
 
 
 @router.post("/playground")
 async def start(request: Request, app: Shared, session: FormSession) -> Response:
     """Decode a prompt both ways."""
-    typed = _typed(await request.form(), app)
-    earlier: Try | None = app.tries.get(typed["after"])
-    if earlier is not None and earlier.owner != session.owner:
-        earlier = None
+    form_fields = _read_form(await request.form(), app)
+    previous: Try | None = app.tries.get(form_fields["after"])
+    if previous is not None and previous.owner != session.owner:
+        previous = None
     try:
-        asked, engine = request_of(typed, earlier), app.engines.find(typed["model"])
+        planned_request, engine = request_of(form_fields, previous), app.engines.find(form_fields["model"])
     except SwiftoptError as error:
-        refused = refused_by(error)
-        values = await form_values(app, typed)
-        return page(request, session, "playground.html", refused.status_code, **values, tried=earlier, wrong=str(error))
+        refusal = refused_by(error)
+        values = await form_values(app, form_fields)
+        return page(
+            request, session, "playground.html", refusal.status_code, **values, tried=previous, wrong=str(error)
+        )
     number = secrets.token_hex(6)
-    plain = replace(asked, method="plain", version=None)
+    plain_request = replace(planned_request, method="plain", version=None)
     sides = [
         Side(name, replace(side_request, salt=f"{number}-{name}"))
-        for name, side_request in (("The plan", asked), ("Plain", plain))
+        for name, side_request in (("The plan", planned_request), ("Plain", plain_request))
     ]
-    tried = Try(number, session.owner, typed, (sides[0], sides[1]))
-    tried.work = asyncio.create_task(tried.run(engine, app.settings.timeout_s))
+    playground_try = Try(number, session.owner, form_fields, (sides[0], sides[1]))
+    playground_try.work = asyncio.create_task(playground_try.run(engine, app.settings.timeout_s))
     while len(app.tries) >= MOST_TRIES:
         _stop(app.tries.pop(next(iter(app.tries))))
-    app.tries[number] = tried
+    app.tries[number] = playground_try
     return RedirectResponse(f"/playground/{number}", 303)
 
 
 @shown_page(router, "/playground/{number}", "playground")
 async def show(app: Shared, session: CurrentSession, number: str) -> dict[str, Any]:
     """Return a prompt's completions as they come, and a form to continue."""
-    tried = _try_of(app, session, number)
-    typed = {**tried.typed, "prompt": "" if tried.messages else tried.typed["prompt"], "after": number}
-    return {**await form_values(app, typed), "tried": tried, "sources": SOURCES, "wrong": ""}
+    playground_try = _try_of(app, session, number)
+    form_fields = {
+        **playground_try.typed,
+        "prompt": "" if playground_try.messages else playground_try.typed["prompt"],
+        "after": number,
+    }
+    return {**await form_values(app, form_fields), "tried": playground_try, "sources": SOURCES, "wrong": ""}
 
 
 @router.get("/live/playground/{number}")
 async def show_live(app: Shared, session: CurrentSession, number: str) -> Response:
     """The completions as they grow."""
-    tried = _try_of(app, session, number)
+    playground_try = _try_of(app, session, number)
 
-    async def part() -> str:
-        return render("playground_part.html", tried=tried, session=session)
+    async def render_part() -> str:
+        return render("playground_part.html", tried=playground_try, session=session)
 
-    return live(part, PERIOD_S, lambda: tried.is_over)
+    return live(render_part, PERIOD_S, lambda: playground_try.is_over)
 
 
 @router.post("/playground/{number}/stop")
@@ -445,6 +471,6 @@ async def stop(app: Shared, session: FormSession, number: str) -> Response:
     return RedirectResponse(f"/playground/{number}", 303)
 
 
-def _stop(tried: Try) -> None:
-    if tried.work is not None:
-        tried.work.cancel()
+def _stop(playground_try: Try) -> None:
+    if playground_try.work is not None:
+        playground_try.work.cancel()

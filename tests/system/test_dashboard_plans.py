@@ -30,7 +30,7 @@ from swiftopt.core.events import (
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.types import ORIGINS, LayerSet, Timings, origin_words
 from swiftopt.server.dashboard import render
-from swiftopt.server.dashboard.plans import differing, layer_map, map_words, spans
+from swiftopt.server.dashboard.plans import differing_parts, layer_map, map_words, spans
 from swiftopt.server.dashboard.searches import Plot, front_of, is_news, skip_shares, ticks, tried_sets
 from swiftopt.store import Store
 from swiftopt.store.results import StoredSearch
@@ -193,7 +193,7 @@ def test_map_says_in_words_and_marks_what_its_colours_say() -> None:
 def test_spans_and_differences_of_sets() -> None:
     assert spans([]) == "" and spans([5, 1, 2, 3, 7]) == "1–3, 5, 7"
     one, two = LayerSet(8, frozenset({2})), LayerSet(8, frozenset(), frozenset({3}))
-    assert differing(one, two) == [("attn", 2), ("mlp", 3)] and differing(one, one) == []
+    assert differing_parts(one, two) == [("attn", 2), ("mlp", 3)] and differing_parts(one, one) == []
 
 
 def test_search_page_shows_what_was_tried_and_at_what_cost(store: Store, client: TestClient) -> None:
