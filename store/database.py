@@ -92,8 +92,8 @@ PASSING = {
 
 def default_url() -> str:
     """Return `SWIFTOPT_DATABASE_URL` if it is set, else a SQLite file in the user's data folder."""
-    named = os.environ.get("SWIFTOPT_DATABASE_URL")
-    return as_url(named or str(Path(user_data_dir("swiftopt"), "swiftopt.db")))
+    url = os.environ.get("SWIFTOPT_DATABASE_URL")
+    return as_url(url or str(Path(user_data_dir("swiftopt"), "swiftopt.db")))
 
 
 def as_url(text: str | Path) -> str:
@@ -104,7 +104,7 @@ def as_url(text: str | Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
 
 
-def shown(url: str) -> str:
+def without_password(url: str) -> str:
     """Return the URL as errors may show it: a plain path for a SQLite file, and no password."""
     try:
         parsed = make_url(url)
@@ -125,7 +125,7 @@ def store_errors(url: str) -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise _translated(error, url) from error
+        raise _translate(error, url) from error
     # Raised by the driver when it encodes a value, before it sends the statement.
     except (UnicodeEncodeError, OverflowError) as error:
         raise _unstorable(error) from error
@@ -139,19 +139,24 @@ def _unstorable(error: object) -> InvalidInput:
     )
 
 
-def _translated(error: SQLAlchemyError, url: str) -> SwiftoptError:
+def _translate(error: SQLAlchemyError, url: str) -> SwiftoptError:
     message = str(getattr(error, "orig", None) or error)
-    lowered = message.lower()
-    if re.search(UNSTORABLE, lowered):
+    lower_message = message.lower()
+    if re.search(UNSTORABLE, lower_message):
         return _unstorable(message)
-    for kind, known_error in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
-        advice = next((advice for part, advice in known_error.items() if re.search(part, lowered, re.DOTALL)), None)
+    for kind, advice_by_pattern in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
+        advice = next(
+            (advice for pattern, advice in advice_by_pattern.items() if re.search(pattern, lower_message, re.DOTALL)),
+            None,
+        )
         if advice:
-            return kind(f"the database {shown(url)} {advice}")
+            return kind(f"the database {without_password(url)} {advice}")
     if isinstance(error, DBAPIError) and error.connection_invalidated:
-        return StoreUnavailable(f"the database {shown(url)} {UNREACHABLE}")
+        return StoreUnavailable(f"the database {without_password(url)} {UNREACHABLE}")
     first_line = message.split("\n")[0].rstrip(".")
-    return StoreError(f"the database {shown(url)} cannot be used ({first_line}): check it, or choose another with --db")
+    return StoreError(
+        f"the database {without_password(url)} cannot be used ({first_line}): check it, or choose another with --db"
+    )
 
 
 def connect(url: str) -> Engine:
@@ -162,8 +167,8 @@ def connect(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            how = _server_options(parsed)
-            return create_engine(parsed, pool_pre_ping=True, connect_args=how, json_serializer=json_text)
+            server_options = _server_options(parsed)
+            return create_engine(parsed, pool_pre_ping=True, connect_args=server_options, json_serializer=json_text)
         _make_folder(parsed)
         wait = {} if "timeout" in parsed.query else {"timeout": LOCK_WAIT_S}
         with warnings.catch_warnings():
@@ -171,10 +176,13 @@ def connect(url: str) -> Engine:
             engine = create_engine(parsed, connect_args=wait, json_serializer=json_text, json_deserializer=json_of)
     except SAWarning as error:
         options = ", ".join(sorted(parsed.query))
-        raise StoreError(f"the database {shown(url)} has options that SQLite lacks ({options}): remove them") from error
+        raise StoreError(
+            f"the database {without_password(url)} has options that SQLite lacks ({options}): remove them"
+        ) from error
     except ImportError as error:
         raise StoreError(
-            f"the database {shown(url)} needs the package {error.name!r}, which is missing: install it with pip"
+            f"the database {without_password(url)} needs the package {error.name!r}, which is missing:"
+            " install it with pip"
         ) from error
     except (SQLAlchemyError, ValueError) as error:  # ValueError: the port is not a number.
         raise _unreadable(url) from error
@@ -215,7 +223,7 @@ def json_text(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, default=dict)
     except ValueError:
-        return json.dumps(_finite(value))
+        return json.dumps(_replace_infinite(value))
 
 
 def json_of(text: str) -> Any:
@@ -226,12 +234,12 @@ def json_of(text: str) -> Any:
         return text
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_infinite(element) for key, element in value.items()}
+    return [_replace_infinite(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def writing(engine: Engine) -> Engine:
@@ -240,7 +248,9 @@ def writing(engine: Engine) -> Engine:
 
 
 def _unreadable(url: str) -> StoreError:
-    return StoreError(f"{shown(url)} names no database: use a path or a URL such as postgresql://user@host/name")
+    return StoreError(
+        f"{without_password(url)} names no database: use a path or a URL such as postgresql://user@host/name"
+    )
 
 
 def _server_options(url: URL) -> dict[str, int | str]:
@@ -296,14 +306,14 @@ def _begin(connection: Connection) -> None:
 # --- transactions ---
 
 
-def _met_another(error: BaseException) -> bool:
+def _conflicts(error: BaseException) -> bool:
     """Return whether a write failed because of a concurrent one: both inserted the same row, or they deadlocked."""
     gave_way = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) in GAVE_WAY
     return gave_way or isinstance(error, IntegrityError | StaleDataError)
 
 
 WRITE_TRIES = Retrying(
-    retry=retry_if_exception(_met_another),
+    retry=retry_if_exception(_conflicts),
     stop=stop_after_attempt(4),
     # Seconds; random, so that two conflicting transactions do not conflict again.
     wait=wait_random(0, 0.02),
@@ -333,20 +343,20 @@ class Transactions:
         """Whether all processes that use the database are on this machine, as with a SQLite file."""
         return self.engine.dialect.name == "sqlite"
 
-    def read(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in a transaction that writes nothing."""
+    def read(self, transaction: Callable[[Session], T]) -> T:
+        """Run `transaction` in a transaction that writes nothing."""
         with store_errors(self.url), Session(self.engine) as session:
-            return work(session)
+            return transaction(session)
 
-    def write(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in one transaction; retry it after a conflict with another one (PostgreSQL only)."""
+    def write(self, transaction: Callable[[Session], T]) -> T:
+        """Run `transaction` in one transaction; retry it after a conflict with another one (PostgreSQL only)."""
         with store_errors(self.url):
-            answer: T = WRITE_TRIES(self._write_once, work)
+            answer: T = WRITE_TRIES(self._write_once, transaction)
             return answer
 
-    def _write_once(self, work: Callable[[Session], T]) -> T:
+    def _write_once(self, transaction: Callable[[Session], T]) -> T:
         with Session(self._writer) as session, session.begin():
-            return work(session)
+            return transaction(session)
 
 
 def insert(session: Session, table: type[Any]) -> Any:

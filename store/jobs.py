@@ -90,9 +90,9 @@ class JobStanding(NamedTuple):
 
 def standings(session: Session, jobs: Sequence[str]) -> dict[str, JobStanding]:
     """Return the standing of jobs, by their ids."""
-    left = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
-    rows_found = session.execute(select(JobRow.id, *left, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
-    return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in rows_found}
+    remaining_s = (JobRow.lease_until - clock_s(), JobRow.due_at - clock_s())
+    rows = session.execute(select(JobRow.id, *remaining_s, JobRow.n_checkpoints).where(JobRow.id.in_(jobs)))
+    return {job: JobStanding(lease_s, due_s, n) for job, lease_s, due_s, n in rows}
 
 
 def outputs(session: Session, job: str, limit: int | None = None) -> list[PromptFinished]:
@@ -105,18 +105,20 @@ def outputs(session: Session, job: str, limit: int | None = None) -> list[Prompt
 
 def evidence(session: Session, job: str, task: str) -> tuple[TaskFinished | None, list[PromptFinished]]:
     """Return how a job's task ended, and its latest held-out prompts (at most `MOST_HELD_OUT`), in their order."""
-    ends = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(TaskFinished))
-    ends_found = [(row.id, _event(row)) for row in session.scalars(ends.order_by(EventRow.id))]
-    mine = [(at, end) for at, end in ends_found if isinstance(end, TaskFinished) and end.task == task]
-    if not mine:
+    end_query = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(TaskFinished))
+    end_events = [(row.id, _event(row)) for row in session.scalars(end_query.order_by(EventRow.id))]
+    task_ends = [
+        (event_id, event) for event_id, event in end_events if isinstance(event, TaskFinished) and event.task == task
+    ]
+    if not task_ends:
         return None, []
-    at, finished = mine[-1]
+    event_id, task_finished = task_ends[-1]
     # A task's held-out prompts are decoded last, so their events come directly before its TaskFinished.
-    before = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(PromptFinished))
-    rows = session.scalars(before.where(EventRow.id < at).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
+    prompt_query = select(EventRow).where(EventRow.job_id == job, EventRow.type == event_type(PromptFinished))
+    rows = session.scalars(prompt_query.where(EventRow.id < event_id).order_by(EventRow.id.desc()).limit(MOST_HELD_OUT))
     prompts = [event for event in map(_event, rows) if isinstance(event, PromptFinished)]
     held_out = takewhile(lambda event: event.held_out and event.prompt.task == task, prompts)
-    return finished, list(held_out)[::-1]
+    return task_finished, list(held_out)[::-1]
 
 
 def states(session: Session) -> dict[str, int]:
@@ -133,12 +135,12 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
     Raises: NotFound: no such job; it names the nearest.
     """
     # Job ids are printable ASCII. PostgreSQL or its driver refuses some other texts, such as NUL.
-    plain = job.isascii() and job.isprintable()
-    row = session.get(JobRow, job, with_for_update=True if locked else None) if plain else None
+    is_plain = job.isascii() and job.isprintable()
+    row = session.get(JobRow, job, with_for_update=True if locked else None) if is_plain else None
     if row is None:
         newest_ids = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
-        near = difflib.get_close_matches(job, newest_ids, n=1, cutoff=0.0)
-        hint = f" (the nearest is {near[0]})" if near else ""
+        close_ids = difflib.get_close_matches(job, newest_ids, n=1, cutoff=0.0)
+        hint = f" (the nearest is {close_ids[0]})" if close_ids else ""
         raise NotFound(f"no job {job!r} is stored{hint}: `swiftopt jobs list` shows them")
     return row
 
@@ -152,32 +154,32 @@ def change(
     session: Session, lease: Lease, expected: JobState = "running", **values: object
 ) -> Row[Wanted | None] | None:
     """Update the job if it is in this attempt and state, and return its `wanted`; None: it is not, nothing changed."""
-    mine = update(JobRow).where(at_attempt(lease, expected)).values(**values).returning(JobRow.wanted)
-    return session.execute(mine.execution_options(synchronize_session=False)).one_or_none()
+    query = update(JobRow).where(at_attempt(lease, expected)).values(**values).returning(JobRow.wanted)
+    return session.execute(query.execution_options(synchronize_session=False)).one_or_none()
 
 
-def to_jobs(session: Session, found: Sequence[JobRow]) -> list[Job]:
+def to_jobs(session: Session, rows: Sequence[JobRow]) -> list[Job]:
     """Return the jobs of rows, with their layer sets, the plans in use for these tasks, and number of completions."""
-    ids = [row.id for row in found]
+    ids = [job_row.id for job_row in rows]
     query = select(OutputRow.job_id, func.count()).where(OutputRow.job_id.in_(ids)).group_by(OutputRow.job_id)
     n_outputs = {job: n for job, n in session.execute(query)}
     sets: dict[str, list[LayerSetRecord]] = {}
-    for row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
+    for job_row in session.scalars(select(LayerSetRow).where(LayerSetRow.job.in_(ids)).order_by(LayerSetRow.id)):
         with suppress(StoreError):  # Leave out an unreadable layer set, so that the jobs can still be listed.
-            sets.setdefault(str(row.job), []).append(layer_set_record(row))
+            sets.setdefault(str(job_row.job), []).append(layer_set_record(job_row))
     plans = _plans_in_use(session, [record for task_records in sets.values() for record in task_records])
-    return [_to_job(row, n_outputs.get(row.id, 0), sets.get(row.id, []), plans) for row in found]
+    return [_to_job(job_row, n_outputs.get(job_row.id, 0), sets.get(job_row.id, []), plans) for job_row in rows]
 
 
 def _plans_in_use(session: Session, sets: Iterable[LayerSetRecord]) -> dict[LookedUp, PlanInUse]:
     """Return the plans that look-ups find for the layer sets' models and tasks, on the devices they were tuned on."""
-    plans_found: dict[LookedUp, PlanInUse] = {}
-    for key in map(_looked_up, sets):
-        if key not in plans_found:
-            plans_found[key] = PlanInUse(key.task)
+    plans: dict[LookedUp, PlanInUse] = {}
+    for key in map(_lookup_key, sets):
+        if key not in plans:
+            plans[key] = PlanInUse(key.task)
             with suppress(LayerSetNotFound, StoreError):
-                plans_found[key] = PlanInUse.of(key.task, lookup(session, *key))
-    return plans_found
+                plans[key] = PlanInUse.of(key.task, lookup(session, *key))
+    return plans
 
 
 class LookedUp(NamedTuple):
@@ -189,27 +191,27 @@ class LookedUp(NamedTuple):
     dtype: str | None
 
 
-def _looked_up(record: LayerSetRecord) -> LookedUp:
+def _lookup_key(record: LayerSetRecord) -> LookedUp:
     return LookedUp(record.fingerprint or record.model, record.task, record.device, record.dtype)
 
 
 def _to_job(row: JobRow, n_outputs: int, sets: Sequence[LayerSetRecord], plans: Mapping[LookedUp, PlanInUse]) -> Job:
     """Return the job of a row. An unreadable row becomes a failed job, so that jobs can still be listed."""
-    shown: dict[str, Any] = {"state": row.state, "request": row.request, "error": row.error}
+    columns: dict[str, Any] = {"state": row.state, "request": row.request, "error": row.error}
     try:
         check(row)
     except StoreError as reason:
-        shown = {"state": "failed", "request": {}, "error": str(reason)}
+        columns = {"state": "failed", "request": {}, "error": str(reason)}
     return to_record(
         Job,
         row,
-        **shown,
+        **columns,
         fingerprint=row.fingerprint or "",
         progress=mapping(row.progress) or None,
         n_outputs=n_outputs,
         obstacle=None,
         layer_sets=tuple(sets),
-        plans=tuple(plans[key] for key in dict.fromkeys(map(_looked_up, sets))),
+        plans=tuple(plans[key] for key in dict.fromkeys(map(_lookup_key, sets))),
     )
 
 
@@ -279,7 +281,7 @@ def renew(
 
 def peek(session: Session, lease: Lease) -> Wanted | None:
     """Return what the job is asked to do, without renewing the lease."""
-    return _mine(session, lease).wanted
+    return _attempt_row(session, lease).wanted
 
 
 def checkpoint(
@@ -296,13 +298,13 @@ def checkpoint(
     `number` counts the job's checkpoints with this one. One that was written before changes nothing: a client whose
     connection breaks in a commit does not know whether it was written, and tries again.
     """
-    row = _mine(session, lease, locked=True)
+    row = _attempt_row(session, lease, locked=True)
     if row.n_checkpoints >= number:
         return row.wanted
-    kept = None if snapshot is None else dict(snapshot)
-    verb_now = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=kept)
+    snapshot_json = None if snapshot is None else dict(snapshot)
+    verb_now = _hold(session, lease_s, lease, progress, n_checkpoints=number, n_fruitless=0, snapshot=snapshot_json)
     model = storable(str(mapping(row.request).get("model", "")))
-    counts = [count for event in events for count in _keep(session, lease.job, model, event)]
+    counts = [count for event in events for count in _store_event(session, lease.job, model, event)]
     # Add all counts in one call, which sorts them: two concurrent checkpoints cannot deadlock.
     add_counts(session, counts)
     return verb_now
@@ -324,18 +326,18 @@ def finish_task(
 
     Raises: LayerSetError: the model has another number of layers.
     """
-    if _mine(session, lease, locked=True).n_checkpoints >= number:
-        mine = (LayerSetRow.job == lease.job, LayerSetRow.task == task.task)
-        row_found = session.scalars(select(LayerSetRow).where(*mine).order_by(LayerSetRow.id.desc())).first()
-        return replace(task, record=layer_set_record(row_found)) if row_found else task
-    kept = None if snapshot is None else dict(snapshot)
-    _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=kept)
+    if _attempt_row(session, lease, locked=True).n_checkpoints >= number:
+        of_task = (LayerSetRow.job == lease.job, LayerSetRow.task == task.task)
+        stored_row = session.scalars(select(LayerSetRow).where(*of_task).order_by(LayerSetRow.id.desc())).first()
+        return replace(task, record=layer_set_record(stored_row)) if stored_row else task
+    snapshot_json = None if snapshot is None else dict(snapshot)
+    _hold(session, lease_s, lease, n_checkpoints=number, n_fruitless=0, snapshot=snapshot_json)
     row, plan = add_version(session, task.record, method)
     if promotion == "always" or (promotion == "if none" and not has_best(session, plan)):
         offer(session, plan)
-    stored = replace(task, record=layer_set_record(row))
-    report(session, lease.job, stored)
-    return stored
+    stored_task = replace(task, record=layer_set_record(row))
+    report(session, lease.job, stored_task)
+    return stored_task
 
 
 def _hold(
@@ -344,32 +346,32 @@ def _hold(
     """Renew the lease and update the job's row; return what the job is asked to do."""
     if progress is not None:
         values["progress"] = dict(progress)
-    changed = change(session, lease, lease_until=clock_s() + lease_s, **values)
-    if changed is None:
-        raise _lost(lease)
-    return changed[0]
+    wanted_row = change(session, lease, lease_until=clock_s() + lease_s, **values)
+    if wanted_row is None:
+        raise _lease_lost(lease)
+    return wanted_row[0]
 
 
-def _mine(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
+def _attempt_row(session: Session, lease: Lease, *, locked: bool = False) -> JobRow:
     query = select(JobRow).where(at_attempt(lease))
     row = session.scalar(query.with_for_update() if locked else query)
     if row is None:
-        raise _lost(lease)
+        raise _lease_lost(lease)
     return row
 
 
-def _lost(lease: Lease) -> LeaseLost:
+def _lease_lost(lease: Lease) -> LeaseLost:
     return LeaseLost(f"attempt {lease.attempt} of job {lease.job} was replaced, or the job has ended: leave it")
 
 
-def _keep(session: Session, job: str, model: str, event: Event) -> list[Count]:
+def _store_event(session: Session, job: str, model: str, event: Event) -> list[Count]:
     """Store the event with its trials or completion, and return the counts to add to the counters."""
     row = report(session, job, event)
     if isinstance(event, TrialsDone):
         session.add_all(to_row(TrialRow, trial, job_id=job, task=event.task) for trial in event.trials)
         seconds = sum(trial.seconds for trial in event.trials)
-        both = (("trials", float(len(event.trials))), ("trial_seconds", seconds))
-        return [Count(name, model, event.task, value=value) for name, value in both]
+        values = (("trials", float(len(event.trials))), ("trial_seconds", seconds))
+        return [Count(name, model, event.task, value=value) for name, value in values]
     if isinstance(event, PromptFinished):
         session.flush()
         session.add(OutputRow(job_id=job, place=event.index, prompt_id=event.prompt.id, event_id=row.id))
@@ -398,14 +400,14 @@ def count(session: Session, name: str, label: str) -> None:
 def add_counts(session: Session, counts: Iterable[Count]) -> None:
     """Add to counters, sorted, so that concurrent transactions cannot deadlock."""
     sums: dict[tuple[str, str, str, str], float] = {}
-    for entry in counts:
-        sums[entry[:4]] = sums.get(entry[:4], 0.0) + entry.value
+    for counter in counts:
+        sums[counter[:4]] = sums.get(counter[:4], 0.0) + counter.value
     if not sums:
         return
     rows = [Count(*key, value)._asdict() for key, value in sorted(sums.items())]
-    new = insert(session, CounterRow).values(rows)
-    more = {"value": CounterRow.value + new.excluded.value}
-    session.execute(new.on_conflict_do_update(index_elements=Count._fields[:4], set_=more))
+    inserted = insert(session, CounterRow).values(rows)
+    increment = {"value": CounterRow.value + inserted.excluded.value}
+    session.execute(inserted.on_conflict_do_update(index_elements=Count._fields[:4], set_=increment))
 
 
 def counts(session: Session) -> list[Count]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, func, insert, inspect, select, update
 
 from ..core.errors import SchemaTooNew, StoreError
-from .database import connect, connected, exists, shown, store_errors, writing
+from .database import connect, connected, exists, store_errors, without_password, writing
 from .tables import Base, SchemaRow
 
 if TYPE_CHECKING:
@@ -33,15 +33,17 @@ UNRELEASED = "00"
 LOCK_KEY = 0x5317F7
 
 
-def upgrade(connection: Connection, stored: str, steps: Mapping[str, Callable[[Operations], None]] = STEPS) -> None:
+def upgrade(
+    connection: Connection, stored_revision: str, steps: Mapping[str, Callable[[Operations], None]] = STEPS
+) -> None:
     """Run the steps that follow a schema in the connection's transaction; loads alembic, which few databases need."""
     from alembic.migration import MigrationContext
     from alembic.operations import Operations
 
-    op = Operations(MigrationContext.configure(connection, opts={"target_metadata": Base.metadata}))
+    operations = Operations(MigrationContext.configure(connection, opts={"target_metadata": Base.metadata}))
     names = [FIRST, *steps]
-    for name in names[names.index(stored) + 1 :]:
-        steps[name](op)
+    for name in names[names.index(stored_revision) + 1 :]:
+        steps[name](operations)
     connection.execute(update(SchemaRow).values(version_num=names[-1]))
 
 
@@ -77,16 +79,16 @@ class SchemaState:
 def look(url: str) -> SchemaState:
     """Return the database's schema, without changing or creating it."""
     if not exists(url):
-        return SchemaState(shown(url), None)
+        return SchemaState(without_password(url), None)
     with connected(url) as connection:
-        return SchemaState(shown(url), revision(connection))
+        return SchemaState(without_password(url), revision(connection))
 
 
 def bring_to_head(url: str) -> tuple[SchemaState, SchemaState]:
     """Create or migrate the database as opening a store does; return its schema before and after."""
-    before = look(url)
+    schema = look(url)
     connect_at_head(url).dispose()
-    return before, look(url)
+    return schema, look(url)
 
 
 def connect_at_head(url: str) -> Engine:
@@ -117,7 +119,7 @@ def _bring(engine: Engine, url: str) -> None:
             connection.execute(select(func.pg_advisory_xact_lock(LOCK_KEY)))
         # Read again under the lock: another process may have migrated meanwhile.
         stored_version = revision(connection)
-        if refusal := SchemaState(shown(url), stored_version).refusal:
+        if refusal := SchemaState(without_password(url), stored_version).refusal:
             raise refusal
         if stored_version is None:
             Base.metadata.create_all(connection, checkfirst=False)

@@ -21,18 +21,18 @@ def find_model(session: Session, model: str) -> ModelRow | None:
     return by_name(session, model) or by_fingerprint(session, model)
 
 
-def known_model(session: Session, model: str, its: str) -> ModelRow:
+def known_model(session: Session, model: str, needed_for: str) -> ModelRow:
     """Return the loaded model with a name or fingerprint.
 
     Raises: StoreError: no such model was ever loaded.
     """
     model_row = find_model(session, model)
     if model_row is None:
-        raise StoreError(f"no model {model} is stored: remember it before its {its}")
+        raise StoreError(f"no model {model} is stored: remember it before its {needed_for}")
     return model_row
 
 
-def of(table: type[OfTask], model: ModelRow | None, task: str) -> ColumnElement[bool]:
+def where_task(table: type[OfTask], model: ModelRow | None, task: str) -> ColumnElement[bool]:
     """Match the rows of a model and task; no rows if the model is None."""
     return and_(table.model_id == (model.id if model else None), table.task == task)
 
@@ -47,10 +47,10 @@ def newest(session: Session, table: type[Row], model: str | None, task: str | No
 
 
 def next_version(
-    session: Session, table: type[PlanRow | LearnedRow], model: ModelRow, task: str, *its: ColumnElement[bool]
+    session: Session, table: type[PlanRow | LearnedRow], model: ModelRow, task: str, *conditions: ColumnElement[bool]
 ) -> int:
     """Return the number of the next row for a model and task; the model must be locked."""
-    return (session.scalar(select(func.max(table.version)).where(of(table, model, task), *its)) or 0) + 1
+    return (session.scalar(select(func.max(table.version)).where(where_task(table, model, task), *conditions)) or 0) + 1
 
 
 def by_name(session: Session, name: str) -> ModelRow | None:
@@ -88,19 +88,19 @@ def remember(session: Session, info: ModelInfo) -> None:
 
     Such a set keeps its version, unless the model has sets for the same task: then it is numbered after those.
     """
-    row, mistaken = by_fingerprint(session, info.fingerprint), None
+    row, mistaken_row = by_fingerprint(session, info.fingerprint), None
     if row is not None and row.n_layers != info.n_layers:
         # A different number of layers can only come from an imported file. Trust the loaded model: the layer sets in
         # the file belong to another model.
-        row.fingerprint, mistaken, row = None, row, None
+        row.fingerprint, mistaken_row, row = None, row, None
         session.flush()
     for name in info.names:
         row = _adopt(session, row, by_name(session, name), info.fingerprint, info.n_layers)
     row = row or _new_model(session, info.fingerprint, info.n_layers)
     row.architecture, row.n_parameters = info.architecture, info.n_parameters
     # Heads and probes stored under this fingerprint were trained on the loaded model, so keep them with it.
-    if mistaken is not None:
-        session.execute(update(LearnedRow).where(LearnedRow.model_id == mistaken.id).values(model_id=row.id))
+    if mistaken_row is not None:
+        session.execute(update(LearnedRow).where(LearnedRow.model_id == mistaken_row.id).values(model_id=row.id))
     for name in info.names:
         session.merge(NameRow(name=name, model_id=row.id))
 
@@ -113,16 +113,16 @@ def model_for(session: Session, record: LayerSetRecord) -> ModelRow:
     Raises: LayerSetError: the set has another number of layers than the model.
     """
     fingerprint, n_layers = record.fingerprint, record.layer_set.n_layers
-    named = by_name(session, record.model)
-    row = by_fingerprint(session, fingerprint) if fingerprint else named
-    model_row = row or named
+    model_of_name = by_name(session, record.model)
+    row = by_fingerprint(session, fingerprint) if fingerprint else model_of_name
+    model_row = row or model_of_name
     if model_row is not None and model_row.n_layers != n_layers:
-        words = f"the layer set is for {n_layers} layers, but {record.model} has {model_row.n_layers}"
-        raise LayerSetError(f"{words}: use a set of that model")
+        problem = f"the layer set is for {n_layers} layers, but {record.model} has {model_row.n_layers}"
+        raise LayerSetError(f"{problem}: use a set of that model")
     if fingerprint:
-        row = _adopt(session, row, named, fingerprint, n_layers)
+        row = _adopt(session, row, model_of_name, fingerprint, n_layers)
     row = row or _new_model(session, fingerprint, n_layers)
-    if named is None:
+    if model_of_name is None:
         # Insert, do not merge: if another process has added the name, the insert fails and the write is retried.
         session.add(NameRow(name=record.model, model_id=row.id))
     lock(session, row)
@@ -143,26 +143,26 @@ def _new_model(session: Session, fingerprint: str | None, n_layers: int) -> Mode
 
 
 def _adopt(
-    session: Session, row: ModelRow | None, found: ModelRow | None, fingerprint: str, n_layers: int
+    session: Session, row: ModelRow | None, candidate: ModelRow | None, fingerprint: str, n_layers: int
 ) -> ModelRow | None:
-    """Merge `found` into `row` (None: give it the fingerprint) if it is only imported and has as many layers."""
-    if found is None or found.fingerprint is not None or found.n_layers != n_layers:
+    """Merge `candidate` into `row` (None: give it the fingerprint) if it is only imported and has as many layers."""
+    if candidate is None or candidate.fingerprint is not None or candidate.n_layers != n_layers:
         return row
     if row is None:
-        found.fingerprint = fingerprint
-        return found
-    _merge(session, found, row)
+        candidate.fingerprint = fingerprint
+        return candidate
+    _merge(session, candidate, row)
     return row
 
 
-def _merge(session: Session, imported: ModelRow, into: ModelRow) -> None:
+def _merge(session: Session, imported: ModelRow, target: ModelRow) -> None:
     """Move an imported model's layer sets and plans to the loaded model, with version numbers after its own."""
-    lock(session, into)
+    lock(session, target)
     for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == imported.id).distinct()).all():
-        n_taken = next_version(session, PlanRow, into, task) - 1
+        n_taken = next_version(session, PlanRow, target, task) - 1
         for table in (LayerSetRow, PlanRow):
-            its = update(table).where(of(table, imported, task))
-            session.execute(its.values(model_id=into.id, version=table.version + n_taken))
-    for owned in (MoveRow, NameRow, ComparisonRow):
-        session.execute(update(owned).where(owned.model_id == imported.id).values(model_id=into.id))
+            versions = update(table).where(where_task(table, imported, task))
+            session.execute(versions.values(model_id=target.id, version=table.version + n_taken))
+    for other_table in (MoveRow, NameRow, ComparisonRow):
+        session.execute(update(other_table).where(other_table.model_id == imported.id).values(model_id=target.id))
     session.execute(delete(ModelRow).where(ModelRow.id == imported.id))

@@ -19,7 +19,7 @@ from ..core.errors import InvalidInput, LayerSetNotFound, StoreError
 from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, packed, unpacked
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
-from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, of
+from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, where_task
 from .results import find_row
 from .tables import (
     JobRow,
@@ -28,7 +28,7 @@ from .tables import (
     MoveRow,
     NameRow,
     PlanRow,
-    added,
+    add_row,
     found_plan,
     layer_set_record,
     reading,
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 # Most stored layer sets, newest first, that a search compares with a text.
 N_KNOWN = 100
 
-# Selects the ids of an alias's moves that no rollback has undone. `_whole` then reads only the wanted rows, with their
-# plans.
+# Selects the ids of an alias's moves that no rollback has undone. `_select_moves` then reads only the wanted rows,
+# with their plans.
 _MOVE, _UNDOING = aliased(MoveRow), aliased(MoveRow)
 _STANDING = (
     select(_MOVE.id)
@@ -54,20 +54,20 @@ _DEVICE, _DTYPE = (bindparam(name, type_=String) for name in ("device", "dtype")
 _NEWEST = _MOVE.id.desc()
 
 
-def _whole(found: Select[int]) -> Select[MoveRow]:
-    return select(MoveRow).where(MoveRow.id.in_(found)).order_by(MoveRow.id.desc())
+def _select_moves(move_ids: Select[int]) -> Select[MoveRow]:
+    return select(MoveRow).where(MoveRow.id.in_(move_ids)).order_by(MoveRow.id.desc())
 
 
 # Built once: SQLAlchemy takes longer to build these statements than the database takes to run them.
-LATEST = _whole(_STANDING.order_by(_NEWEST).limit(2))
-LATEST_HERE = _whole(
+LATEST = _select_moves(_STANDING.order_by(_NEWEST).limit(2))
+LATEST_HERE = _select_moves(
     _STANDING.where(_MOVE.device.is_not_distinct_from(_DEVICE), _MOVE.dtype.is_not_distinct_from(_DTYPE))
     .order_by(_NEWEST)
     .limit(1)
 )
 # Prefers the newest move for the same device and dtype, then for the device, then for the dtype, then any.
 _DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _DTYPE, 0), else_=1))
-NEAREST = _whole(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
+NEAREST = _select_moves(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
 
 
 # --- layer sets ---
@@ -107,7 +107,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         prompt_state=None if record.prompt_state is None else packed(record.prompt_state),
         created_at=record.created_at or now(),
     )
-    row = added(session, set_row)
+    row = add_row(session, set_row)
     # The plan gets the same measured figures as the layer set.
     plan = to_row(
         PlanRow,
@@ -118,7 +118,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         settings=AS_FOUND if method == "adaptive" else record.settings,
         layer_set=row,
     )
-    return row, added(session, plan)
+    return row, add_row(session, plan)
 
 
 def layer_set_of(session: Session, model: str, task: str, version: int) -> LayerSetRecord:
@@ -126,10 +126,14 @@ def layer_set_of(session: Session, model: str, task: str, version: int) -> Layer
     plan = plan_of(session, model, task, version)
     if plan.layer_set is not None:
         return layer_set_record(plan.layer_set)
-    stored = _versions(session, LayerSetRow, plan.owner, task)
+    stored_versions = _versions(session, LayerSetRow, plan.owner, task)
     raise LayerSetNotFound(
         f"version {version} of {model}/{task} decodes with {plan.method} and has no layer set: "
-        + (f"those with one are {_listed(stored)}" if stored else f"tune one with `{_tune_command(model, task)}`")
+        + (
+            f"those with one are {_version_list(stored_versions)}"
+            if stored_versions
+            else f"tune one with `{_tune_command(model, task)}`"
+        )
     )
 
 
@@ -143,18 +147,18 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
 
     Rows that cannot be read are left out, with a warning.
     """
-    placed = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
-    rows = session.scalars(placed.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
-    sets_found = []
+    query = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
+    rows = session.scalars(query.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
+    known = []
     for row in rows:
         try:
             with reading(LayerSetRow, row.id):
                 state = unpacked(row.prompt_state or b"")
-            sets_found.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
+            known.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
         except StoreError as error:  # A search can do without an unreadable layer set.
-            words = "layer set=skipped model=%s version=%d task=%s reason=%r"
-            logger.warning(words, fingerprint, row.version, row.task, str(error))
-    return sets_found
+            message = "layer set=skipped model=%s version=%d task=%s reason=%r"
+            logger.warning(message, fingerprint, row.version, row.task, str(error))
+    return known
 
 
 # --- plans ---
@@ -178,7 +182,7 @@ def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool 
         layer_set=_stored_set(session, owner, plan.layer_set) if plan.layer_set is not None else None,
         learned=find_row(session, plan.learned) if plan.learned is not None else None,
     )
-    added(session, row)
+    add_row(session, row)
     return move(session, row, plan.usual_alias) if promote else found_plan(row)
 
 
@@ -190,13 +194,13 @@ def get_plan(session: Session, model: str, task: str, version: int) -> FoundPlan
 def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
     """Return the plan of one version."""
     row = find_model(session, model)
-    plan = session.scalar(select(PlanRow).where(of(PlanRow, row, task), PlanRow.version == version))
+    plan = session.scalar(select(PlanRow).where(where_task(PlanRow, row, task), PlanRow.version == version))
     if plan is not None:
         return plan
-    stored = _versions(session, PlanRow, row, task)
-    if not stored:
+    stored_versions = _versions(session, PlanRow, row, task)
+    if not stored_versions:
         raise _not_found(session, model, task)
-    raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_listed(stored)}")
+    raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_version_list(stored_versions)}")
 
 
 def plan_versions(session: Session, model: str | None = None, task: str | None = None) -> list[PlanVersion]:
@@ -211,36 +215,36 @@ def plan_versions(session: Session, model: str | None = None, task: str | None =
     # Moves are newest first, so the dict keeps the date of each plan's oldest move.
     made_at = {move.plan_id: move.created_at for move in moves}
     best = _best_for(moves)
-    versions_found = []
+    versions = []
     for row in rows:
         model_names = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
         if not model_names:
             continue
         with suppress(StoreError):
             plan = found_plan(row).plan
-            made = PlanVersion(
+            version = PlanVersion(
                 model_names, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ())
             )
-            created_at = made_at.get(row.id) if made.own_set is None else made.own_set.created_at
-            versions_found.append(replace(made, created_at=created_at))
-    return versions_found
+            created_at = made_at.get(row.id) if version.own_set is None else version.own_set.created_at
+            versions.append(replace(version, created_at=created_at))
+    return versions
 
 
 def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
     """Return, by plan id, for which device and dtype its usual alias means it, and since when; `moves` newest first."""
-    undone = {move.undoes_id for move in moves}
-    best_by_version: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
-    seen = set()
+    undone_ids = {move.undoes_id for move in moves}
+    best_by_plan: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
+    seen_keys = set()
     for move in moves:
-        where = (move.model_id, move.task, move.alias, move.device, move.dtype)
-        usual = move.alias == (move.plan.engine or "best")
-        if usual and move.undoes_id is None and move.id not in undone and where not in seen:
-            seen.add(where)
-            best_by_version[move.plan_id] = (
-                *best_by_version.get(move.plan_id, ()),
+        key = (move.model_id, move.task, move.alias, move.device, move.dtype)
+        is_usual_alias = move.alias == (move.plan.engine or "best")
+        if is_usual_alias and move.undoes_id is None and move.id not in undone_ids and key not in seen_keys:
+            seen_keys.add(key)
+            best_by_plan[move.plan_id] = (
+                *best_by_plan.get(move.plan_id, ()),
                 (move.device, move.dtype, move.created_at),
             )
-    return best_by_version
+    return best_by_plan
 
 
 # --- aliases ---
@@ -257,8 +261,8 @@ def lookup(
     """
     row = find_model(session, model)
     for candidate in dict.fromkeys((task, DEFAULT_TASK)):
-        for chosen in _moves(session, NEAREST, row, candidate, alias, device=device, dtype=dtype):
-            return found_plan(chosen.plan, alias, _difference(chosen, task, device, dtype))
+        for found_move in _moves(session, NEAREST, row, candidate, alias, device=device, dtype=dtype):
+            return found_plan(found_move.plan, alias, _difference(found_move, task, device, dtype))
     raise _not_found(session, model, task, alias)
 
 
@@ -282,26 +286,26 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
     row = find_model(session, model)
     if row is not None:
         lock(session, row)
-    moves = _moves(session, LATEST, row, task, alias)
-    if not moves:
+    latest_moves = _moves(session, LATEST, row, task, alias)
+    if not latest_moves:
         raise _not_found(session, model, task, alias)
-    if len(moves) == 1:
+    if len(latest_moves) == 1:
         raise LayerSetNotFound(
             f"the alias {alias!r} of {model}/{task} cannot go back: "
-            f"version {moves[0].plan.version} is the first it had; promote another version"
+            f"version {latest_moves[0].plan.version} is the first it had; promote another version"
         )
-    last, before = moves[0], moves[1]
-    session.add(_move_row(before.plan, alias, undoes=last))
-    return found_plan(before.plan, alias)
+    last_move, previous_move = latest_moves[0], latest_moves[1]
+    session.add(_move_row(previous_move.plan, alias, undoes=last_move))
+    return found_plan(previous_move.plan, alias)
 
 
 def alias_moves(session: Session, model: str, task: str, alias: str = "best") -> list[AliasMove]:
     """Return the history of the alias, newest move first."""
-    its = newest(session, MoveRow, model, task).where(MoveRow.alias == alias).options(lazyload(MoveRow.plan))
-    moves = session.execute(its.join(MoveRow.plan).add_columns(PlanRow.version)).all()
-    undone = {move.undoes_id for move, _ in moves}
+    query = newest(session, MoveRow, model, task).where(MoveRow.alias == alias).options(lazyload(MoveRow.plan))
+    moves = session.execute(query.join(MoveRow.plan).add_columns(PlanRow.version)).all()
+    undone_ids = {move.undoes_id for move, _ in moves}
     return [
-        AliasMove(version, move.device, move.dtype, move.created_at, move.undoes_id is not None, move.id in undone)
+        AliasMove(version, move.device, move.dtype, move.created_at, move.undoes_id is not None, move.id in undone_ids)
         for move, version in moves
     ]
 
@@ -309,8 +313,8 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
     """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
     lock(session, plan.owner)
-    moves = _moves(session, LATEST, plan.owner, plan.task, alias)
-    if not moves or moves[0].plan_id != plan.id:
+    latest_moves = _moves(session, LATEST, plan.owner, plan.task, alias)
+    if not latest_moves or latest_moves[0].plan_id != plan.id:
         session.add(_move_row(plan, alias))
     return found_plan(plan, alias)
 
@@ -318,8 +322,8 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
 def offer(session: Session, plan: PlanRow) -> None:
     """Move `best` to a tuned plan, unless a faster plan of another method holds it for this device and dtype."""
     lock(session, plan.owner)
-    here = _moves(session, LATEST_HERE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype)
-    if not here or not _beats(here[0].plan, plan):
+    current_moves = _moves(session, LATEST_HERE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype)
+    if not current_moves or not _is_better(current_moves[0].plan, plan):
         move(session, plan, "best")
 
 
@@ -328,7 +332,7 @@ def has_best(session: Session, plan: PlanRow) -> bool:
     return bool(_moves(session, LATEST, plan.owner, plan.task, "best"))
 
 
-def _beats(current: PlanRow, new: PlanRow) -> bool:
+def _is_better(current: PlanRow, new: PlanRow) -> bool:
     """Return whether the current plan has the verdict "use" and the new plan is not measured to be as fast."""
     if current.method == new.method or current.verdict != "use":
         return False
@@ -336,20 +340,25 @@ def _beats(current: PlanRow, new: PlanRow) -> bool:
 
 
 def _moves(
-    session: Session, wanted: Select[MoveRow], model: ModelRow | None, task: str, alias: str, **where: str | None
+    session: Session,
+    statement: Select[MoveRow],
+    model: ModelRow | None,
+    task: str,
+    alias: str,
+    **conditions: str | None,
 ) -> list[MoveRow]:
     """Return the alias moves selected by one of the statements at the top of this file."""
-    asked = {"model_id": model.id if model else None, "task": task, "alias": alias, **where}
-    return list(session.scalars(wanted, asked))
+    parameters = {"model_id": model.id if model else None, "task": task, "alias": alias, **conditions}
+    return list(session.scalars(statement, parameters))
 
 
-def _difference(found: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
+def _difference(found_move: MoveRow, task: str, device: str | None, dtype: str | None) -> str | None:
     """Describe how the plan found differs from what was asked for; None if it does not."""
-    parts = ["model default"] if found.task != task else []
-    if device not in (None, found.device) or dtype not in (None, found.dtype):
-        where = " ".join(part for part in (found.device, found.dtype) if part)
-        parts.append(f"tuned on {where or 'an unknown device'}")
-    return ", ".join(parts) or None
+    differences = ["model default"] if found_move.task != task else []
+    if device not in (None, found_move.device) or dtype not in (None, found_move.dtype):
+        tuned_on = " ".join(name for name in (found_move.device, found_move.dtype) if name)
+        differences.append(f"tuned on {tuned_on or 'an unknown device'}")
+    return ", ".join(differences) or None
 
 
 def _move_row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveRow:
@@ -369,13 +378,13 @@ def _move_row(plan: PlanRow, alias: str, undoes: MoveRow | None = None) -> MoveR
 
 
 def _versions(session: Session, table: type[PlanRow | LayerSetRow], model: ModelRow | None, task: str) -> list[int]:
-    return list(session.scalars(select(table.version).where(of(table, model, task)).order_by(table.version)))
+    return list(session.scalars(select(table.version).where(where_task(table, model, task)).order_by(table.version)))
 
 
 def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> LayerSetRow:
     """Return the stored row of a record. Its task may differ from the plan's, as a look-up may have fallen back."""
-    its = of(LayerSetRow, model, record.task)
-    set_row = session.scalar(select(LayerSetRow).where(its, LayerSetRow.version == record.version))
+    of_task = where_task(LayerSetRow, model, record.task)
+    set_row = session.scalar(select(LayerSetRow).where(of_task, LayerSetRow.version == record.version))
     if set_row is None:
         raise LayerSetNotFound(
             f"the plan's layer set, version {record.version} of {record.model}/{record.task}, is not stored for that"
@@ -389,23 +398,26 @@ def _not_found(session: Session, model: str, task: str, alias: str = "best") -> 
     if alias in ENGINES:
         command = f"{_tune_command(model, task)} --engine {alias}"
         return LayerSetNotFound(f"no plan for {alias} is stored for {model}/{task}: run `{command}`")
-    stored = _versions(session, PlanRow, find_model(session, model), task)
-    if stored:
+    stored_versions = _versions(session, PlanRow, find_model(session, model), task)
+    if stored_versions:
         return LayerSetNotFound(
-            f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions {_listed(stored)}"
+            f"{model}/{task} has no layer set under the alias {alias!r}: promote one of its versions"
+            f" {_version_list(stored_versions)}"
         )
-    what_for = f"{model}/{task}"
+    model_task = f"{model}/{task}"
     pairs = session.execute(
         select(NameRow.name, PlanRow.task).join(PlanRow, PlanRow.model_id == NameRow.model_id).distinct()
     )
-    nearest = difflib.get_close_matches(what_for, sorted(f"{name}/{its}" for name, its in pairs), n=1, cutoff=0.0)
-    hint = f" (the nearest is {nearest[0]})" if nearest else ""
-    return LayerSetNotFound(f"no layer set is stored for {what_for}{hint}: run `{_tune_command(model, task)}`")
+    closest = difflib.get_close_matches(
+        model_task, sorted(f"{name}/{stored_task}" for name, stored_task in pairs), n=1, cutoff=0.0
+    )
+    hint = f" (the nearest is {closest[0]})" if closest else ""
+    return LayerSetNotFound(f"no layer set is stored for {model_task}{hint}: run `{_tune_command(model, task)}`")
 
 
 def _tune_command(model: str, task: str) -> str:
     return f"swiftopt tune --model {model} --stream FILE --task {task}"
 
 
-def _listed(versions: list[int]) -> str:
+def _version_list(versions: list[int]) -> str:
     return ", ".join(map(str, versions))

@@ -13,7 +13,7 @@ from ..core.costs import CostProfile
 from ..core.errors import LearnedNotFound, StoreError
 from ..core.records import LearnedKind, LearnedRecord
 from ..core.types import DEFAULT_TASK, LayerSet, Trial, now
-from .names import by_fingerprint, known_model, lock, names_of, newest, next_version, of
+from .names import by_fingerprint, known_model, lock, names_of, newest, next_version, where_task
 from .tables import (
     ComparisonRow,
     CostProfileRow,
@@ -21,7 +21,7 @@ from .tables import (
     LearnedRow,
     TrialRow,
     WeightsRow,
-    added,
+    add_row,
     learned_record,
     mapping,
     reading,
@@ -48,7 +48,7 @@ def add_learned(session: Session, record: LearnedRecord, weights: bytes) -> Lear
     lock(session, model)
     version = next_version(session, LearnedRow, model, record.task, LearnedRow.kind == record.kind)
     created_at = record.created_at or now()
-    row = added(session, to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at))
+    row = add_row(session, to_row(LearnedRow, record, model_id=model.id, version=version, created_at=created_at))
     session.add(WeightsRow(learned_id=row.id, weights=weights))
     return learned_record(row)
 
@@ -78,9 +78,9 @@ def list_learned(
 
 def find_row(session: Session, record: LearnedRecord) -> LearnedRow:
     """Return the stored row of a record, by fingerprint, task, kind and version."""
-    its = of(LearnedRow, by_fingerprint(session, record.fingerprint), record.task)
+    of_task = where_task(LearnedRow, by_fingerprint(session, record.fingerprint), record.task)
     version = (LearnedRow.kind == record.kind, LearnedRow.version == record.version)
-    learned_row = session.scalar(select(LearnedRow).where(its, *version))
+    learned_row = session.scalar(select(LearnedRow).where(of_task, *version))
     if learned_row is None:
         raise _not_found(session, record.model, record.task, record.kind, record.version)
     return learned_row
@@ -94,15 +94,15 @@ def weights_of(session: Session, record: LearnedRecord) -> bytes:
 
 
 def _not_found(session: Session, model: str, task: str, kind: LearnedKind, version: int | None) -> LearnedNotFound:
-    what = kind if version is None else f"version {version} of {kind}"
+    description = kind if version is None else f"version {version} of {kind}"
     learned_records = list_learned(session, model, None, kind)
     # Commands do not accept a fingerprint, so the advice must use the model's name.
     if (row := by_fingerprint(session, model)) is not None:
         model = next(iter(names_of(session).get(row.id, ())), model)
-    stored = ", ".join(f"{one.task} version {one.version}" for one in learned_records) or "nothing"
+    stored_list = ", ".join(f"{record.task} version {record.version}" for record in learned_records) or "nothing"
     verb = "is" if kind == "probe" or version is not None else "are"
     return LearnedNotFound(
-        f"no {what} {verb} stored for {model}/{task} (stored for the model: {stored}): "
+        f"no {description} {verb} stored for {model}/{task} (stored for the model: {stored_list}): "
         f"run `swiftopt {kind} train --model {model} --stream FILE --task {task}`"
     )
 
@@ -149,10 +149,13 @@ def save_cost_profile(session: Session, profile: CostProfile) -> None:
 
     Stored costs of better quality are kept, unless other software measured them.
     """
-    same = {name: getattr(profile, name) for name in ("device", "dtype", "context_bucket", "n_layers")}
-    if any(not profile.may_replace(other) for other in list_cost_profiles(session, profile.fingerprint, **same)):
+    same_key = {name: getattr(profile, name) for name in ("device", "dtype", "context_bucket", "n_layers")}
+    if any(
+        not profile.may_replace(stored_profile)
+        for stored_profile in list_cost_profiles(session, profile.fingerprint, **same_key)
+    ):
         return
-    session.execute(delete(CostProfileRow).filter_by(fingerprint=profile.fingerprint, **same))
+    session.execute(delete(CostProfileRow).filter_by(fingerprint=profile.fingerprint, **same_key))
     session.add(CostProfileRow(**profile.to_json(), created_at=now()))
 
 
@@ -164,9 +167,11 @@ def find_cost_profile(
     return profiles_found[0] if profiles_found else None
 
 
-def list_cost_profiles(session: Session, /, fingerprint: str | None = None, **where: str | int) -> list[CostProfile]:
-    """Return all measured costs of a model, or of all models, newest first; `where` names columns and their values."""
-    query = select(CostProfileRow).filter_by(**where).order_by(CostProfileRow.id.desc())
+def list_cost_profiles(
+    session: Session, /, fingerprint: str | None = None, **conditions: str | int
+) -> list[CostProfile]:
+    """Return all measured costs of a model, or of all models, newest first; `conditions`: column values to match."""
+    query = select(CostProfileRow).filter_by(**conditions).order_by(CostProfileRow.id.desc())
     if fingerprint is not None:
         query = query.filter_by(fingerprint=fingerprint)
     profiles_found = []
@@ -214,10 +219,10 @@ def list_tried(session: Session, job: str, task: str) -> list[Tried]:
     """Return a job's trials for a task in step order, without parsing their layer sets."""
     # Select columns, not ORM objects: building the objects would take as long as the query.
     table = TrialRow.__table__.c
-    texts = ("skip_attn", "skip_mlp", "quantised")
-    columns = [cast(table[name], Text) if name in texts else table[name] for name in Tried._fields]
-    mine = table.job_id == job, table.task == task
-    return list(map(Tried._make, session.execute(select(*columns).where(*mine).order_by(table.step))))
+    json_columns = ("skip_attn", "skip_mlp", "quantised")
+    columns = [cast(table[name], Text) if name in json_columns else table[name] for name in Tried._fields]
+    of_search = table.job_id == job, table.task == task
+    return list(map(Tried._make, session.execute(select(*columns).where(*of_search).order_by(table.step))))
 
 
 class StoredSearch(NamedTuple):
@@ -240,16 +245,18 @@ def list_searches(session: Session, job: str | None = None, limit: int = 100) ->
     jobs = session.execute(
         query.where(has_trials).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
     ).all()
-    sums = select(
+    figures_query = select(
         TrialRow.job_id, TrialRow.task, func.count(), func.max(TrialRow.score), func.max(TrialRow.matchness)
     ).where(TrialRow.job_id.in_([row.id for row in jobs]))
-    of_job: dict[str, list[Any]] = {}
-    for owner, *figures in session.execute(sums.group_by(TrialRow.job_id, TrialRow.task).order_by(TrialRow.task)):
-        of_job.setdefault(owner, []).append(figures)
+    figures_by_job: dict[str, list[Any]] = {}
+    for job_id, *figures in session.execute(
+        figures_query.group_by(TrialRow.job_id, TrialRow.task).order_by(TrialRow.task)
+    ):
+        figures_by_job.setdefault(job_id, []).append(figures)
     return [
         StoredSearch(row.id, row.state, str(mapping(row.request).get("model", "")), row.created_at, *figures)
         for row in jobs
-        for figures in of_job.get(row.id, [])
+        for figures in figures_by_job.get(row.id, [])
     ]
 
 

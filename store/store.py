@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from . import jobs, names, plans, results, transitions
-from .database import Transactions, as_url, default_url, shown
+from .database import Transactions, as_url, default_url, without_password
 from .migrations import SchemaState, connect_at_head, revision
 
 P = ParamSpec("P")
@@ -22,32 +22,32 @@ LEASE_S = 20.0  # Default seconds without a renewal after which an attempt count
 PROBE_BYTES = 1 << 15
 
 
-def reads(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
+def reads(query: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
     """Wrap a read-only function of a session as a method that runs it in a transaction."""
 
-    @wraps(work)
+    @wraps(query)
     def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.read(lambda session: work(session, *args, **kwargs))
+        return self.read(lambda session: query(session, *args, **kwargs))
 
     return method
 
 
-def writes(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
+def writes(transaction: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Transactions, P], T]:
     """Wrap a function of a session that writes as a method that runs it in one transaction."""
 
-    @wraps(work)
+    @wraps(transaction)
     def method(self: Transactions, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.write(lambda session: work(session, *args, **kwargs))
+        return self.write(lambda session: transaction(session, *args, **kwargs))
 
     return method
 
 
-def renews(work: Callable[Concatenate[Session, float, P], T]) -> Callable[Concatenate[Jobs, P], T]:
+def renews(transaction: Callable[Concatenate[Session, float, P], T]) -> Callable[Concatenate[Jobs, P], T]:
     """Wrap a function that writes for an attempt as a method that also renews its lease, for `lease_s` seconds."""
 
-    @wraps(work)
+    @wraps(transaction)
     def method(self: Jobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.write(lambda session: work(session, self.lease_s, *args, **kwargs))
+        return self.write(lambda session: transaction(session, self.lease_s, *args, **kwargs))
 
     return method
 
@@ -85,7 +85,7 @@ class Jobs(Transactions):
 
     def expire(self) -> list[transitions.LostAttempt]:
         """End every attempt whose lease ran out: its job is queued again, or has failed."""
-        return [lost for lease, worker in self._expired() if (lost := self._expire(lease, worker))]
+        return [lost_attempt for lease, worker in self._expired() if (lost_attempt := self._expire(lease, worker))]
 
     # Methods for a worker that runs an attempt.
     begin_here = renews(transitions.begin_here)
@@ -117,7 +117,7 @@ class Store(Transactions):
 
     def schema(self) -> SchemaState:
         """Return the database's schema, read over a connection that is open already."""
-        return self.read(lambda session: SchemaState(shown(self.url), revision(session.connection())))
+        return self.read(lambda session: SchemaState(without_password(self.url), revision(session.connection())))
 
     def check_writable(self) -> None:
         """Check that the database can be written, with a write large enough to make its file grow.

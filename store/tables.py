@@ -363,14 +363,14 @@ Row = TypeVar("Row", bound=Base)
 Record = TypeVar("Record")
 
 
-def to_row(table: type[Row], record: Any, **others: Any) -> Row:
-    """Return a new row with those fields of the record, and of its layer set, that the table has; `others` win."""
+def to_row(table: type[Row], record: Any, **overrides: Any) -> Row:
+    """Return a new row with those fields of the record, and of its layer set, that the table has; `overrides` win."""
     values = {column.name: getattr(record, column.name) for column in fields(record)}
     if isinstance(layer_set := values.get("layer_set"), LayerSet):
         values |= {"n_layers": layer_set.n_layers, "quantised": dict(layer_set.formats)}
         values |= {"skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
-    shared = {name: value for name, value in values.items() if hasattr(table, name)}
-    return table(**{**shared, **others})
+    own_columns = {name: value for name, value in values.items() if hasattr(table, name)}
+    return table(**{**own_columns, **overrides})
 
 
 @contextmanager
@@ -388,8 +388,8 @@ def reading(table: type[Base], key: object) -> Iterator[None]:
         ) from error
 
 
-def to_record(kind: type[Record], row: Any, **others: Any) -> Record:
-    """Return the record whose fields are the row's columns; `others` are the fields that are no columns.
+def to_record(kind: type[Record], row: Any, **further_fields: Any) -> Record:
+    """Return the record whose fields are the row's columns; `further_fields` are the fields that are no columns.
 
     Raises: StoreError: as `reading`.
     """
@@ -397,9 +397,9 @@ def to_record(kind: type[Record], row: Any, **others: Any) -> Record:
         if isinstance(row, LayerSetRow | TrialRow):
             n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
             skipped = frozenset(row.skip_attn), frozenset(row.skip_mlp)
-            others["layer_set"] = LayerSet(n_layers, *skipped, tuple(row.quantised.items()))
-        names = {column.name for column in fields(kind)} - others.keys()  # type: ignore[arg-type]
-        return kind(**{name: _tuples(getattr(row, name)) for name in names}, **others)
+            further_fields["layer_set"] = LayerSet(n_layers, *skipped, tuple(row.quantised.items()))
+        names = {column.name for column in fields(kind)} - further_fields.keys()  # type: ignore[arg-type]
+        return kind(**{name: _tuples(getattr(row, name)) for name in names}, **further_fields)
 
 
 def mapping(column: object) -> Mapping[str, Any]:
@@ -407,7 +407,7 @@ def mapping(column: object) -> Mapping[str, Any]:
     return column if isinstance(column, Mapping) else {}
 
 
-def added(session: Session, row: Row) -> Row:
+def add_row(session: Session, row: Row) -> Row:
     """Add a row and return it as later reads will see it: with lists instead of tuples in JSON columns."""
     session.add(row)
     session.flush()

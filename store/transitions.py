@@ -23,7 +23,7 @@ from ..core.types import Trial, now
 from .database import clock_s, insert
 from .jobs import at_attempt, change, check, count, find, report, save_stream, storable, stream, to_jobs
 from .results import trials_by_task
-from .tables import UNFINISHED_SQL, JobRow, LockRow, added, mapping, to_row
+from .tables import UNFINISHED_SQL, JobRow, LockRow, add_row, mapping, to_row
 
 # Consecutive attempts without a new checkpoint after which a job fails.
 MAX_FRUITLESS = 3
@@ -54,12 +54,12 @@ def submit(session: Session, spec: JobSpec) -> tuple[Job, bool]:
 
     Raises: Conflict: its idempotency key was used for something else.
     """
-    job_there = _known(session, spec)
-    row = job_there or _insert(session, spec, "queued", fingerprint=spec.fingerprint)
-    return to_jobs(session, [row])[0], job_there is None
+    equal_job = _find_equal(session, spec)
+    row = equal_job or _insert(session, spec, "queued", fingerprint=spec.fingerprint)
+    return to_jobs(session, [row])[0], equal_job is None
 
 
-def _known(session: Session, spec: JobSpec) -> JobRow | None:
+def _find_equal(session: Session, spec: JobSpec) -> JobRow | None:
     """Return the job with the same idempotency key, or an unfinished one with the same fingerprint."""
     if spec.idempotency_key is not None:
         job_row = session.scalar(select(JobRow).where(JobRow.idempotency_key == spec.idempotency_key))
@@ -87,7 +87,7 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
     # In milliseconds, because jobs are listed in the order of this time.
     created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     columns |= {"id": secrets.token_hex(6), "state": state, "attempt": 1, "due_at": clock_s(), "created_at": created_at}
-    row = added(session, to_row(JobRow, spec, **columns))
+    row = add_row(session, to_row(JobRow, spec, **columns))
     report(session, row.id, StateChanged(state, 1))
     return row
 
@@ -99,12 +99,12 @@ def due(session: Session) -> list[Delivery]:
     return [Delivery(job, attempt, queue) for job, attempt, queue in due_rows if queue is not None]
 
 
-def redeliver(session: Session, lost: Delivery) -> Delivery | None:
+def redeliver(session: Session, lost_delivery: Delivery) -> Delivery | None:
     """Start a new attempt in place of one that the queue lost; None if a worker has taken it already."""
-    if change(session, lost, "queued", attempt=lost.attempt + 1) is None:
+    if change(session, lost_delivery, "queued", attempt=lost_delivery.attempt + 1) is None:
         return None
     count(session, "reconciled", "redelivered")
-    return Delivery(lost.job, lost.attempt + 1, lost.queue)
+    return Delivery(lost_delivery.job, lost_delivery.attempt + 1, lost_delivery.queue)
 
 
 def expired(session: Session) -> list[tuple[Lease, str | None]]:
@@ -134,11 +134,11 @@ def expire(session: Session, lease: Lease, worker: str | None) -> LostAttempt | 
 
 def take_lock(session: Session, name: str, owner: str, seconds: float) -> bool:
     """Return whether `owner` has the lock `name`, for that many seconds."""
-    asked = insert(session, LockRow).values(name=name, owner=owner, until=clock_s() + seconds)
-    free = or_(LockRow.owner == owner, LockRow.until < clock_s())
-    values = {"owner": asked.excluded.owner, "until": asked.excluded.until}
-    taken = asked.on_conflict_do_update(index_elements=["name"], set_=values, where=free).returning(LockRow.name)
-    return session.execute(taken).one_or_none() is not None
+    request = insert(session, LockRow).values(name=name, owner=owner, until=clock_s() + seconds)
+    is_free = or_(LockRow.owner == owner, LockRow.until < clock_s())
+    values = {"owner": request.excluded.owner, "until": request.excluded.until}
+    granted = request.on_conflict_do_update(index_elements=["name"], set_=values, where=is_free).returning(LockRow.name)
+    return session.execute(granted).one_or_none() is not None
 
 
 def held_locks(session: Session, prefix: str) -> list[str]:
@@ -152,8 +152,8 @@ def held_locks(session: Session, prefix: str) -> list[str]:
 
 def begin_here(session: Session, lease_s: float, spec: JobSpec, worker: str) -> Claim:
     """Take a new job that this process runs itself; it is never delivered, and may run beside an equal job."""
-    until = clock_s() + lease_s
-    row = _insert(session, spec, "running", worker=worker, started_at=now(), lease_until=until)
+    lease_until = clock_s() + lease_s
+    row = _insert(session, spec, "running", worker=worker, started_at=now(), lease_until=lease_until)
     job = to_jobs(session, [row])[0]
     return Claim(job, Lease(job.id, job.attempt), 0, spec.lines or "", None, {})
 
@@ -163,7 +163,7 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
 
     A job whose row cannot be read fails here, with the reason: None.
     """
-    taken = change(
+    started = change(
         session,
         lease,
         "queued",
@@ -173,7 +173,7 @@ def claim(session: Session, lease_s: float, lease: Lease, worker: str) -> Claim 
         started_at=func.coalesce(JobRow.started_at, now()),
         n_checkpoints_before=JobRow.n_checkpoints,
     )
-    if taken is None:
+    if started is None:
         return None
     report(session, lease.job, StateChanged("running", lease.attempt, f"on {worker}"))
     count(session, "attempts", "started")
@@ -208,7 +208,7 @@ def hand_back(session: Session, lease: Lease, reason: str) -> JobState | None:
 
 def end(session: Session, lease: Lease, state: JobState, error: str | None = None) -> JobState | None:
     """End or pause the job; return its state, None if the lease was lost."""
-    changed = change(
+    ended_row = change(
         session,
         lease,
         state=state,
@@ -218,7 +218,7 @@ def end(session: Session, lease: Lease, state: JobState, error: str | None = Non
         worker=None,
         finished_at=None if state == "paused" else now(),
     )
-    if changed is None:
+    if ended_row is None:
         return None
     report(session, lease.job, StateChanged(state, lease.attempt, error or ""))
     count(session, "attempts", state)
@@ -321,9 +321,9 @@ def _retry(session: Session, row: JobRow) -> None:
         _refuse(row, "retried", "its prompts were not stored, run it again")
     # A local run has no fingerprint. On a retry it becomes a queued job, which needs one.
     fingerprint = row.fingerprint or _spec(row).fingerprint
-    other = session.scalar(select(JobRow.id).where(_same_unfinished(fingerprint)))
-    if other is not None:
-        _refuse(row, "retried", f"job {other} does the same already")
+    equal_job = session.scalar(select(JobRow.id).where(_same_unfinished(fingerprint)))
+    if equal_job is not None:
+        _refuse(row, "retried", f"job {equal_job} does the same already")
     row.queue = row.queue or DEFAULT_QUEUE
     row.fingerprint = fingerprint
     row.wanted, row.error, row.finished_at, row.n_fruitless = None, None, None, 0
@@ -334,18 +334,18 @@ def _spec(row: JobRow) -> JobSpec:
     return JobSpec(row.kind, row.queue or DEFAULT_QUEUE, mapping(row.request), row.stream)
 
 
-def _queue(session: Session, row: JobRow, why: str, delay_s: float = 0.0) -> None:
+def _queue(session: Session, row: JobRow, reason: str, delay_s: float = 0.0) -> None:
     """Queue the job's next attempt, to be taken in `delay_s` seconds or later."""
     row.attempt += 1
     row.lease_until, row.due_at = None, clock_s() + delay_s
-    _enter(session, row, "queued", why)
+    _enter(session, row, "queued", reason)
 
 
-def _enter(session: Session, row: JobRow, state: JobState, why: str) -> None:
+def _enter(session: Session, row: JobRow, state: JobState, reason: str) -> None:
     row.state = state
     row.worker = None
-    report(session, row.id, StateChanged(state, row.attempt, why))
+    report(session, row.id, StateChanged(state, row.attempt, reason))
 
 
-def _refuse(row: JobRow, done: str, why: str) -> NoReturn:
-    raise Conflict(f"job {row.id} is {row.state} and cannot be {done}: {why}")
+def _refuse(row: JobRow, action: str, reason: str) -> NoReturn:
+    raise Conflict(f"job {row.id} is {row.state} and cannot be {action}: {reason}")

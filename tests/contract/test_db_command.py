@@ -12,7 +12,7 @@ from sqlalchemy import create_engine, make_url, text
 from swiftopt.cli.main import run
 from swiftopt.cli.services import schema_problem
 from swiftopt.store import Store
-from swiftopt.store.database import shown
+from swiftopt.store.database import without_password
 from swiftopt.store.migrations import FIRST, HEAD, SchemaState
 from swiftopt.store.tables import SchemaRow
 
@@ -29,7 +29,7 @@ def call(empty_database_url: str, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def answer(database: str, revision: str | None) -> dict[str, Any]:
-    where = {"schema": "swiftopt.db/1", "database": shown(database)}
+    where = {"schema": "swiftopt.db/1", "database": without_password(database)}
     return where | {"revision": revision, "head": HEAD, "ok": revision == HEAD}
 
 
@@ -37,10 +37,10 @@ def test_empty_database_is_behind_until_it_is_upgraded(call: Any, empty_database
     assert call("current") == (0, "empty\n", "")
     code, out, told = call("check")
     assert (code, out) == (1, "") and told.endswith("is empty: create its tables with `swiftopt db upgrade`\n")
-    assert call("upgrade") == (0, f"{shown(empty_database_url)} went from empty to {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{without_password(empty_database_url)} went from empty to {HEAD}\n", "")
     assert call("current") == (0, f"{HEAD}\n", "")
-    assert call("check") == (0, f"{shown(empty_database_url)} has the newest schema: {HEAD}\n", "")
-    assert call("upgrade") == (0, f"{shown(empty_database_url)} has the newest schema already: {HEAD}\n", "")
+    assert call("check") == (0, f"{without_password(empty_database_url)} has the newest schema: {HEAD}\n", "")
+    assert call("upgrade") == (0, f"{without_password(empty_database_url)} has the newest schema already: {HEAD}\n", "")
     Store.open(empty_database_url).close()
 
 

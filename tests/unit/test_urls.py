@@ -6,7 +6,7 @@ import pytest
 
 from swiftopt.core.errors import StoreError, safe_url
 from swiftopt.store import Store
-from swiftopt.store.database import shown
+from swiftopt.store.database import without_password
 
 URLS = [
     "postgresql://me:pw@host/db",
@@ -21,7 +21,7 @@ URLS = [
 
 @pytest.mark.parametrize("url", URLS)
 def test_password_is_never_shown(url: str) -> None:
-    assert "pw" not in safe_url(url) and "pw" not in shown(url)
+    assert "pw" not in safe_url(url) and "pw" not in without_password(url)
 
 
 def test_error_of_a_server_that_is_away_does_not_tell_a_password_among_the_options() -> None:
