@@ -21,7 +21,7 @@ from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..optimizer.search import Search
 from ..store import Store
-from ..tasks.compare import first_turns, made_on, open_models, task_of
+from ..tasks.compare import first_turns, open_models, task_of, training_prompts_words
 from ..tasks.measures import EnergyMeter, nll
 from ..tasks.report import Figures, Interleaved, OnRun, decoder, figures
 from ..terminal import commands, options, program
@@ -112,7 +112,7 @@ def ablate(
         "prompts": len(prompts),
         "energy": meter.source,
         "made": [{"piece": one.piece, "how": one.how} for one in recipes.made],
-        "made_on": made_on(others),
+        "made_on": training_prompts_words(others),
         "rows": [_row(one, runs, session, prompts) for one in built],
         "interrupted": not finished,
     }

@@ -20,7 +20,7 @@ from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, cache_root
 from ..store import Store
-from ..tasks.recipes import MakingRecipes, opened, set_record
+from ..tasks.recipes import MakingRecipes, open_session, set_record
 from . import self_sd
 from .early_exit import learned_to_bytes, n_parameters
 from .self_sd import Candidate, SelfSdSearch
@@ -48,7 +48,7 @@ def _trained(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -
     how = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
     recipes.on_step(f"make: {words}, {how}")
     trained = train(runtime, recipes.prompts, settings, budget_s=seconds if preset is None else None)
-    recipes.note_made(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
+    recipes.record_part(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
     values = {**settings.to_json(), "brief": preset is None}
     record = learned_record(runtime, recipes.model, recipes.task, trained, values)
     if recipes.keep is not None:
@@ -72,8 +72,8 @@ def make_self_sd_set(recipes: MakingRecipes, preset: Preset | None) -> LayerSetR
     else:
         making["settings"] = method_info("self-sd").settings_from(preset.settings)
     search_found = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **making)
-    recipes.note_made("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
-    return recipes.kept("self-sd", search_found.best.layer_set)
+    recipes.record_part("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
+    return recipes.keep_layer_set("self-sd", search_found.best.layer_set)
 
 
 def search_offline(
@@ -91,7 +91,7 @@ def search_offline(
 
     Raises: InvalidInput, ContextOverflow: a prompt cannot be decoded with this model.
     """
-    session, seed = opened(request, prompts, store, on_step), request.sampling.seed
+    session, seed = open_session(request, prompts, store, on_step), request.sampling.seed
     search_found = self_sd.search(session, prompts, max_steps, budget_s, seed=seed, on_candidate=on_candidate)
     record = set_record(session.runtime, request.model, request.task or prompts[0].task, search_found.best.layer_set)
     return store.add_layer_set(record, plan_method="self-sd", promote=False), search_found

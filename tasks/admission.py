@@ -18,10 +18,10 @@ from ..models.sources import check_names, check_placement, known_folder
 from ..optimizer.strategies import strategy_info
 
 
-def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: bool = False) -> None:
+def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], runs_elsewhere: bool = False) -> None:
     """Refuse a job that no worker could complete.
 
-    Args:   elsewhere: workers may be on other machines, with files that are not on this one.
+    Args:   runs_elsewhere: workers may be on other machines, with files that are not on this one.
     Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting does not fit the
         others, the prompts or the model. ModelNotFound, UnsupportedModel: the model cannot be loaded.
     """
@@ -33,7 +33,7 @@ def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], elsewhere: boo
     if settings.draft_format == "fp8" and request.device == "cpu" and request.speed == "exact":
         raise SettingsError(FP8_ON_CPU, "settings.draft_format")
     path = os.path.expanduser(request.model)
-    if elsewhere and os.path.isabs(path) and not os.path.exists(path):
+    if runs_elsewhere and os.path.isabs(path) and not os.path.exists(path):
         check_placement(request.dtype, request.device, request.speed)
         return
     source = check_names(request.model, request.dtype, request.device, request.speed)

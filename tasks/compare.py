@@ -26,7 +26,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .measures import EnergyMeter, check_judges, extra_bytes, measure_of, nll, quality
-from .recipes import MakingRecipes, Recipe, opened, stored_costs
+from .recipes import MakingRecipes, Recipe, open_session, stored_costs
 from .report import SCHEMA, Figures, Interleaved, OnRun, Runs, by_ratio, decoder, figures, peer, qualities, with_plan
 
 
@@ -59,7 +59,7 @@ class Comparison:
         on_plain: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.request, self.store, self.on_step, self.on_run, self.on_plain = request, store, on_step, on_run, on_plain
-        self.prompts, self.others = sampled(first_turns(prompts), request.samples), first_turns(others)
+        self.prompts, self.others = repeat_samples(first_turns(prompts), request.samples), first_turns(others)
         check_judges(self.prompts)
         self.task = request.task or task_of(self.prompts)
         self.measure = measure_of(self.prompts)
@@ -73,54 +73,54 @@ class Comparison:
         request = self.request
         session, draft = self.session, self.draft = open_models(request, self.prompts, self.store, self.on_step)
         self.n_positions = max(map(session.check, self.prompts))
-        clock = perf_counter()
+        started_s = perf_counter()
         decoder(session, PLAIN)(self.prompts[0])
-        self.on_plain(perf_counter() - clock)
-        keep = self.store if request.keep else None
+        self.on_plain(perf_counter() - started_s)
+        parts_store = self.store if request.keep else None
         presets = {preset.method: preset for preset in map(preset_of, request.presets)}
-        given = {name: preset.settings for name, preset in presets.items()}
-        looked_at = self.others or self.prompts
+        preset_settings = {name: preset.settings for name, preset in presets.items()}
+        making_prompts = self.others or self.prompts
         recipes = MakingRecipes(
-            session, self.store, draft, request.model, self.task, looked_at, keep, self.on_step, presets
+            session, self.store, draft, request.model, self.task, making_prompts, parts_store, self.on_step, presets
         )
         entries = [
-            enter(name, recipes, {**given.get(name, {}), **request.settings.get(name, {})})
+            make_entry(name, recipes, {**preset_settings.get(name, {}), **request.settings.get(name, {})})
             for name in dict.fromkeys((*request.methods, *presets))
         ]
         meter = EnergyMeter.of(session.runtime.device)
-        able = {
+        decoders = {
             entry.name: peer(entry.name, session, draft) if entry.method is None else decoder(session, entry.method)
             for entry in entries
             if entry.error is None
         }
-        runs = Interleaved(able, self.prompts, meter, self.on_run)
-        finished = runs.run()
-        if finished:
+        runs = Interleaved(decoders, self.prompts, meter, self.on_run)
+        is_complete = runs.run()
+        if is_complete:
             self.on_step("perplexity of the outputs under the model")
         self._nll = cache(lambda number, ids: nll(session.runtime, session.encode(self.prompts[number]), ids))
-        rows = [self._row(entry, runs.runs, finished) for entry in entries]
-        report = self._report(by_ratio(rows), recipes, meter.source, finished)
-        used = {entry.name: entry.recipe for entry in entries if entry.recipe is not None}
-        return with_plan(report, rows, used, session.runtime.info.fingerprint, keep)
+        rows = [self._row(entry, runs.runs, is_complete) for entry in entries]
+        report = self._report(by_ratio(rows), recipes, meter.source, is_complete)
+        recipes_by_name = {entry.name: entry.recipe for entry in entries if entry.recipe is not None}
+        return with_plan(report, rows, recipes_by_name, session.runtime.info.fingerprint, parts_store)
 
-    def _known(self, entry: Entry) -> Figures:
+    def _row_without_timings(self, entry: Entry) -> Figures:
         """Return the entry's row without timings; call it after the runs, to include the memory they allocated."""
         if entry.name in PEERS:
             size = self.draft.info.n_parameters if entry.name == "hf-assisted" and self.draft is not None else 0
             return Figures(entry.name, PEERS[entry.name], extra_parameters=size)
-        info = method_info(entry.name)
-        row = Figures(entry.name, info.title, info.lossy, settings=entry.settings)
+        method = method_info(entry.name)
+        row = Figures(entry.name, method.title, method.lossy, settings=entry.settings)
         if entry.method is None or entry.recipe is None:
             return row
-        parts, session = entry.recipe.parts, self.session
-        trained = 0 if entry.recipe.learned is None else entry.recipe.learned.n_parameters
-        drafting = 0 if parts.draft_runtime is None else parts.draft_runtime.info.n_parameters
+        resources, session = entry.recipe.parts, self.session
+        n_trained = 0 if entry.recipe.learned is None else entry.recipe.learned.n_parameters
+        drafting = 0 if resources.draft_runtime is None else resources.draft_runtime.info.n_parameters
         n_bytes = extra_bytes(entry.method, session.runtime, self.n_positions, session.max_new_tokens)
-        return replace(row, extra_parameters=trained + drafting, extra_bytes=n_bytes)
+        return replace(row, extra_parameters=n_trained + drafting, extra_bytes=n_bytes)
 
-    def _row(self, entry: Entry, runs: Mapping[str, Runs], finished: bool) -> Figures:
+    def _row(self, entry: Entry, runs: Mapping[str, Runs], is_complete: bool) -> Figures:
         """Return the entry's row; after Ctrl-C without perplexities, which take time to compute."""
-        row_so_far = self._known(entry)
+        row_so_far = self._row_without_timings(entry)
         if entry.error is not None:
             return row_so_far.missing(len(self.prompts), entry.error)
         method_runs, method = runs[entry.name], entry.method
@@ -129,16 +129,16 @@ class Comparison:
             method_runs,
             runs[BASE],
             len(self.prompts),
-            self._nll if finished else None,
+            self._nll if is_complete else None,
             # When sampling, ratio-test verifiers draw different tokens than plain decoding does with the same seed.
             keeps_tokens=self.session.sampling.greedy or method is None or isinstance(method.verifier, TargetWalk),
             predicts_early=method is not None and method_info(entry.name).predicts_early,
             samples=self.request.samples,
-            costs=self._costs_of(method_runs) if finished else None,
+            costs=self._costs_of(method_runs) if is_complete else None,
         )
-        if finished and self.measure is not None:
+        if is_complete and self.measure is not None:
             row = replace(row, **qualities(self._scores(method_runs), self.request.samples))
-        if finished and row.reason is None and row.prompts < row.of:
+        if is_complete and row.reason is None and row.prompts < row.of:
             return replace(row, reason="for it is less than half as fast as plain decoding")
         return row
 
@@ -147,10 +147,10 @@ class Comparison:
 
         Runs whose drafter estimates its own costs are left out.
         """
-        done = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
+        completions = [run.completion for run in runs.by_prompt.values() if run.completion is not None]
         sets = {
             completion.layer_set
-            for completion in done
+            for completion in completions
             if completion.layer_set is not None and completion.estimated_cost is None
         }
         formats = {name for layer_set in sets for _, name in layer_set.formats}
@@ -170,7 +170,7 @@ class Comparison:
         return scores
 
     def _report(
-        self, rows: Sequence[Figures], recipes: MakingRecipes, energy: str | None, finished: bool
+        self, rows: Sequence[Figures], recipes: MakingRecipes, energy: str | None, is_complete: bool
     ) -> dict[str, Any]:
         request, runtime = self.request, self.session.runtime
         return {
@@ -190,14 +190,14 @@ class Comparison:
             "quality": self.measure,
             "base": BASE,
             "energy": energy,
-            "made": [part._asdict() for part in recipes.made],
-            "made_on": made_on(self.others),
+            "made": [made_part._asdict() for made_part in recipes.made],
+            "made_on": training_prompts_words(self.others),
             "results": [row.to_json() for row in rows],
-            "interrupted": not finished,
+            "interrupted": not is_complete,
         }
 
 
-def made_on(others: Sequence[Prompt]) -> str:
+def training_prompts_words(others: Sequence[Prompt]) -> str:
     """Return which prompts brief searches and trainings used, in words."""
     return "other prompts" if others else "the compared prompts"
 
@@ -207,7 +207,7 @@ def first_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
 
 
-def sampled(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+def repeat_samples(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
     """Return each prompt `n` times, each copy with its own seed."""
     return [
         replace(prompt, id=f"{prompt.id}~{i}" if i else prompt.id, sample=i) for prompt in prompts for i in range(n)
@@ -234,7 +234,7 @@ def open_models(
     def on_load(step: str) -> None:
         on_step(f"load: {step}")
 
-    session = opened(request, prompts, store, on_load)
+    session = open_session(request, prompts, store, on_load)
     if request.draft_model is None:
         return session, None
     draft = load(request.draft_model, request.dtype, request.device, on_load, request.speed)
@@ -242,13 +242,13 @@ def open_models(
     return session, draft
 
 
-def enter(name: str, recipes: MakingRecipes, given: Mapping[str, Any]) -> Entry:
-    """Build a method. The `given` settings override its defaults or the settings stored with its layer set."""
+def make_entry(name: str, recipes: MakingRecipes, overrides: Mapping[str, Any]) -> Entry:
+    """Build a method. The `overrides` settings override its defaults or the settings stored with its layer set."""
     if name in PEERS:
         return Entry(name)
     try:
-        recipe = recipes.of(name, recipes.task, settings=given)
-        settings = method_info(name).settings_from({**recipe.settings, **given})
+        recipe = recipes.of(name, recipes.task, settings=overrides)
+        settings = method_info(name).settings_from({**recipe.settings, **overrides})
         return Entry(name, build(name, recipe.parts, settings), recipe, settings.to_json())
     except SwiftoptError as error:
         return Entry(name, error=str(error))

@@ -24,7 +24,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..store import Store
 from .job import ModelTurn
-from .recipes import Recipe, Recipes, opened
+from .recipes import Recipe, Recipes, open_session
 
 MOST_PLANNED = 64  # Tasks whose decoding methods a planner keeps in memory.
 
@@ -43,13 +43,13 @@ def generate(
     """
     if request.method is not None:
         method_info(request.method)
-    session = opened(request, prompts, store, on_step, request.stop)
+    session = open_session(request, prompts, store, on_step, request.stop)
     planner = Planner(request, session.runtime, store, on_step)
     too_long: list[ContextOverflow] = []
 
     def work(prompt: Prompt) -> Work[None]:
         try:
-            yield from as_planned(session, planner.plan_for(request.task or prompt.task), prompt)
+            yield from decode_as_planned(session, planner.plan_for(request.task or prompt.task), prompt)
         except ContextOverflow as error:
             too_long.append(error)
 
@@ -60,19 +60,21 @@ def generate(
         raise too_long[0]
 
 
-def as_planned(session: Session, planned: tuple[Method, GenerateInfo], prompt: Prompt, **options: Any) -> Work[None]:
+def decode_as_planned(
+    session: Session, method_and_info: tuple[Method, GenerateInfo], prompt: Prompt, **options: Any
+) -> Work[None]:
     """Decode one prompt by its task's plan; also report `TextAdded`, and `Generated` after each turn."""
-    method, info = planned
+    method, info = method_and_info
     text = GrowingText(session, prompt)
 
-    def show(event: WorkEvent) -> Work[None]:
+    def add_text(event: WorkEvent) -> Work[None]:
         if isinstance(event, Turn):
-            yield from text.ended(event.completion)
+            yield from text.finish_completion(event.completion)
             yield Generated(event.prompt, event.completion, info.of(event.completion))
         elif isinstance(event, Prefilled | Round):
-            yield from text.grown(event)
+            yield from text.read_event(event)
 
-    yield from subscribed(session.request(prompt, method, **options), show)
+    yield from subscribed(session.request(prompt, method, **options), add_text)
 
 
 class Planner:
@@ -99,14 +101,14 @@ class Planner:
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """Return the method for a task and its origin."""
-        if (planned := self._planned.get(task)) is None:
+        if (method_and_info := self._planned.get(task)) is None:
             with self._planning:
-                planned = self._planned[task] = self._planned.get(task) or self._plan(task)
+                method_and_info = self._planned[task] = self._planned.get(task) or self._plan(task)
         # Move the task to the end of the dict, then drop the least recently used tasks.
-        self._planned[task] = self._planned.pop(task, planned)
-        for other in list(self._planned)[:-MOST_PLANNED]:
-            self._planned.pop(other, None)
-        return planned
+        self._planned[task] = self._planned.pop(task, method_and_info)
+        for oldest_task in list(self._planned)[:-MOST_PLANNED]:
+            self._planned.pop(oldest_task, None)
+        return method_and_info
 
     def refresh(self) -> None:
         """Forget plans that look-ups no longer find, and tasks without a plan. Thread-safe.
@@ -114,8 +116,8 @@ class Planner:
         Raises: StoreError: the database is away.
         """
         for task, (_, info) in list(self._planned.items()):
-            stored, _ = self._look_up(task)
-            if stored is None or stored.version != info.version:
+            stored_plan, _ = self._look_up(task)
+            if stored_plan is None or stored_plan.version != info.version:
                 self._planned.pop(task, None)
 
     def drafting_for(self, task: str) -> Method:
@@ -132,16 +134,16 @@ class Planner:
         if request.method == "plain":
             return PLAIN, GenerateInfo("plain", why_plain=REQUESTED)
         if request.layer_set is not None:
-            return self._requested(request.method or request.layer_set.found_for, task, None)
-        stored, missing = self._look_up(task)
+            return self._build_requested(request.method or request.layer_set.found_for, task, None)
+        stored_plan, reason = self._look_up(task)
         if request.method is not None:
-            return self._requested(request.method, task, stored)
-        if stored is None:
-            return PLAIN, GenerateInfo("plain", note=missing, why_plain=WhyPlain("no_plan", missing))
-        plan = stored.plan
-        info = GenerateInfo(plan.method, plan.layer_set, stored.version, plan.verdict, stored.fallback)
+            return self._build_requested(request.method, task, stored_plan)
+        if stored_plan is None:
+            return PLAIN, GenerateInfo("plain", note=reason, why_plain=WhyPlain("no_plan", reason))
+        plan = stored_plan.plan
+        info = GenerateInfo(plan.method, plan.layer_set, stored_plan.version, plan.verdict, stored_plan.fallback)
         if plan.method == "plain" or (plan.verdict != "use" and self.version is None):
-            return PLAIN, replace(info, method="plain", why_plain=_why_not(task, stored))
+            return PLAIN, replace(info, method="plain", why_plain=_explain_plain(task, stored_plan))
         try:
             return self._build(plan, self._recipe(task, plan)), info
         except (InvalidInput, NotFound) as error:
@@ -149,19 +151,24 @@ class Planner:
             if self.version is not None:
                 raise
             note = f"the stored plan cannot be used here: {error}"
-            why = WhyPlain("unusable_plan", note)
-            return PLAIN, replace(info, method="plain", record=None, note=note, why_plain=why)
+            why_plain = WhyPlain("unusable_plan", note)
+            return PLAIN, replace(info, method="plain", record=None, note=note, why_plain=why_plain)
 
-    def _requested(self, name: str, task: str, stored: FoundPlan | None) -> tuple[Method, GenerateInfo]:
+    def _build_requested(self, name: str, task: str, stored_plan: FoundPlan | None) -> tuple[Method, GenerateInfo]:
         """Build a method by name; use the stored plan's parts if it has the same method."""
-        same = stored if stored is not None and stored.plan.method == name else None
-        plan = Plan(name, self.request.layer_set) if same is None else same.plan
+        same_method_plan = stored_plan if stored_plan is not None and stored_plan.plan.method == name else None
+        plan = Plan(name, self.request.layer_set) if same_method_plan is None else same_method_plan.plan
         recipe = self._recipe(task, plan)
         info = GenerateInfo(name, recipe.layer_set)
         if recipe.layer_set is not None:
             info = replace(info, version=recipe.layer_set.version, verdict=recipe.layer_set.verdict)
-        if same is not None:
-            info = replace(info, version=same.version, verdict=same.plan.verdict, fallback=same.fallback)
+        if same_method_plan is not None:
+            info = replace(
+                info,
+                version=same_method_plan.version,
+                verdict=same_method_plan.plan.verdict,
+                fallback=same_method_plan.fallback,
+            )
         return self._build(plan, recipe), info
 
     def _recipe(self, task: str, plan: Plan) -> Recipe:
@@ -185,12 +192,13 @@ class Planner:
             return None, "no database to look a plan up in: pass --db or --layer-set FILE"
         runtime = self.runtime
         if self.version is not None:
-            stored = self.store.plan(runtime.info.fingerprint, task, self.version)
-            if stored.plan.engine is not None:
+            stored_plan = self.store.plan(runtime.info.fingerprint, task, self.version)
+            if stored_plan.plan.engine is not None:
                 raise InvalidInput(
-                    f"version {self.version} of {task} is for {stored.plan.engine} and not decoded here: name another"
+                    f"version {self.version} of {task} is for {stored_plan.plan.engine} and not decoded here:"
+                    " name another"
                 )
-            return stored, ""
+            return stored_plan, ""
         try:
             return self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name), ""
         except LayerSetNotFound:
@@ -199,9 +207,9 @@ class Planner:
             return None, f"nothing is stored for {model}/{task}: {advice}"
 
 
-def _why_not(task: str, stored: FoundPlan) -> WhyPlain:
+def _explain_plain(task: str, stored_plan: FoundPlan) -> WhyPlain:
     """Return why a stored plan means plain decoding."""
-    plan, name = stored.plan, f"the stored plan of {task!r}, version {stored.version},"
+    plan, name = stored_plan.plan, f"the stored plan of {task!r}, version {stored_plan.version},"
     if plan.method != "plain" and plan.verdict == "unmeasured":
         return WhyPlain("unmeasured", f"{name} was not measured against plain decoding: run `swiftopt compare`")
     return WhyPlain("verdict", f"{name} says that plain decoding is faster")
@@ -224,40 +232,44 @@ class GrowingText:
         self._logprobs: tuple[TokenLogprob, ...] = ()
         self._traced: tuple[TracedToken, ...] = ()
 
-    def grown(self, event: Prefilled | Round) -> Iterator[TextAdded]:
+    def read_event(self, event: Prefilled | Round) -> Iterator[TextAdded]:
         """Yield the text that an event's tokens complete, if any."""
         self._logprobs += event.logprobs
         self._traced += event.traced
         of_prompt = event.prompt_logprobs if isinstance(event, Prefilled) else ()
         if (text := self.add(event.token_ids)) or of_prompt:
-            yield self._added(text, of_prompt)
+            yield self._make_event(text, of_prompt)
 
-    def ended(self, completion: Completion) -> Iterator[TextAdded]:
+    def finish_completion(self, completion: Completion) -> Iterator[TextAdded]:
         """Yield the rest of the completion's text and tokens, if any. The next token begins a new completion."""
         # A final stop token adds no text, but its log probability still has to be sent.
-        if (text := self._new(completion.text)) or self._logprobs:
-            yield self._added(text)
+        if (text := self._take_new_text(completion.text)) or self._logprobs:
+            yield self._make_event(text)
         self._start()
 
-    def _added(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
+    def _make_event(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
         n_tokens, self._n_shown = len(self._token_ids) - self._n_shown, len(self._token_ids)
         logprobs, self._logprobs = self._logprobs, ()
-        traced, self._traced = self._traced, ()
-        return TextAdded(text, n_tokens, logprobs, prompt_logprobs, traced)
+        traced_tokens, self._traced = self._traced, ()
+        return TextAdded(text, n_tokens, logprobs, prompt_logprobs, traced_tokens)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that they complete."""
         self._token_ids += token_ids
         # Decode the newest tokens together with a few earlier ones: a token's text can depend on the one before.
-        before, text = (self._to_text(self._token_ids[self._from : end]) for end in (self._read, None))
+        previous_text, text = (
+            self._to_text(self._token_ids[self._from : window_end]) for window_end in (self._read, None)
+        )
         # Wait for more tokens: the last character is still incomplete.
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        if len(text) <= len(previous_text) or text.endswith("\ufffd"):
             return ""
-        self._text += text[len(before) :]
+        self._text += text[len(previous_text) :]
         self._from, self._read = self._read, len(self._token_ids)
-        free = self._token_ids[: self._min_new_tokens] if self._stop else []
-        return self._new(self._text[: settled(self._text, self._stop, len(self._to_text(free)) if free else 0)])
+        unstoppable_ids = self._token_ids[: self._min_new_tokens] if self._stop else []
+        return self._take_new_text(
+            self._text[: settled(self._text, self._stop, len(self._to_text(unstoppable_ids)) if unstoppable_ids else 0)]
+        )
 
-    def _new(self, text: str) -> str:
-        new, self._shown = text[self._shown :], max(self._shown, len(text))
-        return new
+    def _take_new_text(self, text: str) -> str:
+        new_text, self._shown = text[self._shown :], max(self._shown, len(text))
+        return new_text

@@ -67,13 +67,13 @@ class LeaseKeeper:
         self._thread.join()
 
     def _keep(self) -> None:
-        renewed = time.monotonic()
+        renewed_s = time.monotonic()
         renew_s = min(RENEW_S, self._jobs.lease_s / 4)
         while not self._done.wait(min(PEEK_S, renew_s)):
             try:
-                if time.monotonic() - renewed >= renew_s:
+                if time.monotonic() - renewed_s >= renew_s:
                     self.wanted = self._jobs.renew(self._lease)
-                    renewed = time.monotonic()
+                    renewed_s = time.monotonic()
                 else:
                     self.wanted = self._jobs.peek(self._lease)
             except LeaseLost:
@@ -95,22 +95,22 @@ def state_without_lease(jobs: Jobs, lease: Lease) -> str:
     return "replaced"
 
 
-def log_state(lease: Lease, state: str, error: BaseException | str = "", reason: str = "", **more: object) -> None:
+def log_state(lease: Lease, state: str, error: BaseException | str = "", reason: str = "", **fields: object) -> None:
     """Log the state of a job at an attempt: a line of key=value, and the traceback of an unexpected error.
 
-    Args:   error: logged by its class name, or as it is if it is a text. more: further key=value pairs.
+    Args:   error: logged by its class name, or as it is if it is a text. fields: further key=value pairs.
     """
-    values = {"job": lease.job, "attempt": lease.attempt, "state": state, **more}
+    values = {"job": lease.job, "attempt": lease.attempt, "state": state, **fields}
     if error:
         values["error"] = error if isinstance(error, str) else type(error).__name__
-    words = " ".join(f"{key}={value}" for key, value in values.items()) + (f" reason={reason!r}" if reason else "")
+    text = " ".join(f"{key}={value}" for key, value in values.items()) + (f" reason={reason!r}" if reason else "")
     level = logging.ERROR if state == "failed" else logging.WARNING if error else logging.INFO
-    trace = None if isinstance(error, str | SwiftoptError) else error
-    logger.log(level, "%s", words, exc_info=trace)
+    traced_error = None if isinstance(error, str | SwiftoptError) else error
+    logger.log(level, "%s", text, exc_info=traced_error)
 
 
-def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """Call `work`, and retry it while the database cannot be reached.
+def with_retries(query: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
+    """Call `query`, and retry it while the database cannot be reached.
 
     Raises: StoreUnavailable: the database stayed unreachable for `patience_s`.
     """
@@ -119,14 +119,14 @@ def patiently(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
         error = state.outcome.exception() if state.outcome else None
         logger.warning("database=away try=%d reason=%r", state.attempt_number, str(error))
 
-    retrying = Retrying(
+    attempts = Retrying(
         retry=retry_if_exception_type(StoreUnavailable),
         wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_S),
         stop=stop_after_delay(patience_s),
         before_sleep=log,
         reraise=True,
     )
-    return retrying(work)
+    return attempts(query)
 
 
 def tune_spec(

@@ -33,21 +33,21 @@ def confine(seconds: int) -> None:
     # A ruleset without rules denies the rights in CHANGES on every path. A negative result means: no Landlock.
     if ruleset >= 0:
         libc.syscall(RESTRICT_SELF, ruleset, 0)
-    for limit, most in (
+    for limit, maximum in (
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        resource.setrlimit(limit, (maximum, maximum))
 
 
 def main() -> None:
-    mark, seconds, program = sys.argv[1], int(sys.argv[2]), sys.stdin.read()
+    success_mark, seconds, program = sys.argv[1], int(sys.argv[2]), sys.stdin.read()
     sys.argv[1:] = []
     confine(seconds)
     exec(compile(program, "the answer", "exec"), {"__name__": "answer"})
-    sys.stdout.write(f"\n{mark}\n")
+    sys.stdout.write(f"\n{success_mark}\n")
 
 
 if __name__ == "__main__":

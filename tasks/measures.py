@@ -55,9 +55,9 @@ class Counter:
     read: Callable[[], int]
     span: int | None = None
 
-    def between(self, before: int, after: int) -> int:
+    def between(self, start: int, end: int) -> int:
         """Return the microjoules between two readings."""
-        return after - before if after >= before or self.span is None else after + self.span - before
+        return end - start if end >= start or self.span is None else end + self.span - start
 
 
 class EnergyMeter:
@@ -79,12 +79,15 @@ class EnergyMeter:
         """Read every counter, for `joules_since`."""
         return tuple(counter.read() for counter in self._counters)
 
-    def joules_since(self, before: Sequence[int]) -> float | None:
+    def joules_since(self, start_counts: Sequence[int]) -> float | None:
         """Return the joules of all counters since a reading; None if there is no counter."""
         if not self._counters:
             return None
-        spent = (c.between(b, a) for c, b, a in zip(self._counters, before, self.read(), strict=True))
-        return sum(spent) / 1e6
+        microjoules = (
+            counter.between(start, end)
+            for counter, start, end in zip(self._counters, start_counts, self.read(), strict=True)
+        )
+        return sum(microjoules) / 1e6
 
 
 def rapl(root: Path) -> list[Counter]:
@@ -96,10 +99,10 @@ def rapl(root: Path) -> list[Counter]:
             if not (zone / "name").read_text().startswith("package"):
                 continue
             int((zone / "energy_uj").read_text())
-            span = int((zone / "max_energy_range_uj").read_text())
+            max_range = int((zone / "max_energy_range_uj").read_text())
         except (OSError, ValueError):
             continue
-        domains.append(Counter("rapl", lambda file=zone / "energy_uj": int(file.read_text()), span))  # type: ignore[misc]
+        domains.append(Counter("rapl", lambda file=zone / "energy_uj": int(file.read_text()), max_range))  # type: ignore[misc]
     return domains
 
 
@@ -115,50 +118,50 @@ def nvml(index: int) -> list[Counter]:
     return [Counter("nvml", lambda: 1000 * int(library.nvmlDeviceGetTotalEnergyConsumption(handle)))]
 
 
-def extra_bytes(method: Method, runtime: Runtime, n_positions: int, room: int) -> int:
+def extra_bytes(method: Method, runtime: Runtime, n_positions: int, n_new_tokens: int) -> int:
     """Return a method's memory beyond plain decoding's in bytes: its tensors and extra KV slots.
 
     Tensors are those it refers to beyond the target's own: heads, stacks, a draft model. Quantised copies belong to the
     target, for all methods to share; they count for each method that runs them.
 
-    Args: n_positions: tokens of prompt and completion. room: tokens of the completion.
+    Args: n_positions: tokens of prompt and completion. n_new_tokens: tokens of the completion.
     """
     model_tensors = {tensor.untyped_storage().data_ptr() for tensor in _of_module(runtime.hf_model)}
-    held: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
     for tensor in _tensors(method, {id(runtime), id(runtime.hf_model)}):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in model_tensors:
-            held[storage.data_ptr()] = storage.nbytes()
+            bytes_by_storage[storage.data_ptr()] = storage.nbytes()
     copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
-    n_rows = method.drafter.max_rows(room)
+    n_rows = method.drafter.max_rows(n_new_tokens)
     slots = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * method.drafter.slot_bytes
-    return sum(held.values()) + copies + slots
+    return sum(bytes_by_storage.values()) + copies + slots
 
 
 def _of_module(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors(root: Any, seen_ids: set[int]) -> Iterator[Tensor]:
     """Yield every tensor under a value: in modules, containers, and attributes of this package's objects."""
-    if id(value) in seen:
+    if id(root) in seen_ids:
         return
-    seen.add(id(value))
-    items: Iterable[Any] = ()
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from _of_module(value)
-    elif isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = value
-    elif type(value).__module__.startswith(__package__.partition(".")[0]):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        slot_values = [getattr(value, name) for name in slots if hasattr(value, name)]
-        items = [*getattr(value, "__dict__", {}).values(), *slot_values]
-    for item in items:
-        yield from _tensors(item, seen)
+    seen_ids.add(id(root))
+    children: Iterable[Any] = ()
+    if isinstance(root, Tensor):
+        yield root
+    elif isinstance(root, nn.Module):
+        yield from _of_module(root)
+    elif isinstance(root, Mapping):
+        children = root.values()
+    elif isinstance(root, list | tuple | set | frozenset):
+        children = root
+    elif type(root).__module__.startswith(__package__.partition(".")[0]):
+        slots = [name for kind in type(root).__mro__ for name in getattr(kind, "__slots__", ())]
+        slot_values = [getattr(root, name) for name in slots if hasattr(root, name)]
+        children = [*getattr(root, "__dict__", {}).values(), *slot_values]
+    for child in children:
+        yield from _tensors(child, seen_ids)
 
 
 @torch.inference_mode()
@@ -168,15 +171,15 @@ def nll(runtime: Runtime, prompt_ids: Sequence[int], token_ids: Sequence[int]) -
         return 0.0
     text = [*prompt_ids, *token_ids[:-1]]
     buffer = runtime.new_buffer(len(text))
-    first = len(prompt_ids) - 1
-    if first:
-        runtime.prefill(text[:first], buffer)
+    n_prefilled = len(prompt_ids) - 1
+    if n_prefilled:
+        runtime.prefill(text[:n_prefilled], buffer)
     total = 0.0
     for start in range(0, len(token_ids), ROWS):
-        rows = text[first + start : first + start + ROWS]
-        logits = runtime.forward(Rows(rows, first + start), buffer).float()
-        chosen = torch.tensor(token_ids[start : start + ROWS], device=logits.device)
-        total -= float(torch.log_softmax(logits, dim=-1).gather(1, chosen[:, None]).double().sum())
+        rows = text[n_prefilled + start : n_prefilled + start + ROWS]
+        logits = runtime.forward(Rows(rows, n_prefilled + start), buffer).float()
+        targets = torch.tensor(token_ids[start : start + ROWS], device=logits.device)
+        total -= float(torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).double().sum())
     return total
 
 
@@ -219,8 +222,8 @@ def pass_at(k: int, n: int, n_passed: int) -> float:
 
 def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
     """Return whether a Python program ends without an error, in a confined process of its own."""
-    mark = secrets.token_hex(8)
-    command = [sys.executable, "-I", str(Path(__file__).with_name("judged_program.py")), mark, str(seconds)]
+    success_mark = secrets.token_hex(8)
+    command = [sys.executable, "-I", str(Path(__file__).with_name("judged_program.py")), success_mark, str(seconds)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -235,7 +238,7 @@ def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
         finally:
             with suppress(ProcessLookupError):
                 killpg(child.pid, signal.SIGKILL)  # Kill the program and every process that it started.
-    return child.returncode == 0 and output.decode(errors="replace").endswith(f"{mark}\n")
+    return child.returncode == 0 and output.decode(errors="replace").endswith(f"{success_mark}\n")
 
 
 def _last_number(text: str) -> float | None:
@@ -244,8 +247,8 @@ def _last_number(text: str) -> float | None:
 
 
 def _plain_words(text: str) -> list[str]:
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return _ARTICLES.sub(" ", bare).split()
+    unpunctuated = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return _ARTICLES.sub(" ", unpunctuated).split()
 
 
 def _rouge() -> Any:

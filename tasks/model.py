@@ -31,7 +31,7 @@ from ..models.costs import memory_for_texts
 from ..models.runtime import Runtime
 from ..models.saved import no_step
 from ..store import Store
-from .generate import Planner, as_planned
+from .generate import Planner, decode_as_planned
 from .job import Cancelled, ModelTurn
 from .tune import TuneResult, run_tuning
 
@@ -90,12 +90,12 @@ def tune(
         _n_tuned += 1
 
 
-def as_prompt(given: str | Prompt, task: str, number: int = 1) -> Prompt:
+def as_prompt(text_or_prompt: str | Prompt, task: str, number: int = 1) -> Prompt:
     """Return a text as a prompt of the task, a prompt as it is.
 
     Raises: StreamError: there is nothing to decode, or the task is no name.
     """
-    prompt = Prompt(str(number), task, given) if isinstance(given, str) else given
+    prompt = Prompt(str(number), task, text_or_prompt) if isinstance(text_or_prompt, str) else text_or_prompt
     check_task(prompt.task, f"the task of prompt {prompt.id!r},", StreamError)
     if prompt.text is None and not (prompt.messages or prompt.turns or prompt.token_ids):
         raise StreamError(f"prompt {prompt.id!r} has neither text, messages nor turns: give it one of them")
@@ -131,8 +131,8 @@ class Model(AbstractContextManager["Model"]):
 
     def generate(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Completion:
         """Decode one prompt; return the completion of its last turn. See `work` for the options."""
-        done = [event for event in side_by_side([self.work(prompt, **options)]) if isinstance(event, Generated)]
-        return done[-1].completion
+        generated = [event for event in side_by_side([self.work(prompt, **options)]) if isinstance(event, Generated)]
+        return generated[-1].completion
 
     def stream(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Iterator[str]:
         """Decode one prompt, and yield its text as it grows. See `work` for the options."""
@@ -179,7 +179,7 @@ class Model(AbstractContextManager["Model"]):
         self, session: Session, prompt: Prompt, method: str | None, version: int | None = None, **options: Any
     ) -> Work[None]:
         """Decode a prompt as planned when that begins; arguments as for `plan_for` and `Session.request`."""
-        yield from as_planned(session, self.plan_for(prompt.task, method, version), prompt, **options)
+        yield from decode_as_planned(session, self.plan_for(prompt.task, method, version), prompt, **options)
 
     def plan_for(self, task: str, method: str | None, version: int | None) -> tuple[Method, GenerateInfo]:
         """Return what `Planner.plan_for` does with such a `method` and `version`; any thread may ask."""
@@ -187,10 +187,10 @@ class Model(AbstractContextManager["Model"]):
         if planner is None:
             request = GenerateRequest(self.name, method=method)
             planner = Planner(request, self.runtime, self.store, version=version, turn=self.turn)
-        planned = planner.plan_for(task)
+        method_and_info = planner.plan_for(task)
         # Keep a planner only after it succeeded: clients may name any number of versions that do not exist.
         self._planners.setdefault((method, version), planner)
-        return planned
+        return method_and_info
 
     def refresh_plans(self) -> None:
         """Decode what comes by the plans that are the best now; see `Planner.refresh`."""
@@ -286,9 +286,9 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 raise Cancelled("this engine is closed: start another one")
             self.call(lambda: self._add(ticket, work))
 
-    def call(self, act: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], None]) -> None:
         """Run a function in the engine's thread, between two steps."""
-        self._inbox.put(act)
+        self._inbox.put(function)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -296,18 +296,18 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
 
         Raises: Cancelled: the engine is closed, or closes before the turn.
         """
-        granted, over = Future[bool](), threading.Event()
+        turn_granted, turn_over = Future[bool](), threading.Event()
         with self._lock:
             if self._closed:
-                granted.set_result(False)
+                turn_granted.set_result(False)
             else:
-                self.call(lambda: self._turns.append((granted, over)))
-        if not granted.result():
+                self.call(lambda: self._turns.append((turn_granted, turn_over)))
+        if not turn_granted.result():
             raise Cancelled("this engine is closed: start another one")
         try:
             yield
         finally:
-            over.set()
+            turn_over.set()
 
     @property
     def is_closed(self) -> bool:
@@ -351,16 +351,16 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                 self._inbox.get()()
             for ticket in list(self._requests):
                 self._drop(ticket)
-            for granted, _ in self._turns:
-                granted.set_result(False)
+            for turn_granted, _ in self._turns:
+                turn_granted.set_result(False)
 
-    def _grant(self, granted: Future[bool], over: threading.Event) -> float:
+    def _grant(self, turn_granted: Future[bool], turn_over: threading.Event) -> float:
         """Let another thread use the model; return the seconds that requests waited for it."""
-        begun, waited = perf_counter(), bool(self._requests)
-        self._engine.load.n_beside += waited
-        granted.set_result(True)
-        over.wait()
-        return perf_counter() - begun if waited else 0.0
+        started_s, has_requests = perf_counter(), bool(self._requests)
+        self._engine.load.n_beside += has_requests
+        turn_granted.set_result(True)
+        turn_over.wait()
+        return perf_counter() - started_s if has_requests else 0.0
 
     def _add(self, ticket: Ticket, work: Work[None]) -> None:
         def put(event: WorkEvent) -> None:
@@ -370,10 +370,10 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._requests[ticket] = self._engine.add(subscribed(work, put))
 
     def _step(self) -> None:
-        begun = perf_counter()
+        started_s = perf_counter()
         for _ in self._engine.step():
             pass
-        self._decoded_s += perf_counter() - begun
+        self._decoded_s += perf_counter() - started_s
         for ticket, request in list(self._requests.items()):
             if request.is_done:
                 del self._requests[ticket]

@@ -35,7 +35,7 @@ from ..models.saved import OnStep, no_step
 from ..models.sources import check_names, known_folder
 from ..optimizer.search import Search
 from ..store import Store
-from .job import PATIENCE_S, ModelTurn, patiently
+from .job import PATIENCE_S, ModelTurn, with_retries
 
 TYPICAL_POSITIONS = 512  # Context length in tokens at which costs are measured when no stream shows typical lengths.
 
@@ -85,28 +85,28 @@ class Recipes:
         Raises: LayerSetNotFound, LearnedNotFound: a part is needed and not stored. LayerSetError: the set is another
                 model's.
         """
-        info = method_info(name)
-        if "costs" in info.needs:
+        method = method_info(name)
+        if "costs" in method.needs:
             if layer_set is None and "draft_format" not in settings:
                 layer_set = self._newest(name, task)
             record = None if layer_set is None else self._checked(layer_set)
             found_settings = AS_FOUND if record is not None and record.found_for == name else {}
-            chosen: AdaptiveSettings = info.settings_from({**found_settings, **settings})
+            adaptive_settings: AdaptiveSettings = method.settings_from({**found_settings, **settings})
             skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
-            formats = {format_name for _, format_name in skipped.filled(chosen.draft_format).formats}
+            formats = {format_name for _, format_name in skipped.filled(adaptive_settings.draft_format).formats}
             costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
             return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found_settings)
         record = None
-        if "layer_set" in info.needs or (info.drafts_with_model and self.draft_runtime is None):
+        if "layer_set" in method.needs or (method.drafts_with_model and self.draft_runtime is None):
             record = self._checked(layer_set or self.layer_set(name, task))
         for kind in get_args(LearnedKind):
-            if kind in info.needs:
+            if kind in method.needs:
                 learned = learned or self.learned(kind, task, name)
         resources = Resources(
             self.runtime,
             None if record is None else record.layer_set,
             {} if learned is None else {learned.kind: self.weights(learned)},
-            self.draft_runtime if info.drafts_with_model else None,
+            self.draft_runtime if method.drafts_with_model else None,
         )
         return Recipe(resources, record, learned, record.settings if name == "swift" and record is not None else {})
 
@@ -115,7 +115,7 @@ class Recipes:
 
         Raises: LayerSetNotFound: there is none.
         """
-        record = self._newest(searched_by(name), task)
+        record = self._newest(search_method_of(name), task)
         if record is not None:
             return record
         search = parts().get(name)
@@ -155,8 +155,8 @@ class Recipes:
         key = (record.kind, record.task, record.version)
         if key not in self._weights:
             assert self.store is not None
-            read = load_from_wing(parts()[record.kind].reader)
-            self._weights[key] = read(record.kind, self.store.weights(record), self.runtime)
+            read_weights = load_from_wing(parts()[record.kind].reader)
+            self._weights[key] = read_weights(record.kind, self.store.weights(record), self.runtime)
         return self._weights[key]
 
     def keep_weights(self, record: LearnedRecord, weights: Any) -> None:
@@ -208,11 +208,13 @@ class MakingRecipes(Recipes):
 
     def layer_set(self, name: str, task: str) -> LayerSetRecord:
         """Return the stored layer set for the method, or search for one, briefly or with its preset."""
-        preset, by = self.presets.get(name), searched_by(name)
-        key = by if preset is None else name
+        preset, search_method = self.presets.get(name), search_method_of(name)
+        key = search_method if preset is None else name
         if key not in self._sets:
-            stored = self._newest(by, task) if preset is None else None
-            self._sets[key] = stored or (self._made(by, preset) if by in parts() else self._swift_set(preset))
+            stored_set = self._newest(search_method, task) if preset is None else None
+            self._sets[key] = stored_set or (
+                self._make(search_method, preset) if search_method in parts() else self._swift_set(preset)
+            )
         return self._sets[key]
 
     def learned(self, kind: LearnedKind, task: str, name: str = "") -> LearnedRecord:
@@ -220,16 +222,16 @@ class MakingRecipes(Recipes):
 
         Raises: InvalidInput: the prompts and their completions are too few to learn from.
         """
-        preset, stored = self.presets.get(name), None
+        preset, stored_record = self.presets.get(name), None
         key = kind if preset is None else name
         if key not in self._learned:
             if preset is None:
                 with suppress(LearnedNotFound):
-                    stored = super().learned(kind, task)
-            self._learned[key] = stored or self._made(kind, preset)
+                    stored_record = super().learned(kind, task)
+            self._learned[key] = stored_record or self._make(kind, preset)
         return self._learned[key]
 
-    def _made(self, name: str, preset: Preset | None) -> Any:
+    def _make(self, name: str, preset: Preset | None) -> Any:
         """Return the record of a part that an optional package (wing) makes."""
         return load_from_wing(parts()[name].maker)(self, preset)
 
@@ -237,33 +239,35 @@ class MakingRecipes(Recipes):
         """Run SWIFT's search while decoding; evenly spaced sub-layers where the completions are too short for it."""
         budget_s = SWIFT_S if preset is None else math.inf
         self.on_step(f"make: a layer set, by {f'{budget_s:.0f} s of ' if preset is None else ''}SWIFT's search")
-        clock = perf_counter()
+        started_s = perf_counter()
         settings = SwiftSettings(max_steps=SWIFT_STEPS) if preset is None else SwiftSettings(**preset.tuning)
         # At most half a completion, so that short completions can be scored.
         window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))
         settings = replace(settings, context_window=window)
         search = searched(self.session, self.prompts, settings, budget_s)
         n_tried = len(search.trials)
-        how = f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
-        self.note_made("layer set", how, perf_counter() - clock)
-        return self.kept("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
+        description = (
+            f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
+        )
+        self.record_part("layer set", description, perf_counter() - started_s)
+        return self.keep_layer_set("swift", search.layer_set, matchness=search.matchness, settings=settings.to_json())
 
-    def kept(self, method: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
+    def keep_layer_set(self, method: str, layer_set: LayerSet, **record_fields: Any) -> LayerSetRecord:
         """Describe a layer set that was made for a method, and store it if made parts are to be kept."""
-        record = set_record(self.runtime, self.model, self.task, layer_set, **known)
+        record = set_record(self.runtime, self.model, self.task, layer_set, **record_fields)
         return record if self.keep is None else self.keep.add_layer_set(record, plan_method=method, promote=False)
 
-    def note_made(self, piece: str, how: str, seconds: float) -> None:
+    def record_part(self, name: str, description: str, seconds: float) -> None:
         """Add a part to the list of made parts."""
-        self.made.append(MadePart(piece, f"{how}, {seconds:.0f} s", round(seconds, 1)))
+        self.made.append(MadePart(name, f"{description}, {seconds:.0f} s", round(seconds, 1)))
 
 
-def searched_by(method: str) -> str:
+def search_method_of(method: str) -> str:
     """Return the method whose search finds layer sets for `method`: some methods of wings have one, others SWIFT's."""
     return method if method in parts() else "swift"
 
 
-def opened(
+def open_session(
     request: ModelRequest,
     prompts: Sequence[Prompt],
     store: Store | None,
@@ -287,9 +291,9 @@ def opened(
     return session
 
 
-def stamped(record: LayerSetRecord, **known: Any) -> LayerSetRecord:
-    """Return the record with swiftopt's version and the time; `known` are further fields."""
-    return replace(record, swiftopt_version=__version__, created_at=now(), **known)
+def stamp(record: LayerSetRecord, **record_fields: Any) -> LayerSetRecord:
+    """Return the record with swiftopt's version and the time; `record_fields` are further fields."""
+    return replace(record, swiftopt_version=__version__, created_at=now(), **record_fields)
 
 
 def stored_costs(
@@ -310,35 +314,35 @@ def stored_costs(
     """
     bucket = min(context_bucket(n_positions), runtime.max_positions)
     key = (runtime.info.fingerprint, machine_name(runtime), runtime.dtype_name, bucket)
-    profile = None if store is None else patiently(lambda: store.cost_profile(*key), patience_s)
+    profile = None if store is None else with_retries(lambda: store.cost_profile(*key), patience_s)
     if profile is not None and (profile.quality == "disturbed" or profile.software not in ("", software_of(runtime))):
         profile = None
-    formats_asked = set(formats) - {STORED}
-    if profile is not None and formats_asked <= set(profile.formats):
+    missing_formats = set(formats) - {STORED}
+    if profile is not None and missing_formats <= set(profile.formats):
         return profile
     with turn():
         costs = profile or replace(measure_costs(runtime, bucket, on_step), context_bucket=bucket)
-        costs = with_formats(runtime, costs, formats_asked, on_step)
+        costs = with_formats(runtime, costs, missing_formats, on_step)
     if store is not None:
-        patiently(lambda: store.save_cost_profile(costs), patience_s)
+        with_retries(lambda: store.save_cost_profile(costs), patience_s)
     return costs
 
 
-def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **known: Any) -> LayerSetRecord:
-    """Describe a layer set that was found on this machine; `known` are further fields."""
-    described = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
-    return stamped(described, device=machine_name(runtime), dtype=runtime.dtype_name, **known)
+def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **record_fields: Any) -> LayerSetRecord:
+    """Describe a layer set that was found on this machine; `record_fields` are further fields."""
+    record = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
+    return stamp(record, device=machine_name(runtime), dtype=runtime.dtype_name, **record_fields)
 
 
 def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
     """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return the ended search."""
-    runtime, started = session.runtime, perf_counter()
+    runtime, started_s = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)
     search = Search("", runtime.n_layers, settings, ratio, None)
     try:
         with closing(side_by_side(search.request(session, prompt) for prompt in prompts)) as events:
             for event in events:
-                if isinstance(event, Round) and (not search.optimising or perf_counter() - started > budget_s):
+                if isinstance(event, Round) and (not search.optimising or perf_counter() - started_s > budget_s):
                     break
     finally:
         search.finish("the time is over")

@@ -68,15 +68,17 @@ class Runs:
         return sum(run.seconds for run in self.by_prompt.values())
 
 
-def decoder(session: Session, by: Method | Search) -> Decode:
+def decoder(session: Session, drafter: Method | Search) -> Decode:
     """Return what decodes prompts of one turn with a method, or with a search's drafts while it goes on."""
 
-    def run(prompt: Prompt) -> Decoded:
-        work = by.request(session, prompt) if isinstance(by, Search) else session.request(prompt, by)
-        completion = alone(work)[0].completion
+    def decode(prompt: Prompt) -> Decoded:
+        request_work = (
+            drafter.request(session, prompt) if isinstance(drafter, Search) else session.request(prompt, drafter)
+        )
+        completion = alone(request_work)[0].completion
         return completion.token_ids, completion
 
-    return run
+    return decode
 
 
 def peer(name: str, session: Session, draft: Runtime | None) -> Decode:
@@ -119,40 +121,40 @@ class Interleaved:
         warm_up = replace(self.prompts[0], max_new_tokens=WARM_UP_TOKENS)
         try:
             for name in names:
-                self._guarded(name, partial(self.methods[name], warm_up))
+                self._run_guarded(name, partial(self.methods[name], warm_up))
             for number, prompt in enumerate(self.prompts):
-                turn = number % len(names)
-                for name in [*names[turn:], *names[:turn]]:
-                    if len(self.runs[name].by_prompt) < self.affordable(name):
-                        self._guarded(name, partial(self._one, name, number, prompt))
+                first_method = number % len(names)
+                for name in [*names[first_method:], *names[:first_method]]:
+                    if len(self.runs[name].by_prompt) < self.n_affordable(name):
+                        self._run_guarded(name, partial(self._run_prompt, name, number, prompt))
         except KeyboardInterrupt:
             return False
         return True
 
-    def affordable(self, name: str) -> int:
+    def n_affordable(self, name: str) -> int:
         """Return how many prompts a method may decode, given its speed so far."""
-        method_runs, base = self.runs[name], self.runs[self.base]
-        if self.complete or not method_runs.by_prompt or not base.by_prompt or name == self.base:
+        method_runs, base_runs = self.runs[name], self.runs[self.base]
+        if self.complete or not method_runs.by_prompt or not base_runs.by_prompt or name == self.base:
             return len(self.prompts)
-        per_prompt = method_runs.seconds / len(method_runs.by_prompt)
-        allowed = SLOWEST * len(self.prompts) * base.seconds / len(base.by_prompt)
-        return max(FEWEST, int(allowed / per_prompt))
+        per_prompt_s = method_runs.seconds / len(method_runs.by_prompt)
+        allowed_s = SLOWEST * len(self.prompts) * base_runs.seconds / len(base_runs.by_prompt)
+        return max(FEWEST, int(allowed_s / per_prompt_s))
 
-    def _guarded(self, name: str, work: Callable[[], object]) -> None:
+    def _run_guarded(self, name: str, call: Callable[[], object]) -> None:
         if self.runs[name].error is not None:
             return
         try:
-            work()
+            call()
         except SwiftoptError as error:
             if self.complete or name == self.base:
                 raise
             self.runs[name].error = str(error)
 
-    def _one(self, name: str, number: int, prompt: Prompt) -> None:
-        before, clock = self.meter.read(), perf_counter()
+    def _run_prompt(self, name: str, number: int, prompt: Prompt) -> None:
+        start_counts, started_s = self.meter.read(), perf_counter()
         token_ids, completion = self.methods[name](prompt)
-        seconds = perf_counter() - clock
-        run = Run(token_ids, seconds, completion, self.meter.joules_since(before))
+        seconds = perf_counter() - started_s
+        run = Run(token_ids, seconds, completion, self.meter.joules_since(start_counts))
         self.runs[name].by_prompt[number] = run
         if self.on_run is not None:
             self.on_run(name, number, len(self.prompts), run.timed)
@@ -207,9 +209,9 @@ class Figures(Record):
 
 
 def figures(
-    known: Figures,
-    own: Runs,
-    base: Runs,
+    unmeasured_row: Figures,
+    method_runs: Runs,
+    base_runs: Runs,
     n_prompts: int,
     nll: NLL | None,
     keeps_tokens: bool = True,
@@ -219,34 +221,41 @@ def figures(
 ) -> Figures:
     """Fill in a method's row from its runs and those of plain decoding.
 
-    Args: known: the row with what is known without running the method. nll: None leaves the perplexity out.
+    Args: unmeasured_row: the row with what is known without running the method. nll: None leaves the perplexity out.
           keeps_tokens: the method emits plain decoding's tokens, also when sampling from the same seed.
           predicts_early: its drafts are predictions at an intermediate layer. samples: neighbours that are completions
           of one prompt: they are alike, and intervals over them would be too narrow. costs: of the passes of its
           layer set, where it has one.
     """
-    shared = [number for number in own.by_prompt if number in base.by_prompt]
-    if not shared:
-        return known.missing(n_prompts, own.error or "interrupted before its first prompt was done")
-    runs, plain = [own.by_prompt[i] for i in shared], [base.by_prompt[i] for i in shared]
-    timed, slow = [run.timed for run in runs], [run.timed for run in plain]
-    n_tokens = sum(run.tokens for run in timed)
+    shared_numbers = [number for number in method_runs.by_prompt if number in base_runs.by_prompt]
+    if not shared_numbers:
+        return unmeasured_row.missing(n_prompts, method_runs.error or "interrupted before its first prompt was done")
+    runs, plain_runs = (
+        [method_runs.by_prompt[i] for i in shared_numbers],
+        [base_runs.by_prompt[i] for i in shared_numbers],
+    )
+    timings, plain_timings = [run.timed for run in runs], [run.timed for run in plain_runs]
+    n_tokens = sum(run.tokens for run in timings)
     joules = [run.joules for run in runs if run.joules is not None]
-    spent = sum(joules) if len(joules) == len(runs) else 0.0
+    total_joules = sum(joules) if len(joules) == len(runs) else 0.0
     return replace(
-        known,
-        prompts=len(shared),
+        unmeasured_row,
+        prompts=len(shared_numbers),
         of=n_prompts,
         tokens=n_tokens,
-        seconds=sum(run.seconds for run in timed),
-        tok_s=speed(timed),
-        ratio=speed_ratio(timed, slow),
-        ratio_interval=speed_interval(_by_prompt(shared, timed, samples), _by_prompt(shared, slow, samples)),
+        seconds=sum(run.seconds for run in timings),
+        tok_s=speed(timings),
+        ratio=speed_ratio(timings, plain_timings),
+        ratio_interval=speed_interval(
+            _by_prompt(shared_numbers, timings, samples), _by_prompt(shared_numbers, plain_timings, samples)
+        ),
         **_counts([run.completion for run in runs if run.completion is not None], predicts_early, costs),
-        identical=sum(a.token_ids == b.token_ids for a, b in zip(runs, plain, strict=True)) if keeps_tokens else None,
-        **_perplexities(shared, own, base, nll, samples) if nll else {},
-        joules_per_token=spent / n_tokens if spent and n_tokens else None,
-        reason=own.error,
+        identical=sum(run.token_ids == plain_run.token_ids for run, plain_run in zip(runs, plain_runs, strict=True))
+        if keeps_tokens
+        else None,
+        **_perplexities(shared_numbers, method_runs, base_runs, nll, samples) if nll else {},
+        joules_per_token=total_joules / n_tokens if total_joules and n_tokens else None,
+        reason=method_runs.error,
     )
 
 
@@ -255,19 +264,19 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
     by_prompt: dict[int, list[float]] = {}
     for number, score in scores.items():
         by_prompt.setdefault(number // samples, []).append(score)
-    whole = [
+    complete = [
         prompt_scores for prompt_scores in by_prompt.values() if len(prompt_scores) == samples
     ]  # Leave out a prompt some of whose samples are missing because a slow method stopped early.
-    if not whole:
+    if not complete:
         return {}
-    means = np.array([[sum(prompt_scores) / samples, 1.0] for prompt_scores in whole])
-    interval = jackknife_interval(means, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
-    many = samples >= K and all(score in (0.0, 1.0) for prompt_scores in whole for score in prompt_scores)
+    score_means = np.array([[sum(prompt_scores) / samples, 1.0] for prompt_scores in complete])
+    interval = jackknife_interval(score_means, lambda mean_sums: np.asarray(mean_sums[..., 0] / mean_sums[..., 1]))
+    has_pass_at_k = samples >= K and all(score in (0.0, 1.0) for prompt_scores in complete for score in prompt_scores)
     return {
-        "quality": float(means[:, 0].mean()),
+        "quality": float(score_means[:, 0].mean()),
         "quality_interval": interval and (max(0.0, interval[0]), min(1.0, interval[1])),
-        "pass_at_10": sum(pass_at(K, samples, round(sum(prompt_scores))) for prompt_scores in whole) / len(whole)
-        if many
+        "pass_at_10": sum(pass_at(K, samples, round(sum(prompt_scores))) for prompt_scores in complete) / len(complete)
+        if has_pass_at_k
         else None,
     }
 
@@ -275,59 +284,74 @@ def qualities(scores: Mapping[int, float], samples: int) -> dict[str, Any]:
 def _by_prompt(numbers: Sequence[int], values: Sequence[S], samples: int) -> list[S]:
     """Return the sums over each prompt's samples."""
     sums_by_prompt: dict[int, S] = {}
-    for number, value in zip(numbers, values, strict=True):
-        place = number // samples
-        sums_by_prompt[place] = sums_by_prompt[place] + value if place in sums_by_prompt else value
+    for number, sample in zip(numbers, values, strict=True):
+        prompt_number = number // samples
+        sums_by_prompt[prompt_number] = (
+            sums_by_prompt[prompt_number] + sample if prompt_number in sums_by_prompt else sample
+        )
     return list(sums_by_prompt.values())
 
 
-def _perplexities(shared: Sequence[int], own: Runs, base: Runs, nll: NLL, samples: int) -> dict[str, Any]:
+def _perplexities(
+    shared_numbers: Sequence[int], method_runs: Runs, base_runs: Runs, nll: NLL, samples: int
+) -> dict[str, Any]:
     """Return the perplexity of the output and its ratio to plain decoding's, with an interval over prompts."""
-    both = own.by_prompt, base.by_prompt
+    both_runs = method_runs.by_prompt, base_runs.by_prompt
     rows = np.array(
-        [[value for runs in both for value in (nll(i, runs[i].token_ids), runs[i].timed.tokens)] for i in shared]
+        [
+            [number for runs in both_runs for number in (nll(i, runs[i].token_ids), runs[i].timed.tokens)]
+            for i in shared_numbers
+        ]
     )
 
-    def log_ratio(sums: Array) -> Array:
+    def log_ratio(sums_of_both: Array) -> Array:
         """Return the difference in nats per token, from an array (..., 4) of both methods' sums of nats and tokens."""
-        return np.asarray(sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3])
+        return np.asarray(sums_of_both[..., 0] / sums_of_both[..., 1] - sums_of_both[..., 2] / sums_of_both[..., 3])
 
-    whole = rows.sum(axis=0)
-    if not whole[1::2].all():
+    totals = rows.sum(axis=0)
+    if not totals[1::2].all():
         return {}
     return {
-        "perplexity": math.exp(whole[0] / whole[1]),
-        "perplexity_ratio": math.exp(log_ratio(whole)),
-        "perplexity_interval": ratio_interval(np.array(_by_prompt(shared, list(rows), samples)), log_ratio),
+        "perplexity": math.exp(totals[0] / totals[1]),
+        "perplexity_ratio": math.exp(log_ratio(totals)),
+        "perplexity_interval": ratio_interval(np.array(_by_prompt(shared_numbers, list(rows), samples)), log_ratio),
     }
 
 
 def _counts(completions: Sequence[Completion], predicts_early: bool, costs: CostProfile | None) -> dict[str, Any]:
     """Return figures from our decoding loop's counters; an empty result for other engines' decoding."""
-    drafted, accepted = sum(done.drafted for done in completions), sum(done.accepted for done in completions)
-    passes, decoded = sum(d.target_passes for d in completions), sum(d.n_decoded for d in completions)
-    refused = sum(d.refused for d in completions)
-    early = predicts_early and decoded > 0
-    sets = {done.layer_set for done in completions if not done.lossy}
+    n_drafted, n_accepted = (
+        sum(completion.drafted for completion in completions),
+        sum(completion.accepted for completion in completions),
+    )
+    n_passes, n_decoded = (
+        sum(completion.target_passes for completion in completions),
+        sum(completion.n_decoded for completion in completions),
+    )
+    n_refused = sum(completion.refused for completion in completions)
+    has_early = predicts_early and n_decoded > 0
+    sets = {completion.layer_set for completion in completions if not completion.lossy}
     layer_set = sets.pop() if len(sets) == 1 else None
     published = None
-    if layer_set is not None and not layer_set.formats and accepted and passes:
-        published = published_speedup(layer_set, decoded / passes, accepted / drafted)
+    if layer_set is not None and not layer_set.formats and n_accepted and n_passes:
+        published = published_speedup(layer_set, n_decoded / n_passes, n_accepted / n_drafted)
     return {
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "mean_generated_length": decoded / passes if passes else None,
+        "acceptance_rate": n_accepted / n_drafted if n_drafted else None,
+        "mean_generated_length": n_decoded / n_passes if n_passes else None,
         "expected_ratio": expected_of(costs, completions),
         "published_ratio": published,
-        "passes_per_token": passes / decoded if decoded else None,
-        "early_share": accepted / decoded if early else None,
-        "rejected_share": refused / (accepted + refused) if early and drafted else None,
+        "passes_per_token": n_passes / n_decoded if n_decoded else None,
+        "early_share": n_accepted / n_decoded if has_early else None,
+        "rejected_share": n_refused / (n_accepted + n_refused) if has_early and n_drafted else None,
     }
 
 
 def best_of(rows: Sequence[Figures]) -> Figures | None:
     """Return the fastest lossless method whose speed-up's interval lies above 1; None: plain decoding is the plan."""
-    sure = [row for row in rows if not row.lossy and row.ratio_interval is not None and row.ratio_interval[0] > 1]
-    return max(sure, key=lambda row: row.ratio or 0.0, default=None)
+    faster_rows = [
+        row for row in rows if not row.lossy and row.ratio_interval is not None and row.ratio_interval[0] > 1
+    ]
+    return max(faster_rows, key=lambda row: row.ratio or 0.0, default=None)
 
 
 def by_ratio(rows: Sequence[Figures]) -> list[Figures]:
@@ -348,20 +372,20 @@ def with_plan(
     """
     plan = None if report["interrupted"] else plan_of(report, rows, recipes)
     version, standing = None, None
-    ran = [row.method for row in rows if row.ratio is not None]
+    measured_methods = [row.method for row in rows if row.ratio is not None]
     if store is not None and plan is not None:
-        standing = _standing(report, fingerprint, plan, ran, store)
+        standing = _find_standing(report, fingerprint, plan, measured_methods, store)
         version = store.add_plan(fingerprint, report["task"], plan, promote=standing is None).version
-    whole = {
+    full_report = {
         **report,
         "plan": None if plan is None else _plan_json(plan, version),
         "standing": None if standing is None else _plan_json(standing.plan, standing.version),
-        "stored": store is not None and bool(ran),
+        "stored": store is not None and bool(measured_methods),
     }
-    if store is not None and ran:
-        where = report["task"], report["device"], report["dtype"]
-        store.add_comparison(fingerprint, *where, whole, report["created_at"])
-    return whole
+    if store is not None and measured_methods:
+        task_device_dtype = report["task"], report["device"], report["dtype"]
+        store.add_comparison(fingerprint, *task_device_dtype, full_report, report["created_at"])
+    return full_report
 
 
 def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping[str, Recipe]) -> Plan:
@@ -387,22 +411,22 @@ def plan_of(report: Mapping[str, Any], rows: Sequence[Figures], recipes: Mapping
     )
 
 
-def _standing(
-    report: Mapping[str, Any], fingerprint: str, plan: Plan, ran: Sequence[str], store: Store
+def _find_standing(
+    report: Mapping[str, Any], fingerprint: str, plan: Plan, measured_methods: Sequence[str], store: Store
 ) -> FoundPlan | None:
     """Return the stored plan to keep: same task, device and dtype, faster, and of a method that did not run."""
     try:
         stored_plan = store.lookup(fingerprint, report["task"], report["device"], report["dtype"])
     except LayerSetNotFound:
         return None
-    faster = (stored_plan.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
-    stays = (
+    is_faster = (stored_plan.plan.measured_speedup or 1.0) > (plan.measured_speedup or 1.0)
+    is_kept = (
         stored_plan.fallback is None
         and stored_plan.plan.verdict == "use"
-        and faster
-        and stored_plan.plan.method not in ran
+        and is_faster
+        and stored_plan.plan.method not in measured_methods
     )
-    return stored_plan if stays else None
+    return stored_plan if is_kept else None
 
 
 def _plan_json(plan: Plan, version: int | None) -> dict[str, Any]:

@@ -58,23 +58,26 @@ class Judgement:
         Weight both sides by drafted tokens: every request has about as many plain rounds, but drafted rounds grow with
         its length. Plain totals would give long requests, whose speed differs, another weight than drafted totals.
         """
-        drafted = [rounds for _, rounds in pairs]
-        plain = [Timed(rounds.tokens, base.seconds * rounds.tokens / base.tokens) for base, rounds in pairs]
-        verdict = judge(drafted, plain, None, LOOK_ERROR)
-        return cls(verdict, "rounds", len(pairs), speed(plain), speed(drafted))
+        drafted_timings = [rounds for _, rounds in pairs]
+        plain_timings = [
+            Timed(rounds.tokens, plain_rounds.seconds * rounds.tokens / plain_rounds.tokens)
+            for plain_rounds, rounds in pairs
+        ]
+        verdict = judge(drafted_timings, plain_timings, None, LOOK_ERROR)
+        return cls(verdict, "rounds", len(pairs), speed(plain_timings), speed(drafted_timings))
 
     @classmethod
-    def of_plan(cls, stored: FoundPlan) -> Judgement:
+    def of_plan(cls, stored_plan: FoundPlan) -> Judgement:
         """Return a stored plan's own verdict, with its speeds if the runs behind the verdict are stored."""
-        plan, record = stored.plan, stored.plan.layer_set
+        plan, record = stored_plan.plan, stored_plan.plan.layer_set
         verdict = Verdict(plan.verdict, plan.measured_speedup, plan.measured_interval)
         if plan.measured_speedup is None:
             return cls(verdict)
         if record is None or not record.evidence or record.measured_speedup != plan.measured_speedup:
             return cls(verdict, "requests")
         runs = [(Timed(int(n), s), Timed(int(m), t)) for n, s, m, t in record.evidence]
-        plain, drafted = (speed([pair[way] for pair in runs]) for way in (False, True))
-        return cls(verdict, "requests", len(runs), plain, drafted)
+        plain_tok_s, drafted_tok_s = (speed([pair[is_drafted] for pair in runs]) for is_drafted in (False, True))
+        return cls(verdict, "requests", len(runs), plain_tok_s, drafted_tok_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,26 +128,29 @@ class RoundTimings:
     is_drafted: bool = False
     _n_beside: int = 0
 
-    def begin(self, compared: range, compared_drafts: bool, load: Load) -> None:
-        """Choose whether the next round drafts; during the target's `compared` passes, the comparison decides."""
-        self.is_drafted = compared_drafts if self.compares and load.n_checks in compared else self.drafts
+    def begin(self, compared_passes: range, compared_drafts: bool, load: Load) -> None:
+        """Choose whether the next round drafts; during the target's `compared_passes`, the comparison decides."""
+        self.is_drafted = compared_drafts if self.compares and load.n_checks in compared_passes else self.drafts
         self._n_beside = load.n_beside
 
-    def add(self, round_: Round) -> None:
-        timed, load = Timed(len(round_.token_ids), round_.draft_s + round_.verify_s), round_.context.load
-        seconds = timed.seconds / load.checked
+    def add(self, finished_round: Round) -> None:
+        timing, load = (
+            Timed(len(finished_round.token_ids), finished_round.draft_s + finished_round.verify_s),
+            finished_round.context.load,
+        )
+        seconds = timing.seconds / load.checked
         if self.is_drafted:
-            self.drafted += DraftedRounds(1, timed.tokens, seconds, round_.n_steps, round_.n_accepted)
+            self.drafted += DraftedRounds(1, timing.tokens, seconds, finished_round.n_steps, finished_round.n_accepted)
         else:
             self.plain_s += seconds
         if load.n_beside == self._n_beside:
-            self.alone[self.is_drafted] += timed
+            self.alone[self.is_drafted] += timing
 
     @property
     def why_plain(self) -> WhyPlain | None:
         """Why nothing was drafted although drafts are in use, judging by these rounds."""
-        n_drafted, plain = self.drafted.rounds, self.plain_s
-        return COMPARISON if self.drafts and plain and not n_drafted else None
+        n_drafted, plain_s = self.drafted.rounds, self.plain_s
+        return COMPARISON if self.drafts and plain_s and not n_drafted else None
 
     @property
     def pair(self) -> RoundPair | None:
@@ -203,11 +209,11 @@ class TaskTraffic(TunedTask):
             return None
         if self.pinned is not None:
             return WhyPlain("pinned", f"the task {self.name!r} is pinned to plain decoding, by POST /v1/tuning:pin")
-        words, verdict = f"drafts do not pay for the task {self.name!r}", self.judged.verdict
+        reason, verdict = f"drafts do not pay for the task {self.name!r}", self.judged.verdict
         if verdict.ratio is not None and verdict.interval is not None:
-            low, high = verdict.interval
-            words += f": measured at {verdict.ratio:.2f} times plain decoding's speed, {low:.2f} to {high:.2f}"
-        return WhyPlain("verdict", words)
+            lowest, highest = verdict.interval
+            reason += f": measured at {verdict.ratio:.2f} times plain decoding's speed, {lowest:.2f} to {highest:.2f}"
+        return WhyPlain("verdict", reason)
 
     @property
     def is_tuned(self) -> bool:
@@ -244,9 +250,9 @@ class TaskTraffic(TunedTask):
 
     def count_rounds(self, rounds: RoundTimings) -> None:
         """Count the seconds of a request's rounds."""
-        by_way = rounds.plain_s, rounds.drafted.seconds
-        self.seconds += sum(by_way)
-        self.compared_s += by_way[not rounds.drafts]
+        plain_and_drafted_s = rounds.plain_s, rounds.drafted.seconds
+        self.seconds += sum(plain_and_drafted_s)
+        self.compared_s += plain_and_drafted_s[not rounds.drafts]
         if self.paired in (None, rounds.layer_set):
             self.drafted += rounds.drafted
 
@@ -263,13 +269,13 @@ class TaskTraffic(TunedTask):
         if len(self.pairs) < MIN_PAIRS or self.n_unjudged < JUDGE_EVERY:
             return False
         self._judge()
-        verdict, before = self.judged.verdict, self.word
+        verdict, previous_word = self.judged.verdict, self.word
         assert verdict.interval is not None
-        pays = verdict.word == "use"
-        self.word = "use" if pays else "plain" if verdict.interval[1] < 1 else before
-        if "plain" in (self.word, before) and self.word != before:
+        is_faster = verdict.word == "use"
+        self.word = "use" if is_faster else "plain" if verdict.interval[1] < 1 else previous_word
+        if "plain" in (self.word, previous_word) and self.word != previous_word:
             self.since = time.time()
-        return pays and (before != "use" or self.stored_for != layer_set)
+        return is_faster and (previous_word != "use" or self.stored_for != layer_set)
 
     def _judge(self) -> None:
         self.judged, self.n_unjudged = Judgement.of_rounds(self.pairs), 0
@@ -280,22 +286,22 @@ class TaskTraffic(TunedTask):
         self.drafted, self.judged, self.n_unjudged = DraftedRounds(), Judgement(), 0
         self.pairs.clear()
 
-    def use_plan(self, stored: FoundPlan, search: Search) -> None:
+    def use_plan(self, stored_plan: FoundPlan, search: Search) -> None:
         """Use a stored plan's drafts, those of `search`, from the next request on.
 
         A plan stored by a server is searched and judged further; a plan from a job is used as it is.
         """
-        record = stored.plan.layer_set
+        record = stored_plan.plan.layer_set
         self.search.finish("a stored plan is in use")
         self.search = search
-        self.version, self.word, self.stored_for = stored.version, stored.plan.verdict, search.layer_set
+        self.version, self.word, self.stored_for = stored_plan.version, stored_plan.plan.verdict, search.layer_set
         self.drop_pairs()
         self.paired = search.layer_set
         if record is not None and record.job is None and record.evidence:
             self.pairs += [(Timed(int(n), s), Timed(int(m), t)) for n, s, m, t in record.evidence]
             self._judge()
         else:
-            self.judged = Judgement.of_plan(stored)
+            self.judged = Judgement.of_plan(stored_plan)
             search.finish("a stored plan is in use")
         # Start a new chart: requests in progress still use the old drafts, whose acceptance must not count.
         self.shift.chart, self.shift.settled = AcceptanceChart(), False
@@ -304,8 +310,8 @@ class TaskTraffic(TunedTask):
         """Describe the drafts in use, with their verdict and its timings; `model` is the served model's name."""
         return replace(
             self.record(model, runtime, self.judged.verdict, self.pairs),
-            acceptance_rate=_rounded(self.drafted.acceptance_rate, 4),
-            mean_generated_length=_rounded(self.drafted.mean_generated_length, 4),
+            acceptance_rate=_round(self.drafted.acceptance_rate, 4),
+            mean_generated_length=_round(self.drafted.mean_generated_length, 4),
         )
 
     def status(self) -> TaskTuning:
@@ -322,7 +328,7 @@ class TaskTraffic(TunedTask):
             layer_set=search.layer_set,
             pairs=len(self.pairs) if judged.timed is None else judged.n_pairs,
             timed=judged.timed,
-            ratio=_rounded(judged.verdict.ratio, 4),
+            ratio=_round(judged.verdict.ratio, 4),
             interval=None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
             shifts=self.shifts,
             requests=self.n_requests,
@@ -330,12 +336,12 @@ class TaskTraffic(TunedTask):
             seconds=round(self.seconds, 3),
             compared_s=round(self.compared_s, 3),
             drafted_s=round(self.drafted.seconds, 3),
-            saved_s=_rounded(self.saved_s, 3),
+            saved_s=_round(self.saved_s, 3),
             saved_before_s=round(self.saved_before_s, 3),
-            plain_tok_s=_rounded(judged.plain_tok_s, 4),
-            drafted_tok_s=_rounded(judged.drafted_tok_s, 4),
-            acceptance_rate=_rounded(self.drafted.acceptance_rate, 4),
-            mean_generated_length=_rounded(self.drafted.mean_generated_length, 4),
+            plain_tok_s=_round(judged.plain_tok_s, 4),
+            drafted_tok_s=_round(judged.drafted_tok_s, 4),
+            acceptance_rate=_round(self.drafted.acceptance_rate, 4),
+            mean_generated_length=_round(self.drafted.mean_generated_length, 4),
             search=SearchStatus(
                 trials=len(search.trials),
                 seconds=round(self.search_s, 3),
@@ -347,5 +353,5 @@ class TaskTraffic(TunedTask):
         )
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _round(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)

@@ -41,8 +41,8 @@ from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
 from .generate import GrowingText
-from .job import patiently
-from .recipes import TYPICAL_POSITIONS, stamped, stored_costs
+from .job import with_retries
+from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
 DRAFT_FORMAT = "int4"
@@ -98,32 +98,34 @@ class BackgroundQueries:
         self._open: dict[tuple[str, str], tuple[Future[Any], Callable[[Any], None]]] = {}
         self._asked: dict[tuple[str, str], float] = {}
 
-    def ask(self, what: str, task: str, work: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0) -> None:
-        """Run `work` and pass its result to `take`, unless the same query is pending or ran less than `every_s` ago."""
-        query, now = (what, task), time.monotonic()
-        if query not in self._open and now - self._asked.get(query, -math.inf) >= every_s:
-            self._asked[query] = now
-            self._open[query] = self._pool.submit(work), take
+    def ask(
+        self, query_name: str, task: str, run_query: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0
+    ) -> None:
+        """Pass the result of `run_query` to `take`, unless the query is pending or ran less than `every_s` ago."""
+        query, now_s = (query_name, task), time.monotonic()
+        if query not in self._open and now_s - self._asked.get(query, -math.inf) >= every_s:
+            self._asked[query] = now_s
+            self._open[query] = self._pool.submit(run_query), take
 
     def take(self) -> None:
         """Pass on the available results; log a query that failed because the database was unreachable."""
-        for query, (result, take) in list(self._open.items()):
-            if not result.done():
+        for query, (future, take) in list(self._open.items()):
+            if not future.done():
                 return
             del self._open[query]
             try:
-                take(result.result())
+                take(future.result())
             except StoreError as error:
                 logger.warning("tuning=no %s task=%s reason=%r", *query, str(error))
 
     def forget(self, task: str) -> None:
         """Forget the times of a task's last queries."""
-        self._asked = {query: at for query, at in self._asked.items() if query[1] != task}
+        self._asked = {query: asked_s for query, asked_s in self._asked.items() if query[1] != task}
 
     def close(self) -> None:
         """Wait for the running query and for pending writes of versions; drop all other queries."""
-        for query, (result, _) in list(self._open.items()):
-            if query[0] != "version" and result.cancel():
+        for query, (future, _) in list(self._open.items()):
+            if query[0] != "version" and future.cancel():
                 del self._open[query]
         self._pool.shutdown()
         self.take()
@@ -166,21 +168,21 @@ class ServedRequest:
                 self._begin(event)
             case Round(context=context):
                 self._traffic.learn_costs(context.load)
-                self._begun.add(event)
+                self._current_rounds.add(event)
             case Turn(completion=completion):
-                yield from self._text.ended(completion)
-                yield self._ended(event)
+                yield from self._text.finish_completion(completion)
+                yield self._finish(event)
                 return
             case _:
                 return
-        yield from self._text.grown(event)
+        yield from self._text.read_event(event)
         if self._learns and self._traffic.may_search(self._task, self._prompt_id) and context.finish is None:
             yield from self._traffic.look(self._task, context, self._prompt_id)
             self._traffic.take_stored()
-        self._traffic.compare(self._begun, context.load)
+        self._traffic.compare(self._current_rounds, context.load)
 
     @property
-    def _begun(self) -> RoundTimings:
+    def _current_rounds(self) -> RoundTimings:
         assert self._rounds is not None
         return self._rounds
 
@@ -192,15 +194,15 @@ class ServedRequest:
         self._why_plain = self._task.why_plain
         self.drafter.method = self._task.search.method
 
-    def _ended(self, turn: Turn) -> Generated:
-        task, rounds = self._task, self._begun
+    def _finish(self, turn: Turn) -> Generated:
+        task, rounds = self._task, self._current_rounds
         if self._counts:
             task.count_rounds(rounds)
         if self._learns:
             self._traffic.learn(task, rounds, turn.completion, self._read)
-        info = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version)
-        info = replace(info, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
-        return Generated(replace(turn.prompt, task=task.name), turn.completion, info)
+        decoding = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version)
+        decoding = replace(decoding, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
+        return Generated(replace(turn.prompt, task=task.name), turn.completion, decoding)
 
 
 class Traffic:
@@ -219,8 +221,8 @@ class Traffic:
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
         # Store the name under which the model is served, so that look-ups by it find the model's plans.
         if store is not None:
-            named = replace(runtime.info, names=(*runtime.info.names, model))
-            patiently(lambda: store.remember_model(named))
+            named_info = replace(runtime.info, names=(*runtime.info.names, model))
+            with_retries(lambda: store.remember_model(named_info))
         self.costs = self._stored_costs(on_step)
         self._costs_saved_at = time.monotonic()
         runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
@@ -249,14 +251,25 @@ class Traffic:
         """Return stored costs of the model's passes in all contexts, those of a typical one measured if need be."""
         runtime, draft_format = self.runtime, self.settings.draft_format
         profile = stored_costs(runtime, self.store, TYPICAL_POSITIONS, on_step, [draft_format])
-        stored: Sequence[CostProfile] = []
+        stored_profiles: Sequence[CostProfile] = []
         if self.store is not None:
             with suppress(StoreError):
                 # Costs at the typical context length are enough.
                 device, dtype = profile.device, profile.dtype
-                stored = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
-        alike = (other for other in stored if other.software == profile.software and draft_format in other.formats)
-        return ObservedCosts(profile, (other for other in alike if other.context_bucket != profile.context_bucket))
+                stored_profiles = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
+        same_software = (
+            stored_profile
+            for stored_profile in stored_profiles
+            if stored_profile.software == profile.software and draft_format in stored_profile.formats
+        )
+        return ObservedCosts(
+            profile,
+            (
+                stored_profile
+                for stored_profile in same_software
+                if stored_profile.context_bucket != profile.context_bucket
+            ),
+        )
 
     def work(
         self,
@@ -268,13 +281,16 @@ class Traffic:
         **options: Any,
     ) -> Work[None]:
         """Decode one request; also report `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
-        served = ServedRequest(self, session, prompt, task, learn, counts)
-        scratch = max(task_known.search.scratch_rows for task_known in self._tasks.values()) if learn else 0
-        method, given = Method("adaptive", served.drafter), {**options, "scratch_rows": scratch, "with_state": True}
+        served_request = ServedRequest(self, session, prompt, task, learn, counts)
+        n_scratch_rows = max(each_task.search.scratch_rows for each_task in self._tasks.values()) if learn else 0
+        method, decode_options = (
+            Method("adaptive", served_request.drafter),
+            {**options, "scratch_rows": n_scratch_rows, "with_state": True},
+        )
         try:
-            yield from subscribed(session.request(prompt, method, **given), served.handle)
+            yield from subscribed(session.request(prompt, method, **decode_options), served_request.handle)
         finally:
-            self._n_running -= served.is_begun
+            self._n_running -= served_request.is_begun
 
     def begin(self, task: TaskTraffic, learn: bool, load: Load) -> RoundTimings:
         """Count a request whose prompt was read; once per as many requests as are running, begin a comparison."""
@@ -286,8 +302,8 @@ class Traffic:
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0
             # With other requests running, start at the next pass: their rounds in this one have begun already.
-            first = load.n_checks + (self._n_running > 1)
-            self._compared, self._compared_drafts = range(first, first + n_rounds), not rounds.drafts
+            first_pass = load.n_checks + (self._n_running > 1)
+            self._compared, self._compared_drafts = range(first_pass, first_pass + n_rounds), not rounds.drafts
         return rounds
 
     def compare(self, rounds: RoundTimings, load: Load) -> None:
@@ -301,12 +317,12 @@ class Traffic:
     def learn_costs(self, load: Load) -> None:
         """Update the costs from passes timed since the last event, and store them every SAVE_COSTS_S."""
         self.costs.learn(load.take_timings())
-        now = time.monotonic()
-        if self.store is None or now < self._costs_saved_at + SAVE_COSTS_S:
+        now_s = time.monotonic()
+        if self.store is None or now_s < self._costs_saved_at + SAVE_COSTS_S:
             return
-        self._costs_saved_at = now
-        if refined := self.costs.refined():
-            self._queries.ask("costs", "", partial(self._save_costs, self.store, refined), lambda _: None)
+        self._costs_saved_at = now_s
+        if refined_profiles := self.costs.refined():
+            self._queries.ask("costs", "", partial(self._save_costs, self.store, refined_profiles), lambda _: None)
 
     def _save_costs(self, store: Store, profiles: Sequence[CostProfile]) -> None:
         for profile in profiles:
@@ -318,11 +334,11 @@ class Traffic:
 
     def look(self, task: TaskTraffic, context: Context, prompt_id: str) -> PassGenerator[None]:
         """Score candidates during a request, and count the seconds."""
-        before, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
+        search_before_s, expected_s = context.tally.optimise_s, self._look_s(task, prompt_id)
         try:
             yield from task.search.score(context, prompt_id)
         finally:
-            task.count_look(context.tally.optimise_s - before, expected_s)
+            task.count_look(context.tally.optimise_s - search_before_s, expected_s)
 
     def _look_s(self, task: TaskTraffic, prompt_id: str) -> float:
         """Expected seconds of scoring candidates on a prompt, from measured costs."""
@@ -343,9 +359,11 @@ class Traffic:
 
     def _lease(self, store: Store, task: str, seconds: float = LEASE_S) -> float:
         """Lease a task's search (0 seconds: release it); return the lease's end, -inf if another replica has it."""
-        place = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
-        until = time.monotonic() + seconds
-        return until if store.jobs.lock(" ".join(("search", *place, task)), self._owner, seconds) else -math.inf
+        lock_parts = self.runtime.info.fingerprint, machine_name(self.runtime), self.runtime.dtype_name
+        lease_end_s = time.monotonic() + seconds
+        return (
+            lease_end_s if store.jobs.lock(" ".join(("search", *lock_parts, task)), self._owner, seconds) else -math.inf
+        )
 
     def nearest_task(self, prefilled: Prefilled) -> str:
         """The task whose prompts are most similar to the prompt just read, else the default task."""
@@ -353,24 +371,26 @@ class Traffic:
         state = single(unit(prefilled.state.tolist()))
         states = {task.name: task.shift.state for task in self._tasks.values()}
         cosines = {name: sum(map(mul, state, of_task)) for name, of_task in states.items() if of_task}
-        nearest = max(cosines, key=lambda name: cosines[name], default=DEFAULT_TASK)
-        return nearest if cosines.get(nearest, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
+        most_similar = max(cosines, key=lambda name: cosines[name], default=DEFAULT_TASK)
+        return most_similar if cosines.get(most_similar, 0.0) >= MIN_SIMILARITY else DEFAULT_TASK
 
-    def learn(self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read: ReadPrompt | None) -> None:
-        if (shifted := task.shifted_by(completion, read)) is not None:
+    def learn(
+        self, task: TaskTraffic, rounds: RoundTimings, completion: Completion, read_prompt: ReadPrompt | None
+    ) -> None:
+        if (shift := task.shifted_by(completion, read_prompt)) is not None:
             task.drop_pairs()
-            task.shifts = ShiftStatus(task.shifts.n + 1, shifted.reason, task.n_requests + 1)
-            logger.info("tuning=shifted task=%s reason=%r", task.name, shifted.reason)
+            task.shifts = ShiftStatus(task.shifts.n + 1, shift.reason, task.n_requests + 1)
+            logger.info("tuning=shifted task=%s reason=%r", task.name, shift.reason)
         if task.add(rounds):
             self._store_version(task)
 
     def _store_version(self, task: TaskTraffic) -> None:
         if self.store is None:
             return
-        record = stamped(task.record_in_use(self.model, self.runtime))
+        record = stamp(task.record_in_use(self.model, self.runtime))
 
-        def take(stored: LayerSetRecord) -> None:
-            task.version, task.stored_for = stored.version, stored.layer_set
+        def take(stored_record: LayerSetRecord) -> None:
+            task.version, task.stored_for = stored_record.version, stored_record.layer_set
 
         self._queries.ask("version", task.name, partial(self.store.add_layer_set, record), take)
 
@@ -385,7 +405,7 @@ class Traffic:
         task = self._tasks[name]
         task.used_at = time.monotonic()
         if self.store is not None:
-            take = partial(self._use_stored, task)
+            take = partial(self._use_stored_plan, task)
             self._queries.ask("plan", name, partial(self._look_up, self.store, name), take, REFRESH_S)
         return task
 
@@ -394,8 +414,8 @@ class Traffic:
 
         Requests of that task in progress keep its drafts.
         """
-        stored = {DEFAULT_TASK, *(known_set.task for known_set in self._known)}
-        untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in stored]
+        stored_tasks = {DEFAULT_TASK, *(known_set.task for known_set in self._known)}
+        untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in stored_tasks]
         if not untuned:
             return False
         task = min(untuned, key=lambda candidate: (bool(candidate.search.trials), candidate.used_at))
@@ -417,26 +437,26 @@ class Traffic:
             return None
         return None if self.costs.missing(record.layer_set) else plan
 
-    def _use_stored(self, task: TaskTraffic, stored: FoundPlan | None) -> None:
+    def _use_stored_plan(self, task: TaskTraffic, stored_plan: FoundPlan | None) -> None:
         task.looked_up = True
-        if stored is None or stored.plan.layer_set is None:
+        if stored_plan is None or stored_plan.plan.layer_set is None:
             return
-        before, task.best = task.best, stored.version
+        previous_best, task.best = task.best, stored_plan.version
         # A version that is neither the previous best nor our own: another replica or an operator changed `best`.
-        if stored.version not in (before, task.version):
-            task.use_plan(stored, self._new_task(task.name, stored.plan.layer_set.layer_set).search)
+        if stored_plan.version not in (previous_best, task.version):
+            task.use_plan(stored_plan, self._new_task(task.name, stored_plan.plan.layer_set.layer_set).search)
 
-    def _new_task(self, name: str, start: LayerSet | None = None) -> TaskTraffic:
-        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start)
+    def _new_task(self, name: str, start_set: LayerSet | None = None) -> TaskTraffic:
+        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start_set)
         task.shift = ShiftWatch(self._known, SERVED_ALARM, SERVED_N_LEARN)
         return task
 
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:
         """Pause or resume searches and comparisons, or pin a task to drafts or plain decoding (None: unpin)."""
         if verb == "pin":
-            steered = self.task(task or DEFAULT_TASK)
-            before, steered.pinned = steered.drafts, way
-            steered.since = steered.since if steered.drafts == before else time.time()
+            target = self.task(task or DEFAULT_TASK)
+            had_drafts, target.pinned = target.drafts, way
+            target.since = target.since if target.drafts == had_drafts else time.time()
         else:
             self.paused = verb == "pause"
 
@@ -460,8 +480,8 @@ class Traffic:
             with suppress(StoreError):
                 # If storing fails, the next engine measures the costs again.
                 self._save_costs(self.store, self.costs.refined())
-        for name, until in self._leases.items():
-            if self.store is not None and time.monotonic() < until:
+        for name, lease_end_s in self._leases.items():
+            if self.store is not None and time.monotonic() < lease_end_s:
                 with suppress(StoreError):
                     # If the release fails, the lease expires.
                     self._lease(self.store, name, 0.0)

@@ -31,8 +31,8 @@ from ..optimizer.task_state import reading
 from ..optimizer.tuning import MID_STEP, Tuner
 from ..store import Claim, Store
 from .admission import check_tuning
-from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, patiently, tune_spec
-from .recipes import stamped, stored_costs
+from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, tune_spec, with_retries
+from .recipes import stamp, stored_costs
 
 SHOW_S = 1.0  # Seconds between two writes of the job's progress figures.
 CHECKPOINT_S = 5.0  # Seconds between two checkpoints, besides those after each pass of candidates and each prompt.
@@ -74,7 +74,7 @@ def run_tuning(
         claim = store.jobs.begin_here(spec, f"{socket.gethostname()}-{os.getpid()}")
         with LeaseKeeper(store.jobs, claim.lease, fatal=False) as keeper:
             tasks = _tune(TuningRun(request, prompts, store, claim, keeper, on_event, writer))
-        patiently(lambda: store.jobs.end(claim.lease, "succeeded"))
+        with_retries(lambda: store.jobs.end(claim.lease, "succeeded"))
         return TuneResult(claim.job.id, tuple(tasks), writer.path)
 
 
@@ -121,52 +121,52 @@ class TuningRun:
         request = self.request
         self.handle(PhaseChanged("", "load", request.model))
         runtime = self._load(request, lambda step: self.handle(PhaseChanged("", "load", step)))
-        patiently(lambda: self.store.remember_model(runtime.info))
+        with_retries(lambda: self.store.remember_model(runtime.info))
         session = Session(runtime, request.sampling, request.max_new_tokens)
         n_positions = int(median(session.check(prompt) for prompt in self.prompts))
         settings, costs = self._drafts(session, n_positions)
-        known_sets = patiently(lambda: self.store.known_sets(runtime.info.fingerprint))
+        known_sets = with_retries(lambda: self.store.known_sets(runtime.info.fingerprint))
         memory = memory_for_texts(runtime) if request.concurrency > 1 else None
         self.tuner = Tuner(session, settings, costs, request.model, known_sets, request.concurrency, memory)
-        finished: list[TaskFinished] = []
+        finished_tasks: list[TaskFinished] = []
         with closing(self.tuner.run(self.prompts, self.claim.snapshot, self.claim.trials)) as events:
             for event in self._in_turns(events):
                 if isinstance(event, TaskFinished):
-                    finished.append(self._finish(event, "always"))
+                    finished_tasks.append(self._finish(event, "always"))
                 else:
                     self.handle(event)
                 if self._is_stopped and not isinstance(event, MID_STEP):
                     break
         if self._is_stopped:
-            finished += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
-        for refined in self.tuner.refined_costs:
-            patiently(partial(self.store.save_cost_profile, refined))
+            finished_tasks += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
+        for refined_profile in self.tuner.refined_costs:
+            with_retries(partial(self.store.save_cost_profile, refined_profile))
         self._write()
-        return finished
+        return finished_tasks
 
     def _drafts(self, session: Session, n_positions: int) -> tuple[SwiftSettings, CostProfile]:
         """Choose the drafts' weight format and convert the weights; return settings and costs for this format."""
-        settings, begun = self.request.settings, self.claim.snapshot or {}
-        if settings.draft_format == AUTO and (chosen := begun.get("draft_format")):
-            settings = replace(settings, draft_format=chosen)
+        settings, snapshot = self.request.settings, self.claim.snapshot or {}
+        if settings.draft_format == AUTO and (chosen_format := snapshot.get("draft_format")):
+            settings = replace(settings, draft_format=chosen_format)
         with reading():
-            kept = CostProfile.from_json(begun["costs"]) if "costs" in begun else None
-        if kept is not None and kept.fingerprint != session.runtime.info.fingerprint:
-            words = f"the weights of {self.request.model} are others than when this run began: start the run anew"
-            raise SettingsError(words)
+            saved_costs = CostProfile.from_json(snapshot["costs"]) if "costs" in snapshot else None
+        if saved_costs is not None and saved_costs.fingerprint != session.runtime.info.fingerprint:
+            problem = f"the weights of {self.request.model} are others than when this run began: start the run anew"
+            raise SettingsError(problem)
 
         def on_step(step: str) -> None:
             self._now.close()  # Let other threads use the model while the step is reported.
             self.handle(PhaseChanged("", "profile", step))
             self._take_turn()
 
-        def measured(*formats: str) -> CostProfile:
-            if kept is not None and kept.device == machine_name(session.runtime):
-                return kept
+        def measure_or_load(*formats: str) -> CostProfile:
+            if saved_costs is not None and saved_costs.device == machine_name(session.runtime):
+                return saved_costs
             patience_s = PATIENCE_S if self._turn is None else SHORT_PATIENCE_S
             return stored_costs(session.runtime, self.store, n_positions, on_step, formats, patience_s)
 
-        return exhaust(self._in_turns(prepared(session, self.prompts, settings, measured)), self.handle)
+        return exhaust(self._in_turns(prepared(session, self.prompts, settings, measure_or_load)), self.handle)
 
     def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
         """Yield a generator's events, computing each while holding the model."""
@@ -175,9 +175,9 @@ class TuningRun:
             with self._now:
                 try:
                     event = next(events)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
+                except StopIteration as stop:
+                    returned: T = stop.value
+                    return returned
             yield event
 
     def _take_turn(self) -> None:
@@ -212,11 +212,11 @@ class TuningRun:
         verb_now = self._keeper.wanted or self._wanted
         if self._keeper.lost:
             raise LeaseLost(f"attempt {self._lease.attempt} of job {self._lease.job} was replaced: leave it")
-        leave = HandedBack if self._ending() else Paused if verb_now == "pause" else None
-        if leave is not None and (can_save or self.tuner is None):
+        interruption = HandedBack if self._ending() else Paused if verb_now == "pause" else None
+        if interruption is not None and (can_save or self.tuner is None):
             if self.tuner is not None:
                 self._checkpoint()
-            raise leave
+            raise interruption
 
     @property
     def _is_stopped(self) -> bool:
@@ -224,14 +224,14 @@ class TuningRun:
         return "stop" in (self._keeper.wanted, self._wanted)
 
     def _show(self, progress: Progress) -> None:
-        now = monotonic()
-        if now - self._saved >= CHECKPOINT_S and self._has_moved():
+        now_s = monotonic()
+        if now_s - self._saved >= CHECKPOINT_S and self._has_moved():
             self._checkpoint(progress)
         elif self._pending:
             self._write()
-        elif now - self._shown >= SHOW_S:
+        elif now_s - self._shown >= SHOW_S:
             self._write(progress)
-            self._shown = now
+            self._shown = now_s
 
     def _has_moved(self) -> bool:
         """Whether a checkpoint would differ from the last: an equal one would count as progress of a crashing job."""
@@ -243,7 +243,7 @@ class TuningRun:
         """Write the pending events, and the figures of `progress`."""
         events, figures = tuple(self._pending), _figures(progress)
         if events or figures:
-            self._wanted = patiently(lambda: self._jobs.renew(self._lease, events, figures))
+            self._wanted = with_retries(lambda: self._jobs.renew(self._lease, events, figures))
             self._pending.clear()
             self._written = monotonic()
 
@@ -251,7 +251,7 @@ class TuningRun:
         assert self.tuner is not None
         events, snapshot, number = tuple(self._pending), self.tuner.snapshot(), self._n_checkpoints + 1
         figures = _figures(progress)
-        self._wanted = patiently(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
+        self._wanted = with_retries(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
         self._n_checkpoints, self._snapshot = number, snapshot
         self._pending.clear()
         self._written = self._saved = monotonic()
@@ -261,17 +261,17 @@ class TuningRun:
         assert self.tuner is not None
         self._write()
         stamped_task = replace(
-            task, record=stamped(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job)
+            task, record=stamp(task.record, stream_sha256=self.claim.job.stream, job=self._lease.job)
         )
         method = self.request.settings.method if task.verdict.word == "use" else "plain"
         snapshot = self._snapshot if promotion == "never" else self.tuner.snapshot()
         number = self._n_checkpoints + 1
-        stored = patiently(
+        stored_task = with_retries(
             lambda: self._jobs.finish_task(self._lease, number, stamped_task, method, promotion, snapshot)
         )
         self._n_checkpoints, self._snapshot = number, snapshot
-        self._on_event(stored)
-        return stored
+        self._on_event(stored_task)
+        return stored_task
 
 
 def _figures(progress: Progress | None) -> Mapping[str, Any] | None:
@@ -284,11 +284,11 @@ def _tune(run: TuningRun) -> list[TaskFinished]:
         return run.tune()
     except LeaseLost as error:
         # The job was cancelled, or its lease ran out, for example while the machine was suspended.
-        ended = jobs.get(lease.job)
-        if ended.state == "failed":
-            words = f"job {ended.id} was ended from outside ({ended.error}); its completions so far are kept"
-            raise JobFailed(words) from error
-        raise JobCancelled(f"job {ended.id} was cancelled; its completions so far are kept") from error
+        job = jobs.get(lease.job)
+        if job.state == "failed":
+            problem = f"job {job.id} was ended from outside ({job.error}); its completions so far are kept"
+            raise JobFailed(problem) from error
+        raise JobCancelled(f"job {job.id} was cancelled; its completions so far are kept") from error
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         with suppress(SwiftoptError):

@@ -29,7 +29,16 @@ from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
 from ..tasks.admission import check_tuning
-from ..tasks.job import Cancelled, HandedBack, LeaseKeeper, ModelTurn, Paused, log_state, patiently, state_without_lease
+from ..tasks.job import (
+    Cancelled,
+    HandedBack,
+    LeaseKeeper,
+    ModelTurn,
+    Paused,
+    log_state,
+    state_without_lease,
+    with_retries,
+)
 from .engine_locks import as_request, engine_lock, model_of
 from .queue import SPARE_S, JobService, RedisQueue
 
@@ -78,22 +87,22 @@ class Attempts:
         self._loaded: tuple[Any, ...] | None = None  # Key of the loaded model, from `model_of`.
         self._runtime: Runtime | None = None
 
-    def run_all(self, first: Delivery, on_begin: Callable[[Delivery], None]) -> None:
+    def run_all(self, first_delivery: Delivery, on_begin: Callable[[Delivery], None]) -> None:
         """Run an attempt and, while they succeed, those of the queue's next jobs that want the loaded model.
 
         An attempt whose model an engine of this machine has loaded is left to that engine. Calls `on_begin` before each
         attempt.
         """
-        delivery: Delivery | None = first
+        delivery: Delivery | None = first_delivery
         for _ in range(MOST_IN_A_ROW):
             if delivery is None:
                 return
-            if patiently(partial(self._is_engines, delivery)):
+            if with_retries(partial(self._belongs_to_engine, delivery)):
                 log_state(delivery, "queued", reason="left to the engine of this machine that serves its model")
                 return
             on_begin(delivery)
             self.run(delivery)
-            delivery = None if self.ending.is_set() else patiently(partial(self._following, delivery))
+            delivery = None if self.ending.is_set() else with_retries(partial(self._next_attempt, delivery))
 
     def run(self, lease: Delivery) -> None:
         """Claim and run one attempt, and write its outcome to the job's row.
@@ -103,19 +112,19 @@ class Attempts:
         jobs, redis = self.store.jobs, self.context.redis
         service = JobService(self.store, RedisQueue(redis) if redis else None)
         if self.ending.is_set():
-            if patiently(lambda: jobs.redeliver(lease)) is not None:
+            if with_retries(lambda: jobs.redeliver(lease)) is not None:
                 service.deliver(jobs.get(lease.job))
             return
-        claim = patiently(lambda: jobs.claim(lease, self.context.name))
+        claim = with_retries(lambda: jobs.claim(lease, self.context.name))
         if claim is None:
             self._log_unclaimed(lease)
             return
         log_state(lease, "running", kind=claim.job.kind)
         with LeaseKeeper(jobs, lease, fatal=self.turn is None) as keeper, self._deadline(service, lease):
-            work = self._sleep if claim.job.kind == "noop" else self._tune
-            outcome = _outcome(jobs, lease, partial(work, claim, keeper))
-            state = patiently(outcome.record) or state_without_lease(jobs, lease)
-        log_state(lease, state, outcome.error, outcome.reason)
+            run_claim = self._sleep if claim.job.kind == "noop" else self._tune
+            attempt_outcome = _outcome(jobs, lease, partial(run_claim, claim, keeper))
+            state = with_retries(attempt_outcome.record) or state_without_lease(jobs, lease)
+        log_state(lease, state, attempt_outcome.error, attempt_outcome.reason)
         if self.ending.is_set():
             service.deliver(jobs.get(lease.job))
 
@@ -139,7 +148,7 @@ class Attempts:
             # The job's own attempt reports the error.
             return False
 
-    def _is_engines(self, delivery: Delivery) -> bool:
+    def _belongs_to_engine(self, delivery: Delivery) -> bool:
         """Return whether an engine on this machine will run the attempt."""
         with suppress(NotFound, InvalidInput):
             # Leave errors to the attempt, which reports them.
@@ -148,13 +157,13 @@ class Attempts:
                 return not self.store.jobs.lock(engine_lock(self._request(job)), self.context.name, 0.0)
         return False
 
-    def _following(self, done: Delivery) -> Delivery | None:
-        """Return the queue's next attempt if `done` succeeded and the next one uses the same model, else None."""
+    def _next_attempt(self, finished: Delivery) -> Delivery | None:
+        """Return the queue's next attempt if `finished` succeeded and the next one uses the same model, else None."""
         jobs = self.store.jobs
-        following = next((attempt_due for attempt_due in jobs.due() if attempt_due.queue == self.context.queue), None)
-        if following is None or jobs.get(done.job).state != "succeeded":
+        next_delivery = next((delivery for delivery in jobs.due() if delivery.queue == self.context.queue), None)
+        if next_delivery is None or jobs.get(finished.job).state != "succeeded":
             return None
-        return following if self.wants_loaded(jobs.get(following.job)) else None
+        return next_delivery if self.wants_loaded(jobs.get(next_delivery.job)) else None
 
     def _request(self, job: Job) -> TuneRequest:
         """Return a job's request, with device "auto" replaced by this worker's device."""
@@ -177,16 +186,16 @@ class Attempts:
         check_tuning(request, prompts)
         from ..tasks.tune import TuningRun  # Imported late, in the child only: it imports torch.
 
-        stop, load, turn = self.ending.is_set, self._load, self.turn
-        TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, stop, load, turn).tune()
+        is_ending, load, turn = self.ending.is_set, self._load, self.turn
+        TuningRun(request, prompts, self.store, claim, keeper, lambda event: None, None, is_ending, load, turn).tune()
 
     def _sleep(self, claim: Claim, keeper: LeaseKeeper) -> None:
         """Run a no-op job: wait for `seconds`; it can be interrupted like a tuning job."""
         seconds = claim.job.request.get("seconds", 0)
         if not isinstance(seconds, int | float):
             raise SettingsError(f"seconds of a no-op job is {seconds!r}: use a number")
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and keeper.wanted != "stop":
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s and keeper.wanted != "stop":
             if keeper.lost:
                 raise LeaseLost(f"attempt {claim.lease.attempt} of job {claim.lease.job} was replaced: leave it")
             if self.ending.is_set():
@@ -198,12 +207,12 @@ class Attempts:
     @contextmanager
     def _deadline(self, service: JobService, lease: Lease) -> Iterator[None]:
         """Hand the job back at its last checkpoint if no new one is reached within HAND_BACK_S of SIGTERM."""
-        done = threading.Event()
+        is_done = threading.Event()
 
-        def wait() -> None:
-            while not done.is_set() and not self.ending.wait(NOOP_STEP_S * 4):
+        def hand_back_late() -> None:
+            while not is_done.is_set() and not self.ending.wait(NOOP_STEP_S * 4):
                 pass
-            if done.wait(HAND_BACK_S):
+            if is_done.wait(HAND_BACK_S):
                 return
             try:
                 if state := service.store.jobs.hand_back(lease, ENDING):
@@ -215,11 +224,11 @@ class Attempts:
             finally:
                 os._exit(0)
 
-        threading.Thread(target=wait, name="hand-back", daemon=True).start()
+        threading.Thread(target=hand_back_late, name="hand-back", daemon=True).start()
         try:
             yield
         finally:
-            done.set()
+            is_done.set()
 
 
 class EngineJobs(Attempts):
@@ -228,11 +237,11 @@ class EngineJobs(Attempts):
     It needs no Redis. A lock in the database keeps this machine's workers from these jobs.
     """
 
-    def __init__(self, served: ServedModel, store: Store, runtime: Runtime, turn: ModelTurn) -> None:
+    def __init__(self, model: ServedModel, store: Store, runtime: Runtime, turn: ModelTurn) -> None:
         worker = f"{socket.gethostname()}-{os.getpid()}-engine"
-        context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, served.device, store.jobs.lease_s)
+        context = WorkerContext(worker, store.url, "", DEFAULT_QUEUE, model.device, store.jobs.lease_s)
         super().__init__(context, store, threading.Event())
-        request = as_request(served)
+        request = as_request(model)
         self._loaded, self._runtime = model_of(request), runtime
         self._lock, self._engine_turn = engine_lock(request), turn
         self._others: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
@@ -261,9 +270,9 @@ class EngineJobs(Attempts):
 
     def _due(self) -> Iterator[Delivery]:
         """Yield the attempts that wait for this model."""
-        due = [attempt_due for attempt_due in self.store.jobs.due() if attempt_due.queue == DEFAULT_QUEUE]
-        self._others &= {delivery.job for delivery in due}
-        for delivery in due:
+        due_deliveries = [delivery for delivery in self.store.jobs.due() if delivery.queue == DEFAULT_QUEUE]
+        self._others &= {delivery.job for delivery in due_deliveries}
+        for delivery in due_deliveries:
             if delivery.job not in self._others and not self.ending.is_set():
                 if self.wants_loaded(self.store.jobs.get(delivery.job)):
                     yield delivery
@@ -308,10 +317,10 @@ class AttemptOutcome:
     reason: str = ""
 
 
-def _outcome(jobs: Jobs, lease: Lease, work: Callable[[], None]) -> AttemptOutcome:
+def _outcome(jobs: Jobs, lease: Lease, run_claim: Callable[[], None]) -> AttemptOutcome:
     """Do the work; return how it ended."""
     try:
-        work()
+        run_claim()
     except (HandedBack, Cancelled):
         return AttemptOutcome(partial(jobs.hand_back, lease, ENDING), reason=ENDING)
     except Paused:

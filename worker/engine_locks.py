@@ -17,18 +17,18 @@ from ..store import Jobs
 
 def model_of(request: TuneRequest) -> tuple[Any, ...]:
     """Return what identifies a request's model; where it is a path, also the time of its newest file."""
-    path, changed, place = Path(request.model), 0, request.model
+    path, newest_ns, resolved_path = Path(request.model), 0, request.model
     with suppress(OSError):
         # Ignore unreadable files here: loading the model reports them.
         files = [path, *path.iterdir()] if path.is_dir() else [path] if path.is_file() else []
-        changed = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-        place = str(path.resolve()) if files else place
-    return place, request.dtype, request.device, request.speed, changed
+        newest_ns = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+        resolved_path = str(path.resolve()) if files else resolved_path
+    return resolved_path, request.dtype, request.device, request.speed, newest_ns
 
 
-def as_request(served: ServedModel) -> TuneRequest:
+def as_request(model: ServedModel) -> TuneRequest:
     """Return a tuning request for a model as an engine serves it."""
-    return TuneRequest(served.path, "", dtype=served.dtype, device=served.device, speed=served.speed)
+    return TuneRequest(model.path, "", dtype=model.dtype, device=model.device, speed=model.speed)
 
 
 def engine_lock(request: TuneRequest) -> str:
@@ -37,8 +37,8 @@ def engine_lock(request: TuneRequest) -> str:
     return f"engine {socket.gethostname()} {model} {request.device}"
 
 
-def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
-    """Return whether an engine takes a job: of `served`, which may still be loading, or one that holds a lock."""
+def has_engine(jobs: Jobs, served_models: Sequence[ServedModel], job: Job) -> bool:
+    """Return whether an engine takes a job: one of `served_models`, even if still loading, or one that holds a lock."""
     if job.queue != DEFAULT_QUEUE or job.kind != "tune":
         return False
     try:
@@ -47,7 +47,7 @@ def has_engine(jobs: Jobs, served: Sequence[ServedModel], job: Job) -> bool:
         # The job's attempt reports the error.
         return False
     model_part = _model_part(engine_lock(request))
-    locks = [engine_lock(as_request(model)) for model in served if model.tune] + jobs.locks(model_part)
+    locks = [engine_lock(as_request(model)) for model in served_models if model.tune] + jobs.locks(model_part)
     devices = {lock.removeprefix(model_part) for lock in locks if _model_part(lock) == model_part}
     return request.device in devices or (request.device == "auto" and bool(devices))
 

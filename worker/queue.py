@@ -85,8 +85,8 @@ class WorkerFacts:
 
     @classmethod
     def of(cls, worker: RqWorker) -> WorkerFacts:
-        beat, queue = worker.last_heartbeat, ",".join(worker.queue_names())
-        age_s = (datetime.now(UTC) - beat.replace(tzinfo=UTC)).total_seconds() if beat else float("inf")
+        heartbeat, queue = worker.last_heartbeat, ",".join(worker.queue_names())
+        age_s = (datetime.now(UTC) - heartbeat.replace(tzinfo=UTC)).total_seconds() if heartbeat else float("inf")
         state, job = str(worker.get_state()), worker.get_current_job_id()
         return cls(worker.name, queue, state, job, age_s, str(worker.hostname or ""), int(worker.pid or 0))
 
@@ -131,7 +131,7 @@ class RedisQueue:
         with _errors(self.url):
             ids_waiting: Any = self.connection.lrange(self._queue(queue).key, 0, -1)
             # The queue may hold any bytes: other programs can write to it.
-            return {entry.decode(errors="replace") for entry in ids_waiting}
+            return {attempt_id.decode(errors="replace") for attempt_id in ids_waiting}
 
     def depth(self, queue: str = DEFAULT_QUEUE) -> int:
         with _errors(self.url):
@@ -144,18 +144,18 @@ class RedisQueue:
     def facts(self) -> RedisFacts:
         saves = ""
         with _errors(self.url):
-            info: Any = self.connection.info()
+            redis_info: Any = self.connection.info()
             with suppress(RedisError):
                 # Hosted Redis servers may forbid CONFIG.
                 config: Any = self.connection.config_get("save")
                 saves = config.get("save", "")
-        version = str(info.get("valkey_version") or info.get("redis_version", "?"))
+        version = str(redis_info.get("valkey_version") or redis_info.get("redis_version", "?"))
         return RedisFacts(
             version=version,
-            server=str(info.get("server_name") or "redis"),
-            append_only=bool(info.get("aof_enabled", 0)),
+            server=str(redis_info.get("server_name") or "redis"),
+            append_only=bool(redis_info.get("aof_enabled", 0)),
             saves=bool(saves),
-            eviction=str(info.get("maxmemory_policy", "")),
+            eviction=str(redis_info.get("maxmemory_policy", "")),
         )
 
     def workers(self) -> list[WorkerFacts]:
@@ -174,12 +174,12 @@ class RedisQueue:
 class JobService:
     """Submit, see and steer jobs in the database; without a queue, or while Redis is away, submitted jobs wait.
 
-    Args:   served: models that this process decodes with, whose engines may still load them.
+    Args:   served_models: models that this process decodes with, whose engines may still load them.
     Raises: StoreError: in every method, when the database cannot be used.
     """
 
-    def __init__(self, store: Store, queue: RedisQueue | None, served: Sequence[ServedModel] = ()) -> None:
-        self.store, self.queue, self.served = store, queue, served
+    def __init__(self, store: Store, queue: RedisQueue | None, served_models: Sequence[ServedModel] = ()) -> None:
+        self.store, self.queue, self.served = store, queue, served_models
         self.get, self.latest = store.jobs.get, store.jobs.latest
         self.events, self.outputs = store.jobs.events, store.jobs.outputs
 
@@ -194,7 +194,7 @@ class JobService:
 
         Raises: Conflict: the idempotency key was used for something else. SwiftoptError: as `check_tuning`.
         """
-        check_tuning(request, prompts, elsewhere=not self.store.is_local)
+        check_tuning(request, prompts, runs_elsewhere=not self.store.is_local)
         return self.submit_spec(tune_spec(request, prompts, queue, idempotency_key))
 
     def submit_spec(self, spec: JobSpec) -> tuple[Job, bool]:
@@ -229,8 +229,8 @@ class JobService:
             listening = any(worker.queue == job.queue for worker in self.queue.workers())
         except ServiceUnreachable as error:
             return f"the job waits in the database: {error}"
-        words = f"no worker listens on queue {job.queue!r}: start one with {worker_command(job.queue)}"
-        return None if listening else words
+        problem = f"no worker listens on queue {job.queue!r}: start one with {worker_command(job.queue)}"
+        return None if listening else problem
 
     def deliver(self, job: Job) -> None:
         """Deliver a queued attempt to Redis; if that fails, the reconciler does so when Redis is back."""
@@ -249,7 +249,7 @@ def retry_problem(store: Store, job: Job) -> str:
     lines = (store.jobs.stream(job.stream) or "").encode().splitlines(keepends=True)
     try:
         prompts = parse_stream(lines, f"the stream of job {job.id}", DEFAULT_TASK)
-        check_tuning(TuneRequest.from_json(job.request), prompts, elsewhere=not store.is_local)
+        check_tuning(TuneRequest.from_json(job.request), prompts, runs_elsewhere=not store.is_local)
     except (InvalidInput, NotFound) as error:
         return str(error)
     return ""
@@ -272,27 +272,29 @@ class Reconciler:
         if not self._jobs.lock("reconciler", self._owner, LOCK_S):
             return
         if time.monotonic() >= self._spare_until:
-            for lost in self._jobs.expire():
-                log_state(lost.lease, lost.state, "LeaseLost", lost.reason)
-        due = self._jobs.due()
+            for lost_attempt in self._jobs.expire():
+                log_state(lost_attempt.lease, lost_attempt.state, "LeaseLost", lost_attempt.reason)
+        due_deliveries = self._jobs.due()
         waiting = {
-            attempt_id for queue in {delivery.queue for delivery in due} for attempt_id in self._queue.waiting(queue)
+            attempt_id
+            for queue in {delivery.queue for delivery in due_deliveries}
+            for attempt_id in self._queue.waiting(queue)
         }
-        missing = {delivery.id: delivery for delivery in due if delivery.id not in waiting}
+        missing = {delivery.id: delivery for delivery in due_deliveries if delivery.id not in waiting}
         self._missing_since = {
-            attempt_id: since for attempt_id, since in self._missing_since.items() if attempt_id in missing
+            attempt_id: missing_s for attempt_id, missing_s in self._missing_since.items() if attempt_id in missing
         }
         for delivery in missing.values():
             try:
                 self._deliver(delivery)
             except ValueError as error:
                 # Skip a row whose id or queue is invalid (edited by hand), so that the others are delivered.
-                words = "delivery=impossible job=%r queue=%r reason=%r"
-                logger.warning(words, delivery.job, delivery.queue, str(error))
+                message = "delivery=impossible job=%r queue=%r reason=%r"
+                logger.warning(message, delivery.job, delivery.queue, str(error))
 
-    def run(self, stop: threading.Event) -> None:
-        """Run a pass every PERIOD_S until `stop` is set; outages of Redis or the database are logged."""
-        while not stop.wait(PERIOD_S):
+    def run(self, stop_event: threading.Event) -> None:
+        """Run a pass every PERIOD_S until `stop_event` is set; outages of Redis or the database are logged."""
+        while not stop_event.wait(PERIOD_S):
             self.try_step()
 
     def try_step(self) -> None:
@@ -305,15 +307,17 @@ class Reconciler:
 
     def _deliver(self, delivery: Delivery) -> None:
         """Deliver an attempt. If rq still has it after CLAIM_S, a worker died before the claim: deliver a new one."""
-        since = self._missing_since.setdefault(delivery.id, time.monotonic())
+        missing_s = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
             del self._missing_since[delivery.id]  # Restart the timer: workers may requeue it for an engine repeatedly.
             logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
-        elif time.monotonic() - since >= CLAIM_S:
-            again = self._jobs.redeliver(delivery)
-            if again is not None:
-                self._queue.deliver(again)
-                logger.warning("redelivered job=%s attempt=%d queue=%s", again.job, again.attempt, again.queue)
+        elif time.monotonic() - missing_s >= CLAIM_S:
+            new_delivery = self._jobs.redeliver(delivery)
+            if new_delivery is not None:
+                self._queue.deliver(new_delivery)
+                logger.warning(
+                    "redelivered job=%s attempt=%d queue=%s", new_delivery.job, new_delivery.attempt, new_delivery.queue
+                )
 
 
 @contextmanager

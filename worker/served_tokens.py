@@ -51,12 +51,16 @@ class Tokens:
         """Return a token's bytes; None where the vocabulary has none."""
         if token_id in self._added or not (self._has_bytes or self._has_marks):
             return None
-        word = self._tokenizer.convert_ids_to_tokens(token_id)
+        token_text = self._tokenizer.convert_ids_to_tokens(token_id)
         if self._has_bytes:
-            return bytes(map(BYTE_OF.__getitem__, word)) if word and all(letter in BYTE_OF for letter in word) else None
-        if (byte := _BYTE.fullmatch(word or "")) is not None:
+            return (
+                bytes(map(BYTE_OF.__getitem__, token_text))
+                if token_text and all(letter in BYTE_OF for letter in token_text)
+                else None
+            )
+        if (byte := _BYTE.fullmatch(token_text or "")) is not None:
             return bytes([int(byte[1], 16)])
-        return None if word is None else word.replace("▁", " ").encode()
+        return None if token_text is None else token_text.replace("▁", " ").encode()
 
     @cached_property
     def end_of_thought(self) -> int | None:
@@ -85,14 +89,16 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
     elif request.json_schema is not None:
         with about("json_schema"):
             grammar = Grammar.json_schema(request.json_schema)
-    ends = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
-    session = Session(model.runtime, request.sampling, 1, *ends, grammar)
+    end_options = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
+    session = Session(model.runtime, request.sampling, 1, *end_options, grammar)
     ids, source = token_ids_of(session, request), prompt_field(request)
-    room = model.runtime.max_positions - len(ids)
-    left = room if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
-    unasked = min(room, left) if left > 0 else room  # Where `left` <= 0, the engine refuses the prompt.
-    session.max_new_tokens = max(1, unasked if request.max_new_tokens is None else request.max_new_tokens)
-    with about(source if room < 1 else "max_new_tokens"):
+    n_free_positions = model.runtime.max_positions - len(ids)
+    n_memory_tokens = n_free_positions if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))
+    default_length = (
+        min(n_free_positions, n_memory_tokens) if n_memory_tokens > 0 else n_free_positions
+    )  # Where `n_memory_tokens` <= 0, the engine refuses the prompt.
+    session.max_new_tokens = max(1, default_length if request.max_new_tokens is None else request.max_new_tokens)
+    with about(source if n_free_positions < 1 else "max_new_tokens"):
         model.runtime.check_context(len(ids), session.max_new_tokens)
     return session, Prompt("prompt", request.task or DEFAULT_TASK, token_ids=tuple(ids))
 
@@ -124,8 +130,8 @@ def check_vocabulary(token_ids: Sequence[int], runtime: Runtime, param: str) -> 
     """Raises: InvalidInput: the model has no such token."""
     for token_id in token_ids:
         if not 0 <= token_id < runtime.vocab_size:
-            words = f"there is no token {token_id}: this model has tokens 0 to {runtime.vocab_size - 1}, use those"
-            raise InvalidInput(words, param)
+            problem = f"there is no token {token_id}: this model has tokens 0 to {runtime.vocab_size - 1}, use those"
+            raise InvalidInput(problem, param)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ from ..decoding.work import Work
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
 from ..tasks import model as models
-from ..tasks.generate import as_planned
+from ..tasks.generate import decode_as_planned
 from ..tasks.model import Ticket
 from ..tasks.traffic import REFRESH_S, Traffic
 from .attempt import EngineJobs
@@ -87,8 +87,8 @@ logger = logging.getLogger("swiftopt.worker.serving")  # Explicit, because __nam
 class MessageWriter:
     """Writes messages as lines; thread-safe."""
 
-    def __init__(self, out: BinaryIO) -> None:
-        self._out, self._lock = out, threading.Lock()
+    def __init__(self, output: BinaryIO) -> None:
+        self._out, self._lock = output, threading.Lock()
 
     def send(self, message: FromEngine) -> None:
         line = encoded(message)
@@ -100,8 +100,8 @@ class MessageWriter:
         """Write why a request failed, or the engine (None); an unexpected error goes to the log with its traceback."""
         if not isinstance(error, SwiftoptError):
             traceback.print_exception(error)
-            words = f"the engine failed at this request ({type(error).__name__}): see its log"
-            error = SwiftoptError(words)
+            problem = f"the engine failed at this request ({type(error).__name__}): see its log"
+            error = SwiftoptError(problem)
         self.send(Failed.of(number, error))
 
 
@@ -113,7 +113,7 @@ class SentCompletion(Ticket):
 
     def __init__(
         self,
-        wire: MessageWriter,
+        messages: MessageWriter,
         number: int,
         request: CompletionRequest,
         piece_of: Callable[[int], Piece],
@@ -121,7 +121,7 @@ class SentCompletion(Ticket):
     ) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
-        self._wire, self.number, self.request, self._piece_of = wire, number, request, piece_of
+        self._wire, self.number, self.request, self._piece_of = messages, number, request, piece_of
         self.counts, self._on_end = not request.trace, on_end
 
     def put(self, event: Shown) -> None:
@@ -133,30 +133,30 @@ class SentCompletion(Ticket):
         if self.counts:
             self._on_end(event)
         waited_s = time.perf_counter() - self._asked_at
-        done, info = event.completion, event.info
-        queued_s = max(0.0, waited_s - done.timings.total_s)
-        decoded_with = info.method, info.version, info.why_plain
-        self._wire.send(AnswerDone(self.number, queued_s, event.prompt.task, done, *decoded_with))
+        completion, decoding = event.completion, event.info
+        queued_s = max(0.0, waited_s - completion.timings.total_s)
+        decoded_with = decoding.method, decoding.version, decoding.why_plain
+        self._wire.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
 
-    def _text(self, added: TextAdded) -> AnswerText:
+    def _text(self, text_added: TextAdded) -> AnswerText:
         has_logprobs = self.request.logprobs is not None
-        traced = added.traced if self.request.trace else ()
+        traced_tokens = text_added.traced if self.request.trace else ()
         return AnswerText(
             self.number,
-            added.text,
-            added.n_tokens,
-            logprobs=tuple(map(self._logprob, added.logprobs)) if has_logprobs else (),
-            prompt_logprobs=tuple(map(self._logprob, added.prompt_logprobs)) if has_logprobs else None,
+            text_added.text,
+            text_added.n_tokens,
+            logprobs=tuple(map(self._logprob, text_added.logprobs)) if has_logprobs else (),
+            prompt_logprobs=tuple(map(self._logprob, text_added.prompt_logprobs)) if has_logprobs else None,
             trace=tuple(
                 (self._piece_of(token.token_id), token.source, tuple(map(self._piece_of, token.rejected)))
-                for token in traced
+                for token in traced_tokens
             ),
         )
 
     def _logprob(self, token: TokenLogprob) -> PieceLogprob:
         """Return a token's text or bytes, its log probability, and both of its alternatives."""
-        top = tuple((self._piece_of(token_id), max(LEAST_LOGPROB, value)) for token_id, value in token.top)
-        return self._piece_of(token.token_id), max(LEAST_LOGPROB, token.logprob), top
+        alternatives = tuple((self._piece_of(token_id), max(LEAST_LOGPROB, logprob)) for token_id, logprob in token.top)
+        return self._piece_of(token.token_id), max(LEAST_LOGPROB, token.logprob), alternatives
 
     def end(self, error: BaseException | None = None) -> None:
         super().end(error)
@@ -172,8 +172,8 @@ def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
     """Return an event without its tokens; only its data about the prompt remains."""
     if isinstance(event, TextAdded):
         return replace(event, text="", n_tokens=0, logprobs=())
-    done = replace(event.completion, token_ids=(), text="", finish_reason="length", first_tokens=0)
-    return event._replace(completion=done)
+    completion = replace(event.completion, token_ids=(), text="", finish_reason="length", first_tokens=0)
+    return event._replace(completion=completion)
 
 
 def _not_counted(event: Generated) -> None:
@@ -183,37 +183,37 @@ def _not_counted(event: Generated) -> None:
 class EngineHost:
     """Serves one model to the process that writes the lines."""
 
-    def __init__(self, served: ServedModel, wire: MessageWriter) -> None:
-        self._wire = wire
+    def __init__(self, model: ServedModel, messages: MessageWriter) -> None:
+        self._wire = messages
 
         def loading(step: str) -> None:
-            wire.send(Loading(step))
+            messages.send(Loading(step))
 
         self.traffic: Traffic | None = None
-        on_cpu = served.device == "cpu" or not torch.cuda.is_available()
+        on_cpu = model.device == "cpu" or not torch.cuda.is_available()
         # A server starts its models at the same time. Load one at a time, because reading weights would disturb another
         # model's cost measurement.
         with measuring_turn(torch.device("cpu"), loading) if on_cpu else nullcontext():
             loading("reading its weights")
-            self.model = models.load(served.path, served.dtype, served.device, loading, served.speed, served.db)
+            self.model = models.load(model.path, model.dtype, model.device, loading, model.speed, model.db)
             runtime, store = self.model.runtime, self.model.store
-            if served.tune:
-                self.traffic = Traffic(served.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
+            if model.tune:
+                self.traffic = Traffic(model.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
         # Compile a JSON grammar before the first request, because the first one is slow. Requests report errors.
         with suppress(InvalidInput):
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
-        if not served.tune:
+        if not model.tune:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
-        self.engine = self.model.engine(served.concurrency, served.memory)
+        self.engine = self.model.engine(model.concurrency, model.memory)
         self.model.turn = self.engine.turn
-        self._jobs = EngineJobs(served, store, runtime, self.engine.turn) if served.tune and store is not None else None
+        self._jobs = EngineJobs(model, store, runtime, self.engine.turn) if model.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
         self._tickets: dict[int, SentCompletion] = {}
         self._long = ThreadPoolExecutor(1, "long")
         self._kept: LineWriter | None = None
         self._keeping = threading.Lock()
-        if served.keep_prompts is not None:
-            self._kept = LineWriter(Path(served.keep_prompts), what="prompts", option="--keep-prompts")
+        if model.keep_prompts is not None:
+            self._kept = LineWriter(Path(model.keep_prompts), what="prompts", option="--keep-prompts")
 
     def run(self, lines: Iterator[bytes]) -> None:
         """Answer the lines of the input until it ends."""
@@ -260,26 +260,26 @@ class EngineHost:
                 self._read(number, is_long, partial(self._detokenize, number, token_ids))
             case Steer(verb, _, _, number):
                 if verb is not None and self.traffic is None:
-                    words = "this server learns nothing: start it without --no-tune to steer it"
-                    self._wire.fail(number, Conflict(words))
+                    problem = "this server learns nothing: start it without --no-tune to steer it"
+                    self._wire.fail(number, Conflict(problem))
                 else:
                     self.engine.call(partial(self._send_tuning, message))
 
-    def _read(self, number: int, is_long: bool, work: Callable[[], None]) -> None:
+    def _read(self, number: int, is_long: bool, tokenize: Callable[[], None]) -> None:
         """Tokenize a text; long texts in sequence in a separate thread, so that other requests do not wait."""
 
-        def read() -> None:
+        def tokenize_or_fail() -> None:
             try:
-                work()
+                tokenize()
             except Exception as error:
                 self._wire.fail(number, error)
                 if (ticket := self._tickets.get(number)) is not None:
                     ticket.end()
 
         if is_long:
-            self._long.submit(read)
+            self._long.submit(tokenize_or_fail)
         else:
-            read()
+            tokenize_or_fail()
 
     def _tokenize(self, number: int, request: CompletionRequest) -> None:
         session = Session(self.model.runtime, request.sampling, 1)
@@ -326,8 +326,8 @@ class EngineHost:
         }
         self._send_prompt(ticket.number, request, prompt.token_ids)
         if self.traffic is None or request.method is not None or request.version is not None:
-            work = partial(self._run_planned, ticket, session, prompt, options)
-            threading.Thread(target=work, name="plan", daemon=True).start()
+            run_planned = partial(self._run_planned, ticket, session, prompt, options)
+            threading.Thread(target=run_planned, name="plan", daemon=True).start()
         else:
             options |= {"learn": request.learn, "counts": ticket.counts}
             self._run(ticket, self.traffic.work(session, prompt, request.task, **options))
@@ -337,8 +337,8 @@ class EngineHost:
     ) -> None:
         """Decode a request by its plan; look up and build the plan in a separate thread."""
         try:
-            planned = self.model.plan_for(prompt.task, ticket.request.method, ticket.request.version)
-            self._run(ticket, as_planned(session, planned, prompt, **options))
+            method_and_info = self.model.plan_for(prompt.task, ticket.request.method, ticket.request.version)
+            self._run(ticket, decode_as_planned(session, method_and_info, prompt, **options))
         except Exception as error:
             ticket.end(error)
 
@@ -353,14 +353,14 @@ class EngineHost:
 
     def _send_prompt(self, number: int, request: CompletionRequest, token_ids: Sequence[int]) -> None:
         """Send the prompt's length before decoding, with its text and open thought where the answer needs them."""
-        read = PromptRead(number, len(token_ids))
+        prompt_read = PromptRead(number, len(token_ids))
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
-            read = replace(read, text=text, first=self._tokens.piece(token_ids[0]))
+            prompt_read = replace(prompt_read, text=text, first=self._tokens.piece(token_ids[0]))
         if request.messages and (end_of_thought := self._tokens.end_of_thought) is not None:
             in_thought = self._tokens.ends_in_thought(token_ids)
-            read = replace(read, end_of_thought=end_of_thought, in_thought=in_thought)
-        self._wire.send(read)
+            prompt_read = replace(prompt_read, end_of_thought=end_of_thought, in_thought=in_thought)
+        self._wire.send(prompt_read)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one and a stream's line can hold the prompt."""
@@ -383,19 +383,19 @@ class EngineHost:
 def main() -> None:
     """Serve the model that the first line describes, until SIGTERM; what others print goes to standard error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    out = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    wire = MessageWriter(out)
+    messages = MessageWriter(output)
     logging.basicConfig(stream=sys.stderr, level=sys.argv[2], format=LOG_FORMAT)
     lines = iter(sys.stdin.buffer.readline, b"")
     try:
         match from_server(next(lines)):
-            case Serve(served):
-                host = EngineHost(served, wire)
-            case other:
-                raise SettingsError(f"the first message is {type(other).__name__}: the server begins with Serve")
+            case Serve(model):
+                host = EngineHost(model, messages)
+            case message:
+                raise SettingsError(f"the first message is {type(message).__name__}: the server begins with Serve")
     except SwiftoptError as error:
-        wire.fail(None, error)
+        messages.fail(None, error)
         sys.exit(2)
     host.run(lines)
 

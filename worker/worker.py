@@ -97,9 +97,9 @@ class JobWorker(Worker):
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Record in Redis that the worker is alive, at most once per BEAT_S."""
-        now = time.monotonic()
-        if pipeline is not None or now - self._beaten >= BEAT_S:
-            self._beaten = now
+        now_s = time.monotonic()
+        if pipeline is not None or now_s - self._beaten >= BEAT_S:
+            self._beaten = now_s
             super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: RqJob, queue: Queue) -> None:
@@ -151,14 +151,14 @@ class JobWorker(Worker):
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Send heartbeats until the child ends; ignore errors of Redis."""
-        while (ended := wait_for(self._horse_pid, MONITOR_S)) is None:
+        while (exit_status := wait_for(self._horse_pid, MONITOR_S)) is None:
             with suppress(RedisError):
                 self.maintain_heartbeats(job)
         pid, self._horse_pid = self._horse_pid, 0
-        status, usage = ended
-        latest = _latest(self._begun[0]) or job.id
+        status, usage = exit_status
+        latest = _last_id(self._begun[0]) or job.id
         if status != os.EX_OK:
-            self.child_died(latest, pid, death_of(status, usage.ru_maxrss))
+            self.child_died(latest, pid, describe_death(status, usage.ru_maxrss))
 
     def handle_warm_shutdown_request(self) -> None:
         """Let the child hand its job back, on SIGTERM or Ctrl-C."""
@@ -225,22 +225,22 @@ def delivery_of(rq_id: str, queue: str) -> Delivery | None:
     return Delivery(job, int(attempt), queue) if job and attempt.isdecimal() and len(attempt) < 10 else None
 
 
-def _latest(begun: int) -> str | None:
+def _last_id(descriptor: int) -> str | None:
     """Return the last id in a pipe, and close it; do not wait for others that may hold its other end."""
-    os.set_blocking(begun, False)
-    with open(begun, "rb", buffering=0) as pipe:
+    os.set_blocking(descriptor, False)
+    with open(descriptor, "rb", buffering=0) as pipe:
         ids = (pipe.read(1 << 16) or b"").split()
     return ids[-1].decode() if ids else None
 
 
-def death_of(status: int, peak_kib: int) -> str:
+def describe_death(status: int, peak_kib: int) -> str:
     """Describe why a child ended, from its wait(2) status and peak memory (KiB)."""
     peak = f"its peak memory was {peak_kib / (1 << 20):.1f} GiB"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-        cause = ", probably out of memory" if number == signal.SIGKILL else ""
-        return f"the worker's child was killed by signal {number} ({name}){cause}; {peak}"
+        guess = ", probably out of memory" if number == signal.SIGKILL else ""
+        return f"the worker's child was killed by signal {number} ({name}){guess}; {peak}"
     return f"the worker's child ended with exit code {os.waitstatus_to_exitcode(status)}; {peak}"
 
 
@@ -280,8 +280,8 @@ class _Rehearsal(Jobs):
 
     session: Session
 
-    def read(self, work: Callable[[Session], T]) -> T:
-        return work(self.session)
+    def read(self, transaction: Callable[[Session], T]) -> T:
+        return transaction(self.session)
 
     write = read
 
@@ -298,13 +298,13 @@ def warm_store(url: str, lease_s: float) -> Store:
     jobs = _Rehearsal(engine, url)
     with store_errors(url), Session(writing(engine)) as jobs.session:
         # Run each statement of an attempt once. The transaction is rolled back, so the job is never stored.
-        for stop in (False, True):
+        for is_stopped in (False, True):
             job, _ = jobs.submit(JobSpec("noop", "rehearsal", {"n": secrets.token_hex(8)}))
             lease = Lease(job.id, job.attempt)
             jobs.claim(lease, "rehearsal")
             jobs.renew(lease)
             jobs.peek(lease)
-            if stop:
+            if is_stopped:
                 jobs.hand_back(lease, "rehearsal")
             else:
                 jobs.end(lease, "succeeded")

@@ -167,8 +167,8 @@ sys.exit("torch" in sys.modules or "tokenizers" not in sys.modules)
 
 def test_path_that_is_not_here_is_admitted_when_workers_may_be_elsewhere() -> None:
     prompts = [Prompt("1", "notes", FINE)]
-    check_tuning(TuneRequest("/no/such/model", "s"), prompts, elsewhere=True)
+    check_tuning(TuneRequest("/no/such/model", "s"), prompts, runs_elsewhere=True)
     with pytest.raises(SwiftoptError, match="speed graphs is for cuda"):
-        check_tuning(TuneRequest("/no/such/model", "s", speed="graphs", device="cpu"), prompts, elsewhere=True)
+        check_tuning(TuneRequest("/no/such/model", "s", speed="graphs", device="cpu"), prompts, runs_elsewhere=True)
     with pytest.raises(SwiftoptError, match="nearest: smollm2-135m"):
-        check_tuning(TuneRequest("smollm2-135", "s"), prompts, elsewhere=True)
+        check_tuning(TuneRequest("smollm2-135", "s"), prompts, runs_elsewhere=True)

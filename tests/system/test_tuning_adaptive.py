@@ -28,7 +28,7 @@ from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
-from swiftopt.tasks.compare import enter
+from swiftopt.tasks.compare import make_entry
 from swiftopt.tasks.generate import Planner
 from swiftopt.tasks.recipes import MakingRecipes, Recipes
 
@@ -171,7 +171,7 @@ def test_comparison_drafts_with_the_tuned_set_unless_told_a_format(
     runtime, store = tuned
     session = Session(runtime, Sampling(), 8)
     recipes = MakingRecipes(session, store, None, "tiny", "t", stream(2), store)
-    entry = enter("adaptive", recipes, told)
+    entry = make_entry("adaptive", recipes, told)
     assert entry.error is None and entry.method is not None and entry.method.layer_set == drafts
     assert entry.settings["draft_format"] == told.get("draft_format", "stored")
     assert entry.settings["max_draft_length"] == told.get("max_draft_length", 24)
