@@ -35,29 +35,29 @@ SHIFT_RUNS = (
 def draw_search(report: Report, pictures: Pictures) -> None:
     """Plot the objective of search strategies over candidate passes and over seconds."""
     title = f"{model_name(report['model'])} · {conditions(report)} · {report['windows']} windows"
-    with picture(pictures, 4.6, title, ncols=2, sharey=True) as (left, right):
-        for column, (axes, ends) in enumerate(((left, "passes"), (right, "seconds"))):
+    with picture(pictures, 4.6, title, ncols=2, sharey=True) as (pass_axes, second_axes):
+        for column, (axes, total_key) in enumerate(((pass_axes, "passes"), (second_axes, "seconds"))):
             for colour, result in zip(CYCLE * len(report["results"]), report["results"], strict=False):
-                x = [*(point[column] for point in result["curve"]), result[ends]]
-                y = [*(point[2] for point in result["curve"]), result["final"]]
-                axes.step(x, y, where="post", color=colour, label=result["strategy"])
+                abscissae = [*(curve_point[column] for curve_point in result["curve"]), result[total_key]]
+                y = [*(curve_point[2] for curve_point in result["curve"]), result["final"]]
+                axes.step(abscissae, y, where="post", color=colour, label=result["strategy"])
             axes.axhline(report["goal"], color=INK, lw=1, ls=DASHED)
             axes.set_title(f"dashed: {report['goal']:.3f}x, 95 % of the best")
-        left.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
-        right.set(xlabel="seconds of searching")
-        legend(right)
+        pass_axes.set(xlabel="candidate passes", ylabel="expected speedup of the set in use")
+        second_axes.set(xlabel="seconds of searching")
+        legend(second_axes)
 
 
 def draw_tunings(report: Report, pictures: Pictures) -> None:
     """Plot each plan's speed on unseen prompts over the seconds of searching before its first use."""
     title = f"{model_name(report['model'])} · tuned on {report['prompts']} prompts, timed on {report['unseen']} others"
     with picture(pictures, 4.8, title) as axes:
-        end = max(result["search_s"] for result in report["results"])
-        for colour, way in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
-            for at, result in enumerate(run for run in report["results"] if run["way"] == way):
+        last_s = max(result["search_s"] for result in report["results"])
+        for colour, variant in zip(CYCLE * len(report["ways"]), report["ways"], strict=False):
+            for run_index, result in enumerate(run for run in report["results"] if run["way"] == variant):
                 x, y = zip(*result["curve"], strict=True)
-                label = None if at else way
-                axes.step([*x, end], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
+                label = None if run_index else variant
+                axes.step([*x, last_s], [*y, y[-1]], where="post", color=colour, lw=1.4, alpha=0.8, label=label)
                 axes.plot(x, y, color=colour, lw=0, marker="o", ms=4)
         axes.axhline(1.0, color=INK, lw=1, ls=DASHED)
         axes.set_title(conditions(report, f"{report['max_new_tokens']} tokens a prompt", "a line per run"))
@@ -74,13 +74,15 @@ def draw_stream_shift(report: Report, pictures: Pictures) -> None:
         results = report["results"]
         starts = [0, *accumulate(result["prompts"] for result in results)]
         for key, label, colour in SHIFT_RUNS:
-            for start, result in zip(starts, results, strict=False):
+            for first_prompt, result in zip(starts, results, strict=False):
                 values = moving_means(result[key]["by_prompt"])
-                x = range(start + 1, start + 1 + len(values))
-                axes.plot(x, values, color=colour, label=None if start else label)
-        for start, result in zip(starts, results, strict=False):
-            axes.axvline(start + 0.5, color=LINE, lw=1)
-            axes.text(start + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=10, color=GREY)
+                x = range(first_prompt + 1, first_prompt + 1 + len(values))
+                axes.plot(x, values, color=colour, label=None if first_prompt else label)
+        for first_prompt, result in zip(starts, results, strict=False):
+            axes.axvline(first_prompt + 0.5, color=LINE, lw=1)
+            axes.text(
+                first_prompt + 1, 1.01, result["task"], transform=axes.get_xaxis_transform(), fontsize=10, color=GREY
+            )
         for shift in report["shifts"]:
             axes.plot([shift["prompt"] + 1], [0.02], marker="^", color=INK, transform=axes.get_xaxis_transform())
         axes.set(xlabel="prompt of the stream; ▲ a shift was noticed", ylabel=f"acceptance, mean of {MEAN_OF} prompts")
@@ -92,10 +94,10 @@ def draw_serving(report: Report, pictures: Pictures) -> None:
     """Plot the speed of a served stream and of plain decoding by request."""
     title = f"{model_name(report['model'])} · {report['prompts']} requests of {report['max_new_tokens']} tokens"
     with picture(pictures, 4.4, title) as axes:
-        ends = list(accumulate(result["requests"] for result in report["results"]))
+        last_requests = list(accumulate(result["requests"] for result in report["results"]))
         for key, label, colour in (("served_s", "as served, learning", BLUE), ("plain_s", "plain decoding", GREY)):
             speeds = [result["tokens"] / result[key] for result in report["results"]]
-            draw_speeds(axes, ends, speeds, colour, label)
+            draw_speeds(axes, last_requests, speeds, colour, label)
         equal = f"{report['equal']} of {report['prompts']} equal to plain decoding"
         axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}", ylim=(0, None))
         axes.set_title(conditions(report, f"{report['concurrency']} at a time", equal))
@@ -106,19 +108,28 @@ def draw_throughput(report: Report, pictures: Pictures) -> None:
     """Plot speed and time per token over the number of concurrent requests, for plain batching and drafting."""
     title = f"{model_name(report['model'])} · {report['prompts']} prompts of {report['max_new_tokens']} tokens"
     results = sorted(report["results"], key=lambda result: result["concurrency"])
-    with picture(pictures, 4.6, title, ncols=2) as (left, right):
-        places = range(len(results))  # Even spacing; at their values 1, 2, 4 and 8 would crowd on the left.
-        for way, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
-            per_token = [result[way]["per_token_s"] for result in results]
-            left.plot(places, [result[way]["tok_s"] for result in results], color=colour, marker="o", label=label)
-            right.plot(places, [one["p50"] and 1000 * one["p50"] for one in per_token], color=colour, marker="o")
-        for place, result in zip(places, results, strict=True):
-            at = (place, max(result[way]["tok_s"] for way in ("plain", "drafting")))
-            left.annotate(f"{result['ratio']:.2f}x", at, xytext=(0, 8), ha="center", color=BLUE, **BESIDE)
-        left.set_title(conditions(report))
-        for axes, label in ((left, "tokens per second, all requests"), (right, "ms per token, median")):
-            axes.set_xticks(places, [str(result["concurrency"]) for result in results])
+    with picture(pictures, 4.6, title, ncols=2) as (speed_axes, latency_axes):
+        positions = range(len(results))  # Even spacing; at their values 1, 2, 4 and 8 would crowd on the left.
+        for mode, label, colour in (("drafting", "drafting", BLUE), ("plain", "plain batching", GREY)):
+            per_token = [result[mode]["per_token_s"] for result in results]
+            speed_axes.plot(
+                positions, [result[mode]["tok_s"] for result in results], color=colour, marker="o", label=label
+            )
+            latency_axes.plot(
+                positions,
+                [percentiles["p50"] and 1000 * percentiles["p50"] for percentiles in per_token],
+                color=colour,
+                marker="o",
+            )
+        for position, result in zip(positions, results, strict=True):
+            label_position = (position, max(result[mode]["tok_s"] for mode in ("plain", "drafting")))
+            speed_axes.annotate(
+                f"{result['ratio']:.2f}x", label_position, xytext=(0, 8), ha="center", color=BLUE, **BESIDE
+            )
+        speed_axes.set_title(conditions(report))
+        for axes, label in ((speed_axes, "tokens per second, all requests"), (latency_axes, "ms per token, median")):
+            axes.set_xticks(positions, [str(result["concurrency"]) for result in results])
             axes.set(xlabel="requests at once", ylabel=label)
             axes.margins(x=0.12)
             axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-        legend(left)
+        legend(speed_axes)

@@ -73,10 +73,10 @@ def decode(
     is stored for them. `hf-plain`, `hf-lookup` and `hf-assisted` are transformers' own generate: alone, with prompt
     lookup, with --assistant drafting. Ctrl-C shows the prompts that every method has decoded.
     """
-    chosen = [EARLIER_NAMES.get(word.strip(), word.strip()) for word in methods.split(",")]
-    for word in chosen:
-        look_up("method", word, dict.fromkeys((*METHODS, "best", *PEERS)))
-    if "hf-assisted" in chosen and assistant is None:
+    method_names = [EARLIER_NAMES.get(name.strip(), name.strip()) for name in methods.split(",")]
+    for name in method_names:
+        look_up("method", name, dict.fromkeys((*METHODS, "best", *PEERS)))
+    if "hf-assisted" in method_names and assistant is None:
         raise SettingsError("hf-assisted drafts with a smaller model: name one with --assistant")
     request = decoding_request(values, assistant)
 
@@ -87,19 +87,19 @@ def decode(
         runtime = load(request)
         if request.layer_set is not None:  # Refuse another model's layer set before any run starts.
             Planner(request, runtime, None).plan_for(request.layer_set.task)
-            if not any(word == "best" or (word in METHODS and METHODS[word].takes_layer_set) for word in chosen):
+            if not any(name == "best" or (name in METHODS and METHODS[name].takes_layer_set) for name in method_names):
                 note("warning: --layer-set has no effect with these methods, none of which takes one")
         store.remember_model(runtime.info)
         drafting = None if assistant is None else load(replace(request, model=assistant))
-        report = run_methods(runtime, prompts, chosen, request, store, RunNotes(), drafting, ignore_eos)
+        report = run_methods(runtime, prompts, method_names, request, store, RunNotes(), drafting, ignore_eos)
     pictures.draw(draw_ratios, report)
     title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['prompts']} prompts"
     headings = ("tok/s", f"ratio to {report['base']}", "95 % interval", "α", "M", "identical")
     rows = []
     for row in report["results"]:
         figures = (number(row["tok_s"], 1), number(row["ratio"], unit="x"), interval(row["ratio_interval"]))
-        means = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
-        rows.append((row["method"], *figures, *means, f"{row['identical']}/{row['of']}"))
+        row_figures = (number(row[key]) for key in ("acceptance_rate", "mean_generated_length"))
+        rows.append((row["method"], *figures, *row_figures, f"{row['identical']}/{row['of']}"))
     view = table([Column("method"), *numbers(*headings)], rows, lined=True, title=title)
     return Result(report, [view], interrupted=report["interrupted"])
 
@@ -170,13 +170,13 @@ def throughput(
     return Result(report, [_throughput_table(report)], interrupted=report["interrupted"])
 
 
-def _numbers(words: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(word) for word in words.split(",")]
+        numbers = [int(number_text) for number_text in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"--concurrency {words} is no list of numbers from 1 on: use one like 1,4,8")
+        raise SettingsError(f"--concurrency {text} is no list of numbers from 1 on: use one like 1,4,8")
     return numbers
 
 
@@ -189,15 +189,15 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
     columns = [*numbers("at once"), Column(""), *numbers(*headings)]
     rows = []
     for result in report["results"]:
-        compared = f"{result['ratio']:.2f}x", f"{result['equal']} of {result['compared']}"
-        for way, at_once, ratio, equal in (
+        ratio_and_equal = f"{result['ratio']:.2f}x", f"{result['equal']} of {result['compared']}"
+        for mode, at_once, ratio, equal in (
             ("plain", str(result["concurrency"]), "", ""),
-            ("drafting", "", *compared),
+            ("drafting", "", *ratio_and_equal),
         ):
-            speed, first, per_token_s = (result[way][key] for key in ("tok_s", "first_token_s", "per_token_s"))
-            times = (f"{first['p50']:.2f} s", f"{first['p95']:.2f} s")
+            speed, first_token_s, per_token_s = (result[mode][key] for key in ("tok_s", "first_token_s", "per_token_s"))
+            times = (f"{first_token_s['p50']:.2f} s", f"{first_token_s['p95']:.2f} s")
             per_token = (number(per_token_s[p] and 1000 * per_token_s[p], 0) for p in ("p50", "p95", "p99"))
-            rows.append((at_once, way, f"{speed:.1f}", ratio, *times, *per_token, equal))
+            rows.append((at_once, mode, f"{speed:.1f}", ratio, *times, *per_token, equal))
     return table(columns, rows, title=title, caption=caption)
 
 
@@ -235,9 +235,9 @@ def serve(
 
     from .serving import measure, served
 
-    given = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
-    more = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
-    with served(request.model, [*given, *more], note) as client:
+    placement_options = [f"--{name}={values[name]}" for name in ("dtype", "device", "speed")]
+    further_options = ["--concurrency", str(concurrency), *(["--db", db] if db else [])]
+    with served(request.model, [*placement_options, *further_options], note) as client:
         report = {"model": request.model, **measure(client, prompts, request.max_new_tokens, concurrency, window, note)}
         pictures.draw(draw_serving, report)
         stay = stay and not report["interrupted"]
@@ -252,15 +252,15 @@ def serve(
 def _serving_table(report: Mapping[str, Any]) -> Table:
     from .serving import shift_line
 
-    what = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
-    rows, most = [], max(report["windows"])
-    for first, ratio in zip(range(1, report["prompts"] + 1, report["window"]), report["windows"], strict=False):
-        last = min(first + report["window"] - 1, report["prompts"])
-        rows.append((f"{first}-{last}", f"{ratio:.2f}x", "█" * round(30 * ratio / most)))
+    summary = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
+    rows, highest = [], max(report["windows"])
+    for first_request, ratio in zip(range(1, report["prompts"] + 1, report["window"]), report["windows"], strict=False):
+        last_request = min(first_request + report["window"] - 1, report["prompts"])
+        rows.append((f"{first_request}-{last_request}", f"{ratio:.2f}x", "█" * round(30 * ratio / highest)))
     equal = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
     caption = "\n".join([*map(shift_line, report["shifts"]), equal])
     columns = [*numbers("requests", "to plain"), Column("")]
-    return table(columns, rows, title=f"{report['model']}, {what}", caption=caption)
+    return table(columns, rows, title=f"{report['model']}, {summary}", caption=caption)
 
 
 # --- bench tune
@@ -318,9 +318,9 @@ def _tunings_table(report: Mapping[str, Any]) -> Table:
     )
     columns = [fixed("way"), *numbers("runs", "to plain", "lowest", "highest", "of the best", "worst", "search s")]
     rows = []
-    for way, figures in report["ways"].items():
-        seconds = [result["search_s"] for result in report["results"] if result["way"] == way]
+    for variant, figures in report["ways"].items():
+        seconds = [result["search_s"] for result in report["results"] if result["way"] == variant]
         speeds = [number(value, unit="x") for value in (figures["ratio"], *figures["ratios"])]
-        shares = [number(figures["to_best"][name], 3) for name in ("mean", "worst")]
-        rows.append((way, str(len(seconds)), *speeds, *shares, number(sum(seconds) / len(seconds), 1)))
+        share_cells = [number(figures["to_best"][name], 3) for name in ("mean", "worst")]
+        rows.append((variant, str(len(seconds)), *speeds, *share_cells, number(sum(seconds) / len(seconds), 1)))
     return table(columns, rows, lined=True, title=title, caption=caption)

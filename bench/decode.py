@@ -54,7 +54,7 @@ def run_methods(
     prompts = first_turns(prompts)
     n_positions = max(session.check(prompt) for prompt in prompts)
     costs = stored_costs(runtime, store, n_positions) if store is not None and "swift" in methods else None
-    base = BASE if BASE in methods else methods[0]
+    base_method = BASE if BASE in methods else methods[0]
 
     def decoder_of(name: str) -> Decode:
         if name in PEERS:
@@ -62,48 +62,48 @@ def run_methods(
         planner = Planner(replace(request, method=None if name == "best" else name), runtime, store)
         return _decoder_by_task(session, planner, costs)
 
-    decoders = {name: decoder_of(name) for name in (base, *methods)}
+    decoders = {name: decoder_of(name) for name in (base_method, *methods)}
     interleaved = Interleaved(decoders, prompts, on_run=on_run, complete=True)
-    finished, every = interleaved.run(), interleaved.runs.values()
-    n_done = min(len(runs.by_prompt) for runs in every)
+    is_complete, all_runs = interleaved.run(), interleaved.runs.values()
+    n_done = min(len(runs.by_prompt) for runs in all_runs)
     if not n_done:
         raise KeyboardInterrupt
-    for runs in every:
+    for runs in all_runs:
         runs.by_prompt = {number: runs.by_prompt[number] for number in range(n_done)}
     return {
         "schema": SCHEMA,
-        "interrupted": not finished,
+        "interrupted": not is_complete,
         "model": request.model,
         "device": machine_name(runtime),
         "dtype": runtime.dtype_name,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,
         "prompts": n_done,
-        "base": base,
-        "results": [_result(interleaved.runs[name], interleaved.runs[base], costs) for name in methods],
+        "base": base_method,
+        "results": [_result(interleaved.runs[name], interleaved.runs[base_method], costs) for name in methods],
         "ignore_eos": ignore_eos,
     }
 
 
-def _result(own: Runs, base: Runs, costs: CostProfile | None) -> dict[str, Any]:
-    row = figures(Figures(own.name), own, base, len(own.by_prompt), None)
-    decode_ratio, expected = _against_expected(_completions(own), _completions(base), costs)
+def _result(method_runs: Runs, base_runs: Runs, costs: CostProfile | None) -> dict[str, Any]:
+    row = figures(Figures(method_runs.name), method_runs, base_runs, len(method_runs.by_prompt), None)
+    decode_ratio, expected_ratio = _decode_ratios(_completions(method_runs), _completions(base_runs), costs)
     ratio = row.ratio or 0.0
     return {
-        "method": own.name,
+        "method": method_runs.name,
         "tokens": row.tokens,
         "seconds": round(row.seconds, 3),
         "tok_s": round(row.tok_s or 0.0, 3),
         "ratio": round(ratio, 4),
-        "ratio_interval": [round(end, 4) for end in row.ratio_interval or (ratio, ratio)],
+        "ratio_interval": [round(bound, 4) for bound in row.ratio_interval or (ratio, ratio)],
         "acceptance_rate": row.acceptance_rate,
         "mean_generated_length": row.mean_generated_length,
         "identical": row.identical,
         "of": row.of,
         "decode_ratio": decode_ratio,
-        "expected_ratio": expected,
-        "decoded_with": sorted({done.method for done in _completions(own)}),
-        "optimise_seconds": round(sum(done.timings.optimise_s for done in _completions(own)), 3),
+        "expected_ratio": expected_ratio,
+        "decoded_with": sorted({completion.method for completion in _completions(method_runs)}),
+        "optimise_seconds": round(sum(completion.timings.optimise_s for completion in _completions(method_runs)), 3),
     }
 
 
@@ -111,23 +111,29 @@ def _completions(runs: Runs) -> list[Completion]:
     return [run.completion for run in runs.by_prompt.values() if run.completion is not None]
 
 
-def _against_expected(
-    own: Sequence[Completion], base: Sequence[Completion], costs: CostProfile | None
+def _decode_ratios(
+    method_completions: Sequence[Completion], base_completions: Sequence[Completion], costs: CostProfile | None
 ) -> tuple[float | None, float | None]:
     """Return the ratio of decoding speeds without prefill and search, and the ratio expected from measured costs.
 
     The expected ratio is Eq. 6's for one layer set, or the drafter's own estimate where it decides by such costs; None
     where neither is there, or no target pass came after the prefill.
     """
-    expected = expected_of(costs, own)
-    if expected is None or not all(sum(done.target_passes for done in side) for side in (own, base)):
+    expected_ratio = expected_of(costs, method_completions)
+    if expected_ratio is None or not all(
+        sum(completion.target_passes for completion in completions)
+        for completions in (method_completions, base_completions)
+    ):
         return None, None
     speeds = [
-        sum(done.n_tokens - done.first_tokens for done in side)
-        / sum(done.timings.total_s - done.prefill_s - done.timings.optimise_s for done in side)
-        for side in (own, base)
+        sum(completion.n_tokens - completion.first_tokens for completion in completions)
+        / sum(
+            completion.timings.total_s - completion.prefill_s - completion.timings.optimise_s
+            for completion in completions
+        )
+        for completions in (method_completions, base_completions)
     ]
-    return speeds[0] / speeds[1], expected
+    return speeds[0] / speeds[1], expected_ratio
 
 
 def _decoder_by_task(session: Session, planner: Planner, costs: CostProfile | None) -> Decode:

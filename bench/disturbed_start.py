@@ -54,12 +54,12 @@ def start(model: str, prompts: Sequence[Prompt], max_new_tokens: int, is_disturb
         name = model_card(client)["id"]
         for prompt in prompts[:N_WARM]:
             ask(client, name, max_new_tokens, "best", prompt)
-        measured = measure(client, prompts[N_WARM:], max_new_tokens, 1, len(prompts), lambda line: None)
-    after = measured["tuning"]["costs"]
+        report = measure(client, prompts[N_WARM:], max_new_tokens, 1, len(prompts), lambda line: None)
+    after = report["tuning"]["costs"]
     return {
         "disturbed": is_disturbed,
-        "ratio": measured["windows"][0],
-        "equal": measured["equal"],
+        "ratio": report["windows"][0],
+        "equal": report["equal"],
         "quality": [costs["quality"], after["quality"]],
         "remark": costs["remark"],
         "pass_s": [costs["pass_s"], after["pass_s"]],
@@ -81,11 +81,16 @@ def main() -> None:
         results.append(start(args.model, prompts, args.max_new_tokens, is_disturbed))
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     ratios = {kind: [run["ratio"] for run in results if run["disturbed"] == kind] for kind in (False, True)}
-    alone, disturbed = mean(ratios[False]), mean(ratios[True])
-    spread = {
+    undisturbed_ratio, disturbed_ratio = mean(ratios[False]), mean(ratios[True])
+    spreads = {
         ("disturbed" if kind else "alone"): stdev(values) if len(values) > 1 else 0.0 for kind, values in ratios.items()
     }
-    summary = {"alone": alone, "disturbed": disturbed, "quotient": disturbed / alone, "stdev": spread}
+    summary = {
+        "alone": undisturbed_ratio,
+        "disturbed": disturbed_ratio,
+        "quotient": disturbed_ratio / undisturbed_ratio,
+        "stdev": spreads,
+    }
     print(json.dumps({"schema": SCHEMA, "requests": len(prompts), **summary, "results": results}))
 
 

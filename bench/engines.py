@@ -57,46 +57,63 @@ class EngineChecks:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        ours, theirs = self.own.get("acceptance"), self.exported.get("acceptance")
+        our_acceptance, engine_acceptance = self.own.get("acceptance"), self.exported.get("acceptance")
         if self.exported["reason"] is not None:
             return (self.engine, *"–––––", f"not run: {self.exported['reason']}")
-        counts = "–" if theirs is None else f"{self.exported['accepted']} / {self.exported['drafted']}"
+        counts = "–" if engine_acceptance is None else f"{self.exported['accepted']} / {self.exported['drafted']}"
         return (
             self.engine,
             counts,
-            number(theirs, 3),
-            number(ours, 3),
-            number(theirs / ours if theirs is not None and ours else None, 3),
+            number(engine_acceptance, 3),
+            number(our_acceptance, 3),
+            number(engine_acceptance / our_acceptance if engine_acceptance is not None and our_acceptance else None, 3),
             number(self.ngram.get("acceptance"), 3),
             f"{self.exported['identical']} of {self.exported['of']}",
         )
 
 
-def swiftopt(words: Sequence[str]) -> int:
+def swiftopt(arguments: Sequence[str]) -> int:
     """Run a command line of `swiftopt` and return its exit code."""
-    return subprocess.run([sys.executable, "-m", "swiftopt", *words], check=False).returncode
+    return subprocess.run([sys.executable, "-m", "swiftopt", *arguments], check=False).returncode
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks; return 1 if an installed engine failed to load its export."""
-    args = _parser().parse_args(words)
+    args = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="swiftopt-engines-") as temporary:
-        work = Path(temporary)
-        tuned, held_out = _parted(Path(args.stream), args.limit, work)
-        db = str(work / "plans.db")
+        work_folder = Path(temporary)
+        tuned_stream, held_out = _split_stream(Path(args.stream), args.limit, work_folder)
+        db = str(work_folder / "plans.db")
         common = ("--model", args.model, "--db", db)
-        how = ("--task", TASK, "--method", "swift", "--draft-format", "stored", "--max-new-tokens", TUNED_TOKENS)
-        tune = ["tune", *common, "--stream", str(tuned), *how, "--out", str(work / "out.jsonl")]
-        given = ["layers", "import", str(args.layer_set), *common, "--task", TASK]
-        if code := swiftopt(given if args.layer_set else tune):
+        decoding_options = (
+            "--task",
+            TASK,
+            "--method",
+            "swift",
+            "--draft-format",
+            "stored",
+            "--max-new-tokens",
+            TUNED_TOKENS,
+        )
+        tune = [
+            "tune",
+            *common,
+            "--stream",
+            str(tuned_stream),
+            *decoding_options,
+            "--out",
+            str(work_folder / "out.jsonl"),
+        ]
+        import_arguments = ["layers", "import", str(args.layer_set), *common, "--task", TASK]
+        if code := swiftopt(import_arguments if args.layer_set else tune):
             return code
         folders = {}
         for engine in dict.fromkeys((REFERENCE, *args.engines.split(","))):
-            folders[engine] = work / engine
+            folders[engine] = work_folder / engine
             export = ["export", f"{args.model}/{TASK}", "--to", engine, "--out", str(folders[engine])]
             if code := swiftopt([*export, "--db", db]):
                 return code
-        checks = _measured(args, folders, held_out)
+        checks = _measure(args, folders, held_out)
     headings = ("accepted / drafted", "acceptance", "swiftopt's", "÷ swiftopt's", "own n-grams")
     title = f"{args.model}: exported drafts in their engines"
     columns = [folding("engine"), *map(numeric, headings), folding("equal to its own plain")]
@@ -119,17 +136,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parted(stream: Path, limit: int | None, work: Path) -> tuple[Path, Path]:
+def _split_stream(stream: Path, limit: int | None, work_folder: Path) -> tuple[Path, Path]:
     """Split the stream into two files of one task: even lines to tune on, odd lines to measure on."""
     lines = [json.loads(line) for line in stream.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
-    paths = (work / "tuned.jsonl", work / "held-out.jsonl")
-    for first, path in enumerate(paths):
-        task_lines = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[first::2]]
+    paths = (work_folder / "tuned.jsonl", work_folder / "held-out.jsonl")
+    for first_line, path in enumerate(paths):
+        task_lines = [json.dumps({**line, "task": TASK}) + "\n" for line in lines[first_line::2]]
         path.write_text("".join(task_lines), encoding="utf-8")
     return paths
 
 
-def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
+def _measure(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path) -> list[EngineChecks]:
     """Measure the engines in turn; before an engine, measure swiftopt with its draft length and stopping rule."""
     folder = local_folder(resolve(args.model), note)
     questions = questions_of(folder, read_stream(str(stream)), args.max_new_tokens)
@@ -160,8 +177,10 @@ def _measured(args: argparse.Namespace, folders: Mapping[str, Path], stream: Pat
             name = f"draft-{rule[0]}" + (f"-{rule[1]:g}" if rule[1] else "")
             (baselines[rule],) = run(Row(PACKAGES["swiftopt"], name, "folder", options, checkpoint))
         package = row.engine.name
-        plain, ngram, theirs = run(rows_by_name[f"{package}/plain"], rows_by_name[f"{package}/ngram"], row)
-        checks.append(EngineChecks(engine, plain, ngram, theirs, baselines.get(rule, {})))
+        plain_result, ngram_result, exported_result = run(
+            rows_by_name[f"{package}/plain"], rows_by_name[f"{package}/ngram"], row
+        )
+        checks.append(EngineChecks(engine, plain_result, ngram_result, exported_result, baselines.get(rule, {})))
         # Written after every engine, so that an interrupted run keeps the finished ones.
         if args.json:
             args.json.write_text(json.dumps([check.report for check in checks], indent=1) + "\n", encoding="utf-8")

@@ -93,18 +93,18 @@ SHAPES = {
 
 
 @torch.inference_mode()
-def permuting_runtime(shape: ModelShape, device: str) -> Runtime:
+def permuting_runtime(model_shape: ModelShape, device: str) -> Runtime:
     """A random bfloat16 model whose head reads a permutation of its embeddings.
 
     This gives each token one likely successor, which is the likelier the less the sub-layers add to the residual
     stream. With a random head the top logits would nearly tie, and rounding would decide between them.
     """
     torch.manual_seed(0)
-    runtime = random_runtime(shape.config(), device)
+    runtime = random_runtime(model_shape.config(), device)
     model = cast(Any, runtime.hf_model)
     embedding = model.get_input_embeddings().weight
     embedding.normal_()
-    successors = embedding[torch.randperm(shape.vocab, device=device)] / shape.hidden**0.5
+    successors = embedding[torch.randperm(model_shape.vocab, device=device)] / model_shape.hidden**0.5
     model.get_output_embeddings().weight.copy_(successors)
     return runtime
 
@@ -141,27 +141,34 @@ def drafting(layer_set: LayerSet, length: int) -> Method:
     return swift(layer_set, SwiftSettings(max_draft_length=length, early_stop=False, dynamic_verification=False))
 
 
-def make_redundant(runtime: Runtime, layer_set: LayerSet, wanted: float, n_new: int) -> float:
-    """Scale inner sub-layers by the largest factor found at which acceptance is at least `wanted`; return it."""
-    now, low, high = 0.0, 0.0, float(HALVINGS)  # Exponents of 1/2: `now` is applied, `low` gives too low an acceptance.
+def make_redundant(runtime: Runtime, layer_set: LayerSet, min_acceptance: float, n_new: int) -> float:
+    """Scale inner sub-layers by the largest factor found that keeps acceptance at `min_acceptance`; return it."""
+    applied_exponent, low_exponent, high_exponent = (
+        0.0,
+        0.0,
+        float(HALVINGS),
+    )  # Exponents of 1/2: `applied_exponent` is applied, `low_exponent` gives too low an acceptance.
     for step in range(BISECTIONS + 2):
         # Try both ends first: unscaled, then the strongest scaling.
-        tried = (0.0, high)[step] if step < 2 else (low + high) / 2
-        scale_inner(runtime, 2.0 ** (now - tried))
-        now = tried
-        if (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= wanted:
-            high = tried
+        exponent = (0.0, high_exponent)[step] if step < 2 else (low_exponent + high_exponent) / 2
+        scale_inner(runtime, 2.0 ** (applied_exponent - exponent))
+        applied_exponent = exponent
+        if (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= min_acceptance:
+            high_exponent = exponent
         else:
-            low = tried
-        if high == 0.0:
+            low_exponent = exponent
+        if high_exponent == 0.0:
             break
     # Each scaling rounds the weights, so measure the result again and scale further if needed.
     while True:
-        scale_inner(runtime, 2.0 ** (now - high))
-        now = high
-        if high >= 2 * HALVINGS or (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= wanted:
-            return float(2.0**-high)
-        high += 0.125
+        scale_inner(runtime, 2.0 ** (applied_exponent - high_exponent))
+        applied_exponent = high_exponent
+        if (
+            high_exponent >= 2 * HALVINGS
+            or (run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0) >= min_acceptance
+        ):
+            return float(2.0**-high_exponent)
+        high_exponent += 0.125
 
 
 # --- measurements
@@ -189,12 +196,12 @@ def bandwidth(device: torch.device, mebibytes: int) -> dict[str, float]:
     """Return GB/s of a copy (bytes read + written) and of a bfloat16 matrix-vector product (matrix bytes read)."""
     source = torch.zeros(mebibytes << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = seconds(lambda: target.copy_(source), device)
+    copy_s = seconds(lambda: target.copy_(source), device)
     width = 1 << 12
     matrix = torch.zeros((mebibytes << 19) // width, width, dtype=torch.bfloat16, device=device)
     vector = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
     multiplied = seconds(lambda: torch.nn.functional.linear(vector, matrix), device)
-    return {"copy": 2e-9 * source.numel() / copied, "matvec": 2e-9 * matrix.numel() / multiplied}
+    return {"copy": 2e-9 * source.numel() / copy_s, "matvec": 2e-9 * matrix.numel() / multiplied}
 
 
 def bytes_per_token(runtime: Runtime) -> int:
@@ -220,9 +227,9 @@ def best_length(profile: CostProfile, layer_set: LayerSet, acceptance: float) ->
     return max(range(1, LONGEST_DRAFT + 1), key=worth)
 
 
-def speed_of(done: Completion) -> float:
+def speed_of(completion: Completion) -> float:
     """Return decoded tokens per second, without prefill and the tokens that it gave."""
-    return (done.n_tokens - done.first_tokens) / (done.timings.total_s - done.prefill_s)
+    return (completion.n_tokens - completion.first_tokens) / (completion.timings.total_s - completion.prefill_s)
 
 
 def by_turns(runtime: Runtime, method: Method, n_new: int) -> list[tuple[Completion, Completion]]:
@@ -230,44 +237,45 @@ def by_turns(runtime: Runtime, method: Method, n_new: int) -> list[tuple[Complet
 
 
 def speedup(pairs: Sequence[tuple[Completion, Completion]]) -> float:
-    return median(speed_of(fast) / speed_of(slow) for slow, fast in pairs)
+    return median(speed_of(drafted) / speed_of(plain) for plain, drafted in pairs)
 
 
-def measure(shape: ModelShape, device: str, wanted: float, speed: Speed, n_new: int) -> dict[str, Any]:
+def measure(shape: ModelShape, device: str, min_acceptance: float, speed: Speed, n_new: int) -> dict[str, Any]:
     """Return the report without its schema and shape name."""
     runtime = permuting_runtime(shape, device)
     layer_set = LayerSet.uniform(runtime.n_layers, n_skipped_for(runtime.n_layers, SKIP_RATIO))
     at_speed(runtime, speed)
-    scale = make_redundant(runtime, layer_set, wanted, n_new)
+    scale = make_redundant(runtime, layer_set, min_acceptance, n_new)
     profile = measure_costs(runtime, 256)
     alpha = run(runtime, drafting(layer_set, 4), n_new).acceptance_rate or 0.0
     length = best_length(profile, layer_set, alpha)
     pairs = by_turns(runtime, drafting(layer_set, length), n_new)
-    plain, drafted = zip(*pairs, strict=True)
-    read = bandwidth(runtime.device, shape.mebibytes)
-    plain_speed = median(map(speed_of, plain))
-    limit = 1e9 * max(read.values()) / bytes_per_token(runtime)
-    ratio, expected = speedup(pairs), expected_of(profile, drafted) or 0.0
+    plain_completions, drafted_completions = zip(*pairs, strict=True)
+    read_gb_s = bandwidth(runtime.device, shape.mebibytes)
+    plain_speed = median(map(speed_of, plain_completions))
+    limit = 1e9 * max(read_gb_s.values()) / bytes_per_token(runtime)
+    ratio, expected_ratio = speedup(pairs), expected_of(profile, drafted_completions) or 0.0
     report = {
         "device": device_name(runtime.device),
         "dtype": runtime.dtype_name,
         "speed": speed,
         "parameters": runtime.info.n_parameters,
-        "bandwidth_gb_s": read,
+        "bandwidth_gb_s": read_gb_s,
         "plain": {"tokens_per_s": plain_speed, "limit_tokens_per_s": limit, "share": plain_speed / limit},
         "pass_ms": {
             "draft": 1e3 * draft_seconds(runtime, layer_set),
             "verify": {str(n): 1e3 * profile.target_pass_s(n) for n in VERIFY_ROWS},
         },
-        "redundancy": {"wanted": wanted, "scale": scale},
+        "redundancy": {"wanted": min_acceptance, "scale": scale},
         "draft": {
             "skip_ratio": layer_set.skip_ratio,
             "length": length,
-            "acceptance_rate": sum(done.accepted for done in drafted) / sum(done.drafted for done in drafted),
-            "mean_generated_length": drafted[0].mean_generated_length,
+            "acceptance_rate": sum(completion.accepted for completion in drafted_completions)
+            / sum(completion.drafted for completion in drafted_completions),
+            "mean_generated_length": drafted_completions[0].mean_generated_length,
             "ratio": ratio,
-            "expected_ratio": expected,
-            "measured_over_expected": ratio / expected if expected else None,
+            "expected_ratio": expected_ratio,
+            "measured_over_expected": ratio / expected_ratio if expected_ratio else None,
             "identical": _identical(*pairs[0]),
         },
     }
@@ -290,13 +298,13 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
             continue
         ready_s, method = perf_counter() - clock, adaptive(runtime, profile, name)
         pairs = by_turns(runtime, method, n_new)
-        done = pairs[0][1]
+        drafted_completion = pairs[0][1]
         by_format[name] = {
             "ready_s": ready_s,
             "pass_ms": 1e3 * draft_seconds(runtime, LayerSet(runtime.n_layers).filled(name)),
-            "acceptance_rate": done.acceptance_rate,
+            "acceptance_rate": drafted_completion.acceptance_rate,
             "ratio": speedup(pairs),
-            "expected_ratio": expected_of(profile, [done]),
+            "expected_ratio": expected_of(profile, [drafted_completion]),
             "identical": _identical(*pairs[0]),
         }
     return by_format, profile
@@ -313,8 +321,11 @@ def measure_load(runtime: Runtime, profile: CostProfile, n_new: int) -> dict[str
             (run_together(runtime, PLAIN, n_new, n), run_together(runtime, method, n_new, n))
             for _ in range(LOAD_REPEATS)
         ]
-        plain, ratio = median(slow for slow, _ in pairs), median(fast / slow for slow, fast in pairs)
-        by_load[str(n)] = {"plain_tokens_per_s": plain, "ratio": ratio}
+        median_plain_tok_s, ratio = (
+            median(plain_tok_s for plain_tok_s, _ in pairs),
+            median(drafted_tok_s / plain_tok_s for plain_tok_s, drafted_tok_s in pairs),
+        )
+        by_load[str(n)] = {"plain_tokens_per_s": median_plain_tok_s, "ratio": ratio}
     return by_load
 
 
@@ -330,18 +341,21 @@ def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> N
 
 
 def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:
-    parts = Resources(runtime, LayerSet(runtime.n_layers), costs=profile)
-    return build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
+    resources = Resources(runtime, LayerSet(runtime.n_layers), costs=profile)
+    return build("adaptive", resources, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
 
 
-def _identical(one: Completion, other: Completion) -> float:
-    return sum(a == b for a, b in zip(one.token_ids, other.token_ids, strict=True)) / one.n_tokens
+def _identical(first_completion: Completion, second_completion: Completion) -> float:
+    return (
+        sum(a == b for a, b in zip(first_completion.token_ids, second_completion.token_ids, strict=True))
+        / first_completion.n_tokens
+    )
 
 
 def table(report: dict[str, Any]) -> str:
     plain, draft, passes = report["plain"], report["draft"], report["pass_ms"]
     verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in passes["verify"].items())
-    gb_s = ", ".join(f"{name} {value:.0f}" for name, value in report["bandwidth_gb_s"].items())
+    gb_s = ", ".join(f"{name} {gb_s_value:.0f}" for name, gb_s_value in report["bandwidth_gb_s"].items())
     rows = (
         ("model", f"{report['shape']}, {report['parameters'] / 1e9:.2f}e9 parameters, {report['dtype']}"),
         ("device", f"{report['device']}, {report['speed']} runtime"),
@@ -363,12 +377,12 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
 
 
-def _format_words(own: dict[str, Any]) -> str:
-    if "reason" in own:
-        return f"none: {own['reason']}"
-    alpha = "nothing drafted" if own["acceptance_rate"] is None else f"α {own['acceptance_rate']:.2f}"
-    times = f"{own['pass_ms']:.2f} ms, ready in {own['ready_s']:.1f} s"
-    return f"{times}, {alpha}, {own['ratio']:.2f}x"
+def _format_words(figures: dict[str, Any]) -> str:
+    if "reason" in figures:
+        return f"none: {figures['reason']}"
+    alpha = "nothing drafted" if figures["acceptance_rate"] is None else f"α {figures['acceptance_rate']:.2f}"
+    times = f"{figures['pass_ms']:.2f} ms, ready in {figures['ready_s']:.1f} s"
+    return f"{times}, {alpha}, {figures['ratio']:.2f}x"
 
 
 def obstacle(shape: ModelShape, device: str) -> str | None:
@@ -379,9 +393,11 @@ def obstacle(shape: ModelShape, device: str) -> str | None:
         return "this machine has no CUDA device: pass --device cpu --shape tiny to see the report"
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.inner
     needed = SPARE * 2 * (shape.n_layers * per_layer + 2 * shape.vocab * shape.hidden) + 2 * (shape.mebibytes << 20)
-    free = torch.cuda.mem_get_info(torch.device(device))[0]
-    if free < needed:
-        return f"the model needs {needed / 1e9:.0f} GB, and {device} has {free / 1e9:.0f} GB free: use --shape tiny"
+    free_bytes = torch.cuda.mem_get_info(torch.device(device))[0]
+    if free_bytes < needed:
+        return (
+            f"the model needs {needed / 1e9:.0f} GB, and {device} has {free_bytes / 1e9:.0f} GB free: use --shape tiny"
+        )
     return None
 
 

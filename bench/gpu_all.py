@@ -48,11 +48,21 @@ def steps(device: str) -> list[DeviceStep]:
         return ("-m", "swiftopt.bench.gpu", "--shape", shape, "--speed", speed, "--device", device, "--tokens", "64")
 
     # Disable pytest-benchmark of GPU images: it warns when used with xdist, and warnings are errors here.
-    tested = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(min(6, cpu_count() or 1)))
+    test_command = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-n",
+        str(min(6, cpu_count() or 1)),
+    )
     plan = [
         DeviceStep("machine", ("-m", "torch.utils.collect_env"), 20),
-        DeviceStep("tests", (*tested, "-m", "gpu", *tests), 60),
-        DeviceStep("kernels", (*tested, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
+        DeviceStep("tests", (*test_command, "-m", "gpu", *tests), 60),
+        DeviceStep("kernels", (*test_command, str(ROOT / "tests" / "unit" / "test_row_invariant.py")), 60),
     ]
     if on_gpu:
         plan += [
@@ -72,7 +82,7 @@ def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
         print(f"== {step.name}: no time is left for it", flush=True)
         return {"step": step.name, "exit": None, "seconds": 0.0}
     print(f"== {step.name}: python {' '.join(step.words)}", flush=True)
-    clock, last = perf_counter(), ""
+    started_s, last_line = perf_counter(), ""
     with subprocess.Popen(
         [sys.executable, *step.words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -83,13 +93,13 @@ def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            last = line
+            last_line = line
         process.wait()
         for timer in timers:
             timer.cancel()
-    if last.startswith("{"):
-        (folder / f"{step.name}.json").write_text(json.dumps(json.loads(last), indent=1) + "\n", encoding="utf-8")
-    return {"step": step.name, "exit": process.returncode, "seconds": round(perf_counter() - clock, 1)}
+    if last_line.startswith("{"):
+        (folder / f"{step.name}.json").write_text(json.dumps(json.loads(last_line), indent=1) + "\n", encoding="utf-8")
+    return {"step": step.name, "exit": process.returncode, "seconds": round(perf_counter() - started_s, 1)}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -99,16 +109,18 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(args)
     options.out.mkdir(parents=True, exist_ok=True)
-    done: list[dict[str, object]] = []
+    finished_steps: list[dict[str, object]] = []
     clock = perf_counter()
     for step in steps(options.device):
-        done.append(run(step, options.out, TOTAL_S - (perf_counter() - clock)))
-        report = {"schema": SCHEMA, "device": options.device, "steps": done}
+        finished_steps.append(run(step, options.out, TOTAL_S - (perf_counter() - clock)))
+        report = {"schema": SCHEMA, "device": options.device, "steps": finished_steps}
         (options.out / "steps.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    failed = [str(one["step"]) for one in done if one["exit"]]
-    n_ran = sum(one["exit"] == 0 for one in done)
-    print(f"{n_ran} of {len(done)} steps ran" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return 1 if failed else 0
+    failed_steps = [str(finished_step["step"]) for finished_step in finished_steps if finished_step["exit"]]
+    n_ran = sum(finished_step["exit"] == 0 for finished_step in finished_steps)
+    print(
+        f"{n_ran} of {len(finished_steps)} steps ran" + (f"; failed: {', '.join(failed_steps)}" if failed_steps else "")
+    )
+    return 1 if failed_steps else 0
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ def save_random(shape: ModelShape, device: str, folder: Path) -> list[list[int]]
     scale_inner(runtime, SCALE)
     model: Any = runtime.hf_model
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w0"))
+    word_tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w0"))
     tokenizer: Any = PreTrainedTokenizerFast
-    tokenizer(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    tokenizer(tokenizer_object=word_tokenizer, unk_token="w0").save_pretrained(folder)
     return [prompt_of(runtime, number) for number in range(N_PROMPTS)]
 
 
@@ -59,21 +59,26 @@ def left_out(report: Mapping[str, Any]) -> str:
     return f"left out: {'; '.join(rows) or 'nothing'}"
 
 
-def measure(shape: str, asked: str, words: Sequence[str], n_new: int) -> dict[str, Any]:
+def measure(shape: str, row_names: str, arguments: Sequence[str], n_new: int) -> dict[str, Any]:
     """Return the report of `bench peers`.
 
     Raises: SwiftoptError: there is no such device. KeyboardInterrupt: before all rows had answered a prompt.
     """
     with tempfile.TemporaryDirectory(prefix="swiftopt-peers-") as temporary:
         folder = Path(temporary)
-        prompts = save_random(SHAPES[shape], asked, folder)
-        if asked != "cpu":
+        prompts = save_random(SHAPES[shape], row_names, folder)
+        if row_names != "cpu":
             torch.cuda.empty_cache()
-        device = chosen_device(asked, folder, "auto")
-        how: dict[str, Any] = {"timeout_s": TIMEOUT_S, "speed": "auto", "db": f"{temporary}/plans.db", "device": device}
-        request = TurnsRequest(f"random {shape}", folder, **how)
+        device = chosen_device(row_names, folder, "auto")
+        peer_options: dict[str, Any] = {
+            "timeout_s": TIMEOUT_S,
+            "speed": "auto",
+            "db": f"{temporary}/plans.db",
+            "device": device,
+        }
+        request = TurnsRequest(f"random {shape}", folder, **peer_options)
         questions = [Question(str(i), "random", tuple(prompt), n_new) for i, prompt in enumerate(prompts)]
-        bench = Turns(request, questions, chosen_rows(words, all_rows()), note)
+        bench = Turns(request, questions, chosen_rows(arguments, all_rows()), note)
         bench.run()
         machine = device_name(torch.device(device))
         return report_of(request, bench.runs, bench.questions, machine, "swiftopt/plain", bench.interrupted)
@@ -95,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is None:
         try:
             report = measure(args.shape, args.device, args.peers.split(","), args.tokens)
-            for part in peers_view(report):
-                show(part)
+            for view in peers_view(report):
+                show(view)
             print(left_out(report))
         except SwiftoptError as error:
             reason = str(error)
@@ -106,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing was measured: {reason}", file=sys.stderr)
         report = {"skipped": reason}
     print(json.dumps(report))
-    shown = [result for result in report.get("results", ()) if result["row"].startswith(("swiftopt/", "transformers/"))]
-    return int(any(result["tok_s"] is None for result in shown))
+    decoder_rows = [
+        result for result in report.get("results", ()) if result["row"].startswith(("swiftopt/", "transformers/"))
+    ]
+    return int(any(result["tok_s"] is None for result in decoder_rows))
 
 
 if __name__ == "__main__":

@@ -93,12 +93,17 @@ def passes(model: str, dtype: str, contexts: str, rows: str, sequences: str) -> 
     runtime = load(model, dtype, "cpu", speed="eager")
     at_speed(runtime, "exact")
     results = []
-    for context, n_sequences, n_rows in product(*(map(int, words.split(",")) for words in (contexts, sequences, rows))):
+    for context, n_sequences, n_rows in product(
+        *(map(int, number_list.split(",")) for number_list in (contexts, sequences, rows))
+    ):
         results.append(pass_times(runtime, context, n_rows, n_sequences))
         ms = results[-1]["ms"]
-        parts = ", ".join(f"{name} {ms[name]:.2f}" for name in (*layout.WORK, "python"))
-        of = f" of {n_sequences} sequences" if n_sequences > 1 else ""
-        click.echo(f"{context} slots, {n_rows} rows{of}: {ms['total']:.2f} ms ({parts}); by torch {ms['eager']:.2f} ms")
+        ms_words = ", ".join(f"{name} {ms[name]:.2f}" for name in (*layout.WORK, "python"))
+        sequences_words = f" of {n_sequences} sequences" if n_sequences > 1 else ""
+        click.echo(
+            f"{context} slots, {n_rows} rows{sequences_words}: {ms['total']:.2f} ms ({ms_words});"
+            f" by torch {ms['eager']:.2f} ms"
+        )
     about = {"schema": "swiftopt.bench-passes/1", "model": model, "device": machine_name(runtime)}
     return {**about, "dtype": runtime.dtype_name, "results": results}
 
@@ -108,18 +113,18 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
     native = runtime.native
     assert isinstance(native, NativePasses)
     rows = Rows([1] * n_rows, context)
-    together = [Pass(runtime, rows, runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
+    passes = [Pass(runtime, rows, runtime.new_buffer(context + n_rows)) for _ in range(n_sequences)]
 
     def run() -> float:
         clock = perf_counter()
-        torch.cat(runtime.forward_together(together)).argmax(dim=-1).tolist()
+        torch.cat(runtime.forward_together(passes)).argmax(dim=-1).tolist()
         return perf_counter() - clock
 
     samples: dict[str, list[float]] = {}
     for repeat in range(PASS_REPEATS + 1):
         native.seconds = (ctypes.c_double * len(layout.WORK))()
         total = run()
-        parts = dict(zip(layout.WORK, native.seconds, strict=True))
+        seconds_by_part = dict(zip(layout.WORK, native.seconds, strict=True))
         # Without native kernels the runtime uses torch's operations on the same weights.
         runtime.native, native.seconds = None, None
         try:
@@ -127,8 +132,8 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
         finally:
             runtime.native = native
         if repeat:  # Round 0 is a warm-up.
-            python = total - sum(parts.values())
-            for name, seconds in {"total": total, **parts, "python": python, "eager": eager}.items():
+            python = total - sum(seconds_by_part.values())
+            for name, seconds in {"total": total, **seconds_by_part, "python": python, "eager": eager}.items():
                 samples.setdefault(name, []).append(1e3 * seconds)
     ms = {name: round(median(values), 2) for name, values in samples.items()}
     model: Any = runtime.hf_model
@@ -160,8 +165,8 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     settings = SwiftSettings(max_steps=10**6, patience=10**6, target_matchness=1.0, strategy="random")
     session = Session(runtime, Sampling(), 64)
     context = context_of(session, session.encode(read_stream(stream, limit=1)[0]), settings.context_window)
-    picked = random.Random(1).sample(searchable(runtime.n_layers), n_skipped_for(runtime.n_layers, SKIP_RATIO))
-    variants = (LayerSet(runtime.n_layers).skipping(picked),)
+    skipped = random.Random(1).sample(searchable(runtime.n_layers), n_skipped_for(runtime.n_layers, SKIP_RATIO))
+    variants = (LayerSet(runtime.n_layers).skipping(skipped),)
     window = Rows(context.token_ids[-settings.context_window - 1 : -1], context.root_slot, variants=variants)
 
     def draft_pass() -> object:
@@ -180,9 +185,9 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
         runs[f"steps of {batch}"] = partial(score, search)
     ms = timed(runs)
     per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in batches}
-    share = {batch: round(value / ms["draft pass"], 3) for batch, value in per_step.items()}
+    draft_passes = {batch: round(share_of_pass / ms["draft pass"], 3) for batch, share_of_pass in per_step.items()}
     about = {"schema": "swiftopt.bench-step/1", "model": model, "device": machine_name(runtime)}
-    return {**about, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": share}
+    return {**about, "ms": ms, "ms_per_step": per_step, "share_of_draft_pass": draft_passes}
 
 
 def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
@@ -256,8 +261,8 @@ def peak_bytes(model: str, method: str, n_prompt: int, max_new_tokens: int, dtyp
 @click.option("--json", "as_json", is_flag=True)
 def head_rank_of(model: str, as_json: bool) -> dict[str, Any] | None:
     """The rank of a model's head, by its singular values (AdaDecode, Table 4)."""
-    loaded: Any = load(model, "auto", "cpu").hf_model
-    head = loaded.get_output_embeddings().weight.detach()
+    hf_model: Any = load(model, "auto", "cpu").hf_model
+    head = hf_model.get_output_embeddings().weight.detach()
     rank, smallest = head_rank(head)
     vocab, width = head.shape
     if not as_json:
@@ -272,8 +277,8 @@ def head_rank(weight: torch.Tensor) -> tuple[int, float]:
 
     Computed in float64 as roots of the eigenvalues of WᵀW; values below 1e-7 of the largest count as 0.
     """
-    wide = weight.double()
-    values = torch.linalg.eigvalsh(wide.T @ wide).clamp_min(0).sqrt()
+    double_weight = weight.double()
+    values = torch.linalg.eigvalsh(double_weight.T @ double_weight).clamp_min(0).sqrt()
     return int((values > 1e-7 * values.max()).sum()), float(values.min())
 
 
@@ -314,11 +319,18 @@ def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[
         try:
             asyncio.run(flat_out(port, 1.0))  # One second of warm-up.
             per_second = asyncio.run(flat_out(port, seconds))
-            taken = asyncio.run(steady(port, seconds))
+            latencies_ms = asyncio.run(steady(port, seconds))
         finally:
             process.terminate()
-    shares = {f"p{share}_ms": round(taken[int(len(taken) * share / 100)], 2) for share in (50, 90, 99)}
-    return {"per_second": round(per_second), **shares, "longest_ms": round(taken[-1], 2), "n": len(taken)}
+    percentiles = {
+        f"p{percent}_ms": round(latencies_ms[int(len(latencies_ms) * percent / 100)], 2) for percent in (50, 90, 99)
+    }
+    return {
+        "per_second": round(per_second),
+        **percentiles,
+        "longest_ms": round(latencies_ms[-1], 2),
+        "n": len(latencies_ms),
+    }
 
 
 class Connection:
@@ -327,7 +339,7 @@ class Connection:
     def __init__(self, port: int) -> None:
         self._port = port
         self._lock = asyncio.Lock()
-        self._pair: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._reader_and_writer: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def look_up(self, number: int) -> None:
         """Request a layer set and read the whole answer.
@@ -336,9 +348,9 @@ class Connection:
         """
         path = f"/v1/layer-sets/org%2Fmodel-7b/task{number % N_SETS}"
         async with self._lock:
-            if self._pair is None:
-                self._pair = await asyncio.open_connection("127.0.0.1", self._port)
-            reader, writer = self._pair
+            if self._reader_and_writer is None:
+                self._reader_and_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            reader, writer = self._reader_and_writer
             writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(head.split("content-length:")[1].split("\r\n")[0])
@@ -349,33 +361,33 @@ class Connection:
 
 async def flat_out(port: int, seconds: float) -> float:
     """Return requests per second over `N_CONNECTIONS`, each sending as soon as the last answer has arrived."""
-    began = perf_counter()
+    started_s = perf_counter()
 
-    async def ask(connection: Connection, first: int) -> int:
-        number = first
-        while perf_counter() - began < seconds:
+    async def ask(connection: Connection, first_number: int) -> int:
+        number = first_number
+        while perf_counter() - started_s < seconds:
             await connection.look_up(number)
             number += 1
-        return number - first
+        return number - first_number
 
-    done = await asyncio.gather(*(ask(Connection(port), 13 * i) for i in range(N_CONNECTIONS)))
-    return sum(done) / (perf_counter() - began)
+    n_answers = await asyncio.gather(*(ask(Connection(port), 13 * i) for i in range(N_CONNECTIONS)))
+    return sum(n_answers) / (perf_counter() - started_s)
 
 
 async def steady(port: int, seconds: float) -> list[float]:
     """Return the latencies in ms from scheduled send time to complete answer, ascending."""
     connections = [Connection(port) for _ in range(N_CONNECTIONS)]
 
-    async def ask(number: int, due: float) -> float:
+    async def ask(number: int, due_s: float) -> float:
         await connections[number % N_CONNECTIONS].look_up(number)
-        return 1e3 * (perf_counter() - due)
+        return 1e3 * (perf_counter() - due_s)
 
-    began, asked = perf_counter(), []
+    started_s, tasks = perf_counter(), []
     for number in range(int(seconds * LOOKUP_RATE)):
-        due = began + number / LOOKUP_RATE
-        await asyncio.sleep(max(0.0, due - perf_counter()))
-        asked.append(asyncio.create_task(ask(number, due)))
-    return sorted(await asyncio.gather(*asked))
+        due_s = started_s + number / LOOKUP_RATE
+        await asyncio.sleep(max(0.0, due_s - perf_counter()))
+        tasks.append(asyncio.create_task(ask(number, due_s)))
+    return sorted(await asyncio.gather(*tasks))
 
 
 if __name__ == "__main__":

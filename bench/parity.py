@@ -46,8 +46,8 @@ def random_sets(n_layers: int, count: int) -> dict[str, LayerSet]:
     sets = {}
     for seed in range(count):
         ratio = SKIP_RATIOS[seed % len(SKIP_RATIOS)]
-        picked = random.Random(seed).sample(searchable(n_layers), n_skipped_for(n_layers, ratio))
-        sets[f"random {seed} (r = {ratio})"] = LayerSet(n_layers).skipping(picked)
+        skipped = random.Random(seed).sample(searchable(n_layers), n_skipped_for(n_layers, ratio))
+        sets[f"random {seed} (r = {ratio})"] = LayerSet(n_layers).skipping(skipped)
     return sets
 
 
@@ -58,19 +58,19 @@ def margin_and_noise(runtime: Runtime, ids: Sequence[int]) -> tuple[float, float
     buffer = runtime.new_buffer(len(ids) + MARGIN_ROWS)
     if len(ids) > 1:
         runtime.prefill(ids[:-1], buffer)
-    one = runtime.forward(Rows(ids[-1:], len(ids) - 1), buffer)[0].float()
-    start = max(0, len(ids) - MARGIN_ROWS)
-    wide = runtime.forward(Rows(ids[start:], start), buffer)[-1].float()
-    best = one.topk(2)
-    return float(best.values[0] - best.values[1]), float((one - wide).abs()[best.indices].max())
+    single_row = runtime.forward(Rows(ids[-1:], len(ids) - 1), buffer)[0].float()
+    first_row = max(0, len(ids) - MARGIN_ROWS)
+    many_rows = runtime.forward(Rows(ids[first_row:], first_row), buffer)[-1].float()
+    best = single_row.topk(2)
+    return float(best.values[0] - best.values[1]), float((single_row - many_rows).abs()[best.indices].max())
 
 
 def adaptive_drafts(runtime: Runtime, formats: Sequence[str], costs: CostProfile | None = None) -> dict[str, Method]:
     """Return adaptive drafting in each format; its costs are measured here if none are given."""
     costs = with_formats(runtime, costs or measure_costs(runtime, SMALLEST_BUCKET), formats)
-    parts = Resources(runtime, costs=costs)
+    resources = Resources(runtime, costs=costs)
     return {
-        f"adaptive, {name}": build("adaptive", parts, AdaptiveSettings.from_json({"draft_format": name}))
+        f"adaptive, {name}": build("adaptive", resources, AdaptiveSettings.from_json({"draft_format": name}))
         for name in dict.fromkeys(formats)
     }
 
@@ -83,22 +83,22 @@ def compare(
     Args: against: "plain", our own plain decoding, or "transformers".
     """
     session = Session(runtime, Sampling(), max_new_tokens)
-    same = dict.fromkeys(methods, 0)
+    n_equal_by_method = dict.fromkeys(methods, 0)
     divergences: list[dict[str, Any]] = []
     n_prompts = n_tokens = 0
-    for prompt, ids, expected in _references(session, prompts, against):
+    for prompt, ids, reference in _references(session, prompts, against):
         n_prompts += 1
-        n_tokens += len(expected)
+        n_tokens += len(reference)
         for name, method in methods.items():
             token_ids = session.run(prompt, method)[0].completion.token_ids
-            if token_ids == expected:
-                same[name] += 1
+            if token_ids == reference:
+                n_equal_by_method[name] += 1
                 continue
-            differ = (i for i, (a, b) in enumerate(zip(token_ids, expected, strict=False)) if a != b)
-            at = next(differ, len(expected))
-            margin, noise = margin_and_noise(runtime, [*ids, *expected[:at]])
-            divergences.append({"prompt": prompt.id, "set": name, "token": at, "margin": margin, "noise": noise})
-        print(f"{prompt.id}: {json.dumps(same)}", file=sys.stderr, flush=True)
+            differ = (i for i, (a, b) in enumerate(zip(token_ids, reference, strict=False)) if a != b)
+            position = next(differ, len(reference))
+            margin, noise = margin_and_noise(runtime, [*ids, *reference[:position]])
+            divergences.append({"prompt": prompt.id, "set": name, "token": position, "margin": margin, "noise": noise})
+        print(f"{prompt.id}: {json.dumps(n_equal_by_method)}", file=sys.stderr, flush=True)
     return {
         "schema": SCHEMA,
         "device": machine_name(runtime),
@@ -106,7 +106,7 @@ def compare(
         "against": against,
         "prompts": n_prompts,
         "tokens": n_tokens,
-        "identical": same,
+        "identical": n_equal_by_method,
         "divergences": divergences,
     }
 
@@ -124,11 +124,11 @@ def _references(
                 turn = replace(turn, turns=(), messages=history)
             ids = session.encode(turn)
             if against == "plain":
-                expected = session.run(turn, PLAIN)[0].completion.token_ids
+                reference = session.run(turn, PLAIN)[0].completion.token_ids
             else:
-                expected = hf_generate(session, ids, session.max_new_tokens)
-            yield turn, ids, expected
-            answer = session.ending(session.max_new_tokens).text(expected)
+                reference = hf_generate(session, ids, session.max_new_tokens)
+            yield turn, ids, reference
+            answer = session.ending(session.max_new_tokens).text(reference)
             history = (*history, {"role": "assistant", "content": answer})
 
 

@@ -98,7 +98,7 @@ class TextRecord(Record):
             raise InvalidInput("the --record was made with another model: name another file, and it is recorded anew")
 
 
-def recorded(
+def record_texts(
     runtime: Runtime, prompts: Sequence[Prompt], max_new_tokens: int, on_step: Callable[[str], None]
 ) -> TextRecord:
     """Complete the prompts greedily and measure pass costs; only the first turn of a chat is used."""
@@ -108,9 +108,9 @@ def recorded(
     texts = []
     for prompt in prompts:
         ids = session.encode(prompt)
-        ((_, done),) = session.run(prompt, PLAIN)
-        texts.append(Text(prompt.id, (*ids, *done.token_ids), len(ids)))
-        on_step(f"record: {prompt.id}, {done.n_tokens} tokens")
+        ((_, completion),) = session.run(prompt, PLAIN)
+        texts.append(Text(prompt.id, (*ids, *completion.token_ids), len(ids)))
+        on_step(f"record: {prompt.id}, {completion.n_tokens} tokens")
     return TextRecord(tuple(texts), measure_costs(runtime, context_bucket(longest), on_step))
 
 
@@ -130,11 +130,13 @@ class Bench:
             )
         self._rule = Session(runtime, Sampling(), 1).rule()
         # Scores of each layer set on the first windows, in their order.
-        self._seen: dict[LayerSet, list[WindowScore]] = {}
+        self._window_scores: dict[LayerSet, list[WindowScore]] = {}
         # (layer set, n) -> objective and replay over the first n windows.
-        self._worths: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}
-        scratch = self.window * AT_ONCE
-        windows = [context for text in self.texts for context in self._grown(text, self.window, scratch)]
+        self._objectives: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}
+        n_scratch_rows = self.window * AT_ONCE
+        windows = [
+            context for text in self.texts for context in self._growing_contexts(text, self.window, n_scratch_rows)
+        ]
         # Shuffled, so that the first few windows come from several texts.
         self._windows = random.Random(0).sample(windows, len(windows))
 
@@ -143,65 +145,71 @@ class Bench:
         """Number of disjoint windows on which a layer set is judged."""
         return len(self._windows)
 
-    def contexts(self, scratch: int) -> Iterator[tuple[str, Context]]:
+    def contexts(self, n_scratch_rows: int) -> Iterator[tuple[str, Context]]:
         """Yield (prompt id, context) of every text as it grows by `stride` tokens; repeats all texts endlessly."""
-        for lap in count():
+        for n_repeats in count():
             for text in self.texts:
                 # Every lap has new prompt ids, because a search may wait for a prompt that it has not seen.
-                name = f"{text.id}, lap {lap + 1}" if lap else text.id
-                for context in self._grown(text, self.stride, scratch):
+                name = f"{text.id}, lap {n_repeats + 1}" if n_repeats else text.id
+                for context in self._growing_contexts(text, self.stride, n_scratch_rows):
                     yield name, context
 
     def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
         """Return a set's objective over all windows, with the numbers of drafted and accepted tokens."""
-        self._see([layer_set], self.n_windows)
-        value, played = self._worth(layer_set, self.n_windows)
-        return value, played.draft_steps, played.tokens - self.window * self.n_windows
+        self._score_missing([layer_set], self.n_windows)
+        objective, replay_of_set = self._objective_and_replay(layer_set, self.n_windows)
+        return objective, replay_of_set.draft_steps, replay_of_set.tokens - self.window * self.n_windows
 
-    def race(self, layer_sets: Sequence[LayerSet], current: LayerSet) -> dict[LayerSet, float]:
-        """Return each set's objective divided by that of `current`, over the windows on which the set was judged.
+    def race(self, layer_sets: Sequence[LayerSet], current_set: LayerSet) -> dict[LayerSet, float]:
+        """Return each set's objective divided by that of `current_set`, over the windows on which the set was judged.
 
         A set more than `BEHIND` worse after some windows drops out; a ratio above 1 always covers all windows.
         """
-        self._see([current], self.n_windows)
+        self._score_missing([current_set], self.n_windows)
         ratios = {}
-        for first in range(0, len(layer_sets), AT_ONCE):
-            running = list(layer_sets[first : first + AT_ONCE])
+        for batch_start in range(0, len(layer_sets), AT_ONCE):
+            running = list(layer_sets[batch_start : batch_start + AT_ONCE])
             for n in (*range(LAP, self.n_windows, LAP), self.n_windows):
-                self._see(running, n)
+                self._score_missing(running, n)
                 for layer_set in running:
-                    ratios[layer_set] = self._worth(layer_set, n)[0] / self._worth(current, n)[0]
+                    ratios[layer_set] = (
+                        self._objective_and_replay(layer_set, n)[0] / self._objective_and_replay(current_set, n)[0]
+                    )
                 running = [layer_set for layer_set in running if ratios[layer_set] > 1 - BEHIND]
         return ratios
 
-    def _see(self, layer_sets: Sequence[LayerSet], n: int) -> None:
+    def _score_missing(self, layer_sets: Sequence[LayerSet], n: int) -> None:
         """Score the sets on those of the first `n` windows where they have no score yet, several sets per pass."""
-        for at in range(n):
-            new = [layer_set for layer_set in layer_sets if len(self._seen.get(layer_set, ())) == at]
-            if new:
-                scores = alone(score_window(self._windows[at], new, self.window))
-                for layer_set, score in zip(new, scores, strict=True):
-                    self._seen.setdefault(layer_set, []).append(score)
+        for window_index in range(n):
+            unscored_sets = [
+                layer_set for layer_set in layer_sets if len(self._window_scores.get(layer_set, ())) == window_index
+            ]
+            if unscored_sets:
+                scores = alone(score_window(self._windows[window_index], unscored_sets, self.window))
+                for layer_set, score in zip(unscored_sets, scores, strict=True):
+                    self._window_scores.setdefault(layer_set, []).append(score)
 
-    def _worth(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
+    def _objective_and_replay(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
         """Return a set's objective and replay over the first `n` windows, which must be scored already."""
-        if (layer_set, n) not in self._worths:
-            played = replay(self._seen[layer_set][:n], self.settings)
-            value = self.costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
-            self._worths[layer_set, n] = value, played
-        return self._worths[layer_set, n]
+        if (layer_set, n) not in self._objectives:
+            replay_of_set = replay(self._window_scores[layer_set][:n], self.settings)
+            objective = self.costs.expected_speedup(
+                layer_set, replay_of_set.tokens, replay_of_set.draft_steps, replay_of_set.widths
+            )
+            self._objectives[layer_set, n] = objective, replay_of_set
+        return self._objectives[layer_set, n]
 
     @torch.inference_mode()
-    def _grown(self, text: Text, stride: int, scratch: int) -> Iterator[Context]:
-        shared = self.runtime.new_buffer(len(text.token_ids) + scratch) if stride < self.window else None
-        done = 0
-        for end in range(text.n_prompt + self.window, len(text.token_ids) + 1, stride):
-            buffer = shared or self.runtime.new_buffer(len(text.token_ids) + scratch)
-            done = 0 if shared is None else done
+    def _growing_contexts(self, text: Text, stride: int, n_scratch_rows: int) -> Iterator[Context]:
+        shared_buffer = self.runtime.new_buffer(len(text.token_ids) + n_scratch_rows) if stride < self.window else None
+        n_prefilled = 0
+        for text_end in range(text.n_prompt + self.window, len(text.token_ids) + 1, stride):
+            buffer = shared_buffer or self.runtime.new_buffer(len(text.token_ids) + n_scratch_rows)
+            n_prefilled = 0 if shared_buffer is None else n_prefilled
             # Prefill overwrites the candidates' keys and values after the last window, as verification would.
-            self.runtime.prefill(text.token_ids[done : end - 1], buffer, done)
-            done = end - 1
-            yield Context(self.runtime, buffer, self._rule, list(text.token_ids[:end]), text.n_prompt)
+            self.runtime.prefill(text.token_ids[n_prefilled : text_end - 1], buffer, n_prefilled)
+            n_prefilled = text_end - 1
+            yield Context(self.runtime, buffer, self._rule, list(text.token_ids[:text_end]), text.n_prompt)
 
 
 def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) -> Any:
@@ -213,24 +221,24 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) ->
     settings = replace(bench.settings, strategy=strategy)
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
     search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs)
-    seconds, current, curve = 0.0, None, []
+    seconds, set_in_use, curve = 0.0, None, []
     try:
         for prompt_id, context in bench.contexts(search.scratch_rows):
             clock = perf_counter()
             alone(search.score(context, prompt_id))
             seconds += perf_counter() - clock
             passes = search.rows_run / bench.window
-            value, n_steps, n_accepted = bench.judge(search.layer_set)
-            if search.layer_set != current:
-                current = search.layer_set
-                curve.append([round(passes, 2), round(seconds, 3), round(value, 5)])
-                on_gain(strategy, passes, value)
+            objective, n_steps, n_accepted = bench.judge(search.layer_set)
+            if search.layer_set != set_in_use:
+                set_in_use = search.layer_set
+                curve.append([round(passes, 2), round(seconds, 3), round(objective, 5)])
+                on_gain(strategy, passes, objective)
             if passes >= n_passes or not search.optimising:
                 break
             deque(search.lower(Round(context, (), n_steps, n_accepted, 0, 0.0, 0.0)), 0)
     finally:
         search.finish("the benchmark is over")
-    best = max(value for _, _, value in curve)
+    best = max(objective for _, _, objective in curve)
     return {
         "strategy": strategy,
         "passes": round(passes, 2),
@@ -263,10 +271,10 @@ def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, o
             raise
         interrupted = True
     goal = GOAL * max(result["final"] for result in results)
-    base = next((result for result in results if result["strategy"] == BASE), None)
+    base_result = next((result for result in results if result["strategy"] == BASE), None)
     for result in results:
-        result["to_goal"] = _reached(result["curve"], goal)
-        result["to_base"] = None if base is None else _reached(result["curve"], GOAL * base["final"])
+        result["to_goal"] = _reaches_goal(result["curve"], goal)
+        result["to_base"] = None if base_result is None else _reaches_goal(result["curve"], GOAL * base_result["final"])
     return {
         "schema": SCHEMA,
         "interrupted": interrupted,
@@ -281,23 +289,23 @@ def compare_strategies(bench: Bench, strategies: Sequence[str], n_passes: int, o
     }
 
 
-def _reached(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, float] | None:
+def _reaches_goal(curve: Sequence[Sequence[float]], goal: float) -> Mapping[str, float] | None:
     """Return the passes and seconds after which the objective stays at or above `goal`; None if it never does."""
-    below = max((i for i, (_, _, value) in enumerate(curve) if value < goal), default=-1)
-    if below + 1 == len(curve):
+    last_below = max((i for i, (_, _, objective) in enumerate(curve) if objective < goal), default=-1)
+    if last_below + 1 == len(curve):
         return None
-    passes, seconds, _ = curve[below + 1]
+    passes, seconds, _ = curve[last_below + 1]
     return {"passes": passes, "seconds": seconds}
 
 
 # --- long search: estimate of the best reachable objective
 
 
-def with_long_search(bench: Bench, report: dict[str, Any], most: int, on_gain: OnGain) -> dict[str, Any]:
+def with_long_search(bench: Bench, report: dict[str, Any], max_judged: int, on_gain: OnGain) -> dict[str, Any]:
     """Add to `report` a long search from its best set, and each result's share of the long search's objective."""
     best = max(report["results"], key=lambda result: result["final"])
-    start = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
-    search = LongSearch(bench, start, most, on_gain)
+    start_set = LayerSet(bench.runtime.n_layers, frozenset(best["skip_attn"]), frozenset(best["skip_mlp"]))
+    search = LongSearch(bench, start_set, max_judged, on_gain)
     long_search = search.run()
     results = [{**result, "of_long": round(result["final"] / long_search["best"], 5)} for result in report["results"]]
     return {**report, "interrupted": search.interrupted, "results": results, "long_search": long_search}
@@ -311,11 +319,11 @@ class LongSearch:
     flipped, and the climb begins again. Ctrl-C ends the search with the best set so far.
     """
 
-    def __init__(self, bench: Bench, start: LayerSet, most: int, on_gain: OnGain) -> None:
-        self.bench, self.most, self.on_gain = bench, most, on_gain
-        self.current = self.best = start
+    def __init__(self, bench: Bench, start_set: LayerSet, max_judged: int, on_gain: OnGain) -> None:
+        self.bench, self.most, self.on_gain = bench, max_judged, on_gain
+        self.current = self.best = start_set
         self.n_judged, self.n_peaks, self.interrupted = 0, 0, False
-        self._draws = random.Random(bench.settings.seed)
+        self._random = random.Random(bench.settings.seed)
 
     def run(self) -> dict[str, Any]:
         started_at = self._value(self.best)
@@ -323,7 +331,7 @@ class LongSearch:
             while self.n_judged < self.most and self.best.n_searched:
                 self._climb()
                 n = self.best.n_searched
-                self.current = self._flipped(self.best, self._draws.sample(range(n), min(KICK, n)))
+                self.current = self._flip(self.best, self._random.sample(range(n), min(KICK, n)))
         except KeyboardInterrupt:
             self.interrupted = True
         return {
@@ -337,26 +345,35 @@ class LongSearch:
     def _climb(self) -> None:
         """Improve the current set until no flip of one or two sub-layers helps, or `most` sets were judged."""
         while self.n_judged < self.most:
-            singles = {(unit,): self._flipped(self.current, [unit]) for unit in range(self.current.n_searched)}
+            singles = {(sublayer,): self._flip(self.current, [sublayer]) for sublayer in range(self.current.n_searched)}
             ratios = self._race(list(singles.values()))
-            by_move = {move: ratios[layer_set] for move, layer_set in singles.items() if layer_set in ratios}
-            best_first = sorted(by_move, key=by_move.__getitem__, reverse=True)
-            helping = [move for move in best_first if by_move[move] > 1]
-            if helping:
-                self._take(singles[helping[0]])
-                for move in helping[1:]:  # Keep further flips that still help in combination.
-                    moved = self._flipped(self.current, move)
-                    if self._race([moved]).get(moved, 0.0) > 1:
-                        self._take(moved)
-            elif not self._doubled(by_move):
+            ratio_by_flip = {flip: ratios[layer_set] for flip, layer_set in singles.items() if layer_set in ratios}
+            flips_by_ratio = sorted(ratio_by_flip, key=ratio_by_flip.__getitem__, reverse=True)
+            improving_flips = [flip for flip in flips_by_ratio if ratio_by_flip[flip] > 1]
+            if improving_flips:
+                self._take(singles[improving_flips[0]])
+                for flip in improving_flips[1:]:  # Keep further flips that still help in combination.
+                    flipped = self._flip(self.current, flip)
+                    if self._race([flipped]).get(flipped, 0.0) > 1:
+                        self._take(flipped)
+            elif not self._try_pairs(ratio_by_flip):
                 self.n_peaks += self.n_judged < self.most
                 return
 
-    def _doubled(self, by_move: Mapping[tuple[int], float]) -> bool:
+    def _try_pairs(self, ratio_by_flip: Mapping[tuple[int], float]) -> bool:
         """Try pairs of flips in batches; take the best pair of the first batch that improves. Returns if one did."""
-        pairs = sorted(combinations(by_move, 2), key=lambda two: by_move[two[0]] + by_move[two[1]], reverse=True)
-        for first in range(0, min(PAIRS, len(pairs)), AT_ONCE):
-            ratios = self._race([self._flipped(self.current, [*a, *b]) for a, b in pairs[first : first + AT_ONCE]])
+        pairs = sorted(
+            combinations(ratio_by_flip, 2),
+            key=lambda flip_pair: ratio_by_flip[flip_pair[0]] + ratio_by_flip[flip_pair[1]],
+            reverse=True,
+        )
+        for batch_start in range(0, min(PAIRS, len(pairs)), AT_ONCE):
+            ratios = self._race(
+                [
+                    self._flip(self.current, [*first_flip, *second_flip])
+                    for first_flip, second_flip in pairs[batch_start : batch_start + AT_ONCE]
+                ]
+            )
             if ratios and max(ratios.values()) > 1:
                 self._take(max(ratios, key=ratios.__getitem__))
                 return True
@@ -371,15 +388,15 @@ class LongSearch:
 
     def _take(self, layer_set: LayerSet) -> None:
         self.current = layer_set
-        if (value := self._value(layer_set)) > self._value(self.best):
+        if (objective := self._value(layer_set)) > self._value(self.best):
             self.best = layer_set
-            self.on_gain("long search", self.n_judged, value)
+            self.on_gain("long search", self.n_judged, objective)
 
     def _value(self, layer_set: LayerSet) -> float:
         return self.bench.judge(layer_set)[0]
 
     @staticmethod
-    def _flipped(layer_set: LayerSet, units: Sequence[int]) -> LayerSet:
+    def _flip(layer_set: LayerSet, units: Sequence[int]) -> LayerSet:
         bits = layer_set.bits()
         return layer_set.with_bits([1 - bit if i in units else bit for i, bit in enumerate(bits)])
 
@@ -430,41 +447,41 @@ def command(
     says how far they end from the best there is: it climbs on from the best set, every step judged on all windows.
     Ctrl-C shows the strategies that have ended, and the best set of a long search.
     """
-    chosen = [word.strip() for word in strategies.split(",")]
-    for name in chosen:
+    strategy_names = [name.strip() for name in strategies.split(",")]
+    for name in strategy_names:
         strategy_info(name)
-    recorded_before = record is not None and record.exists()
-    if stream is None and not recorded_before:
+    is_recorded = record is not None and record.exists()
+    if stream is None and not is_recorded:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
     request, settings = decoding_request(values), inputs.pick(SwiftSettings, {**values, **ENDLESS})
     lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
-    if not recorded_before and max(lengths) < settings.context_window:
+    if not is_recorded and max(lengths) < settings.context_window:
         raise InvalidInput(
             f"no completion has {settings.context_window} tokens: raise --max-new-tokens or lower --window"
         )
-    if record is not None and not recorded_before:
+    if record is not None and not is_recorded:
         check_writable(record)
 
-    texts = TextRecord.read(record) if record is not None and recorded_before else None
+    texts = TextRecord.read(record) if record is not None and is_recorded else None
     runtime = inputs.load(request)
     if texts is not None:
         texts.check(runtime)
     else:
-        texts = recorded(runtime, prompts, request.max_new_tokens, note)
+        texts = record_texts(runtime, prompts, request.max_new_tokens, note)
         if record is not None:
             with writing(record):
                 texts.write(record)
     run = Bench(runtime, texts, settings, stride)
-    report = {"model": request.model, **compare_strategies(run, chosen, passes, _note_gain)}
+    report = {"model": request.model, **compare_strategies(run, strategy_names, passes, _note_gain)}
     if long_search and not report["interrupted"]:
         report = with_long_search(run, report, long_search, _note_gain)
     pictures.draw(draw_search, report)
     return Result(report, [_search_table(report)], interrupted=report["interrupted"])
 
 
-def _note_gain(strategy: str, passes: float, value: float) -> None:
-    note(f"{strategy}, {passes:.0f} passes: {value:.3f}x")
+def _note_gain(strategy: str, passes: float, objective: float) -> None:
+    note(f"{strategy}, {passes:.0f} passes: {objective:.3f}x")
 
 
 def _search_table(report: Mapping[str, Any]) -> Table:
@@ -473,8 +490,8 @@ def _search_table(report: Mapping[str, Any]) -> Table:
     rows = []
     for result in report["results"]:
         reached = result["to_goal"] or {"passes": None, "seconds": None}
-        spent = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
-        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent))
+        spent_cells = [number(figures[key], digits) for figures in (result, reached) for key, digits in SPENT.items()]
+        rows.append((result["strategy"], f"{result['final']:.3f}x", str(result["n_skipped"]), *spent_cells))
     caption = None
     if long_search := report.get("long_search"):
         caption = f"a long search over {long_search['sets']} sets: {long_search['best']:.3f}x"

@@ -49,11 +49,11 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 
 
 def _wait(client: httpx2.Client, process: subprocess.Popen[str], on_step: Callable[[str], None]) -> None:
-    until, logged = time.monotonic() + LOAD_S, ""
+    deadline_s, logged = time.monotonic() + LOAD_S, ""
     while (state := _state(client)) != "ok":
         # A state other than loading is a load error, after which the server would retry forever.
-        failed = not state.startswith("it is loading")
-        if failed or process.poll() is not None or time.monotonic() > until:
+        has_failed = not state.startswith("it is loading")
+        if has_failed or process.poll() is not None or time.monotonic() > deadline_s:
             raise ServiceUnreachable(f"the engine does not come up ({state}): try `swiftopt doctor`")
         phase = phase_of(state.partition(": ")[2])
         if phase != logged:
@@ -90,10 +90,10 @@ def measure(
         with ThreadPoolExecutor(concurrency) as pool:
             for number, block in enumerate(_blocks(prompts, 1 if concurrency == 1 else window)):
                 walls, texts = {}, {}
-                for way in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
+                for plan in ("best", "plain")[:: 1 if number % 2 == 0 else -1]:
                     clock = time.perf_counter()
-                    texts[way] = list(pool.map(partial(ask, client, card["id"], max_new_tokens, way), block))
-                    walls[way] = time.perf_counter() - clock
+                    texts[plan] = list(pool.map(partial(ask, client, card["id"], max_new_tokens, plan), block))
+                    walls[plan] = time.perf_counter() - clock
                 tuning = model_tuning(client)
                 times = {"served_s": round(walls["best"], 4), "plain_s": round(walls["plain"], 4)}
                 n_tokens = sum(n for _, n in texts["best"])
@@ -138,14 +138,14 @@ def model_tuning(client: httpx2.Client) -> dict[str, Any]:
     return dict(tuning)
 
 
-def new_shifts(tuning: dict[str, Any], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each task's latest traffic shift, without those already in `before`."""
+def new_shifts(tuning: dict[str, Any], previous_tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each task's latest traffic shift, without those already in `previous_tasks`."""
     latest = [
         {"task": task["task"], "request": task["shifts"]["at_request"], "reason": task["shifts"]["latest"]}
         for task in tuning["tasks"]
         if task["shifts"]["n"]
     ]
-    return [shift for shift in latest if shift not in before]
+    return [shift for shift in latest if shift not in previous_tasks]
 
 
 def shift_line(shift: dict[str, Any]) -> str:
@@ -162,27 +162,27 @@ def windows(results: Sequence[dict[str, Any]], window: int) -> list[float]:
 
 
 def _blocks(values: Sequence[T], size: int) -> list[Sequence[T]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
+    return [values[block_start : block_start + size] for block_start in range(0, len(values), size)]
 
 
-def ask(client: httpx2.Client, model: str, max_new_tokens: int, way: str, prompt: Prompt) -> tuple[str, int]:
+def ask(client: httpx2.Client, model: str, max_new_tokens: int, plan: str, prompt: Prompt) -> tuple[str, int]:
     """Return text and token count of one completion; of a chat only the first turn is asked."""
     common: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.max_new_tokens or max_new_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "cache_salt": f"{way} {time.perf_counter_ns()}",
-        "swiftopt": {"task": prompt.task, "plan": way},
+        "cache_salt": f"{plan} {time.perf_counter_ns()}",
+        "swiftopt": {"task": prompt.task, "plan": plan},
     }
     if prompt.text is not None:
-        done = client.post("/v1/completions", json={**common, "prompt": prompt.text})
+        completion = client.post("/v1/completions", json={**common, "prompt": prompt.text})
     else:
         messages = prompt.messages or [{"role": "user", "content": prompt.turns[0]}]
-        done = client.post("/v1/chat/completions", json={**common, "messages": list(messages)})
-    if done.status_code != 200:
-        raise ServiceUnreachable(f"the server refused prompt {prompt.id!r}: {done.json()['error']['message']}")
-    answer = done.json()
+        completion = client.post("/v1/chat/completions", json={**common, "messages": list(messages)})
+    if completion.status_code != 200:
+        raise ServiceUnreachable(f"the server refused prompt {prompt.id!r}: {completion.json()['error']['message']}")
+    answer = completion.json()
     choice = answer["choices"][0]
     text = choice["text"] if prompt.text is not None else choice["message"]["content"]
     return text, answer["usage"]["completion_tokens"]

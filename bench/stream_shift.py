@@ -48,8 +48,8 @@ OnStep = Callable[[str], None]
 
 def acceptance(runs: Sequence[Completion]) -> float | None:
     """Return the acceptance rate of all runs together; None if nothing was drafted."""
-    drafted = sum(run.drafted for run in runs)
-    return sum(run.accepted for run in runs) / drafted if drafted else None
+    n_drafted = sum(run.drafted for run in runs)
+    return sum(run.accepted for run in runs) / n_drafted if n_drafted else None
 
 
 class StreamShift:
@@ -84,13 +84,13 @@ class StreamShift:
 
         After all tasks are tuned, Ctrl-C ends the decoding, and the object covers what was decoded.
         """
-        tuned = {name: self._tuned(name, prompts) for name, prompts in self.tasks.items()}
-        first, interrupted = tuned[next(iter(tuned))], False
+        tuned_by_task = {name: self._tune_alone(name, prompts) for name, prompts in self.tasks.items()}
+        first_task_drafts, interrupted = tuned_by_task[next(iter(tuned_by_task))], False
         try:
             for name, prompts in self.tasks.items():
-                self._decode(self.runs["own"][name], f"{name}, its own set", *tuned[name], prompts)
+                self._decode(self.runs["own"][name], f"{name}, its own set", *tuned_by_task[name], prompts)
             for name, prompts in self.tasks.items():
-                self._decode(self.runs["kept"][name], f"{name}, the first task's set", *first, prompts)
+                self._decode(self.runs["kept"][name], f"{name}, the first task's set", *first_task_drafts, prompts)
             self._adapt()
         except KeyboardInterrupt:
             if not any(self.runs["own"].values()):
@@ -99,7 +99,7 @@ class StreamShift:
         results = []
         for name, prompts in self.tasks.items():
             figures = {kind: self._figures(runs[name]) for kind, runs in self.runs.items()}
-            about = {"task": name, "prompts": len(prompts), "n_skipped": tuned[name][0].n_skipped}
+            about = {"task": name, "prompts": len(prompts), "n_skipped": tuned_by_task[name][0].n_skipped}
             results.append({**about, **figures, **_gap(figures["own"]["settled"], figures["adapted"]["settled"])})
         return {
             "schema": SCHEMA,
@@ -117,7 +117,7 @@ class StreamShift:
             "results": results,
         }
 
-    def _tuned(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
+    def _tune_alone(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
         """Return the result of a search on this task alone, over its prompts twice, without saving search time."""
         self.on_step(f"{name}: searching on this task alone")
         return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
@@ -125,7 +125,7 @@ class StreamShift:
     def _decode(
         self,
         runs: list[Completion],
-        words: str,
+        label: str,
         layer_set: LayerSet,
         settings: SwiftSettings,
         prompts: Sequence[Prompt],
@@ -135,21 +135,21 @@ class StreamShift:
         for prompt in prompts:
             ((_, completion),) = self.session.run(prompt, method)
             runs.append(completion)
-            self.on_step(f"{words}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
+            self.on_step(f"{label}: {prompt.id}, α {completion.acceptance_rate or 0:.2f}")
 
     def _adapt(self) -> None:
         """Decode all tasks as one stream; record the detected shifts and the number of candidates scored."""
-        named = [(name, prompt) for name, prompts_of_task in self.tasks.items() for prompt in prompts_of_task]
+        named_prompts = [(name, prompt) for name, prompts_of_task in self.tasks.items() for prompt in prompts_of_task]
         runs = self.runs["adapted"]
-        for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named]):
+        for event in self._tuner().serve([replace(prompt, task=STREAM) for _, prompt in named_prompts]):
             if isinstance(event, TrialsDone):
                 self.n_trials += len(event.trials)
             elif isinstance(event, StreamShifted):
-                place = sum(map(len, runs.values()))
-                self.shifts.append({"prompt": place, "reason": event.reason, "n_known": event.n_known})
-                self.on_step(f"shift noticed after prompt {place + 1}: {event.reason}")
+                first_prompt = sum(map(len, runs.values()))
+                self.shifts.append({"prompt": first_prompt, "reason": event.reason, "n_known": event.n_known})
+                self.on_step(f"shift noticed after prompt {first_prompt + 1}: {event.reason}")
             elif isinstance(event, PromptFinished):
-                name = named[event.index][0]
+                name = named_prompts[event.index][0]
                 runs[name].append(event.completion)
                 self.on_step(f"{name}, adapting: {event.prompt.id}, α {event.completion.acceptance_rate or 0:.2f}")
 
@@ -208,12 +208,14 @@ def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Res
     runtime = load(request)
     session = Session(runtime, request.sampling, request.max_new_tokens)
     n_positions = max(session.check(prompt) for prompt in lines)
-    plain = stored_costs(runtime, None, n_positions, StepNotes())
+    plain_costs = stored_costs(runtime, None, n_positions, StepNotes())
 
-    def measured(*formats: str) -> CostProfile:
-        return with_formats(runtime, plain, formats, StepNotes())
+    def costs_with_formats(*formats: str) -> CostProfile:
+        return with_formats(runtime, plain_costs, formats, StepNotes())
 
-    settings, costs = exhaust(prepared(session, lines, settings, measured), lambda event: note(event_line(event) or ""))
+    settings, costs = exhaust(
+        prepared(session, lines, settings, costs_with_formats), lambda event: note(event_line(event) or "")
+    )
     shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **shift.run()}
     pictures.draw(draw_stream_shift, report)
@@ -221,12 +223,12 @@ def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Res
 
 
 def _shift_table(report: Mapping[str, Any]) -> Table:
-    noticed = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
+    shift_prompts = ", ".join(str(shift["prompt"] + 1) for shift in report["shifts"]) or "never"
     caption = (
         f"α and expected speedup after the first {report['settled_after']} prompts of each task:"
         " with its own set, with the first task's, and in one stream that adapts"
     )
-    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {noticed}"
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; shifts noticed after prompts {shift_prompts}"
     columns = [fixed("task"), *numbers("left out", "α own", "α first", "α one", "missing", "x own", "x one")]
     rows = []
     for result in report["results"]:

@@ -58,7 +58,7 @@ def table(folder: Path = RESULTS) -> str:
     Raises: InvalidInput: a file is no result.
     """
     results = _results(folder)
-    parts = []
+    sections = []
     for kind in dict.fromkeys(KINDS.values()):
         of_kind = [(path, result) for path, result in results if KINDS[result["report"]["schema"]] is kind]
         if of_kind:
@@ -69,8 +69,8 @@ def table(folder: Path = RESULTS) -> str:
                 for row in kind.rows({**result["report"], "command": result["command"]})
             )
             lines = _markdown((*kind.header, "device" if kind is PEERS_TABLE else "device, dtype", "file"), rows)
-            parts.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in of_kind)]))
-    return "\n\n".join(parts) or NOTHING
+            sections.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in of_kind)]))
+    return "\n\n".join(sections) or NOTHING
 
 
 def short_table(folder: Path = RESULTS) -> str:
@@ -78,15 +78,15 @@ def short_table(folder: Path = RESULTS) -> str:
 
     Raises: InvalidInput: a file is no result.
     """
-    parts = []
+    sections = []
     for path, result in _results(folder):
-        if named := result.get("headline"):
-            cells_by_row = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in named}
-            parts.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
-            parts.append(
+        if headline := result.get("headline"):
+            cells_by_row = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in headline}
+            sections.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
+            sections.append(
                 "\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in cells_by_row.values())))
             )
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(sections) or NOTHING
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,18 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
 
     Raises: InvalidInput: a file is no result.
     """
-    drawn = []
-    results = sorted(_results(folder), key=lambda item: (item[1]["date"], item[0].name))
-    if served := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
-        drawn.append(ManualChart(SERVING_CHART, draw_serving, served[-1]))
+    manual_charts = []
+    results = sorted(
+        _results(folder), key=lambda path_and_result: (path_and_result[1]["date"], path_and_result[0].name)
+    )
+    if serving_reports := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
+        manual_charts.append(ManualChart(SERVING_CHART, draw_serving, serving_reports[-1]))
     for _, result in results:
-        if named := result.get("headline"):
+        if headline := result.get("headline"):
             report = result["report"]
-            rows = [row for row in report["results"] if row["row"] in named]
-            drawn.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
-    return drawn
+            rows = [row for row in report["results"] if row["row"] in headline]
+            manual_charts.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
+    return manual_charts
 
 
 def out_of_date() -> list[Path]:
@@ -150,7 +152,10 @@ def _pages() -> list[tuple[Path, str]]:
 
 def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     results = [(path, _read(path)) for path in sorted(folder.glob("*.json"))]
-    return sorted(results, key=lambda item: [item[1]["report"].get(key, "") for key in ("model", "device", "dtype")])
+    return sorted(
+        results,
+        key=lambda path_and_result: [path_and_result[1]["report"].get(key, "") for key in ("model", "device", "dtype")],
+    )
 
 
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -169,9 +174,9 @@ def refreshed(text: str, body: str) -> str:
 
     Raises: InvalidInput: the markers are missing, repeated or out of order.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in head + tail:
+    head, begin_mark, after_begin = text.partition(BEGIN)
+    _, end_mark, tail = after_begin.partition(END)
+    if not begin_mark or not end_mark or BEGIN in after_begin or END in head + tail:
         raise InvalidInput(f"the page must have {BEGIN} and, after it, {END}, once each: put them where the table goes")
     return f"{head}{BEGIN}\n{body}\n{END}{tail}"
 
@@ -181,9 +186,9 @@ def _read(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidInput(f"{path} is not JSON ({error}): write the bench's object into it again") from error
-    missing = [key for key in KEYS if key not in result] if isinstance(result, dict) else list(KEYS)
-    if missing:
-        raise InvalidInput(f"{path} is no result: it lacks {missing}")
+    missing_keys = [key for key in KEYS if key not in result] if isinstance(result, dict) else list(KEYS)
+    if missing_keys:
+        raise InvalidInput(f"{path} is no result: it lacks {missing_keys}")
     schema = result["report"].get("schema") if isinstance(result["report"], dict) else None
     if schema not in KINDS:
         raise InvalidInput(f"{path} holds a report of schema {schema!r}: this version reads {', '.join(KINDS)}")
@@ -192,16 +197,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of `bench decode` and `compare`; the file has the reasons of methods that did not run."""
-    given = _options(report["command"])
-    task = _text(report, given.task or Path(given.stream).stem)
+    options = _options(report["command"])
+    task = _text(report, options.task or Path(options.stream).stem)
     task += ", stop tokens ignored" if report.get("ignore_eos") else ""
     temperature = report.get("sampling", {}).get("temperature") or 0.0
     task += f", T = {temperature:g}" if temperature else ""
-    task += f", the set of {Path(given.layer_set).name}" if given.layer_set else ""
+    task += f", the set of {Path(options.layer_set).name}" if options.layer_set else ""
     for row in report["results"]:
         name = EARLIER_NAMES.get(row["method"], row["method"])
         name += " (lossy)" if row.get("lossy") else ", searching" if row.get("optimise_seconds") else ""
-        settings = [word.removeprefix(f"{name}.") for word in given.set if word.startswith(f"{name}.")]
+        settings = [setting.removeprefix(f"{name}.") for setting in options.set if setting.startswith(f"{name}.")]
         figures: tuple[str, ...] = ("not run", "–", "–", "–", "–")
         if row["ratio"] is not None:
             figures = (
@@ -249,28 +254,28 @@ def _searched(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         rates = (number(row[run]["settled"]) for run in ("own", "kept", "adapted"))
-        missing = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
+        gap_cell = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
         # Result files written by earlier versions lack this figure.
         speeds = (number(row[run].get("expected")) for run in ("own", "adapted"))
-        yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, missing, *speeds)
+        yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, gap_cell, *speeds)
 
 
 def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
         plain, drafting = row["plain"], row["drafting"]
-        times = (way["per_token_s"][p] for way in (plain, drafting) for p in ("p50", "p95"))
+        times = (mode["per_token_s"][p] for mode in (plain, drafting) for p in ("p50", "p95"))
         per_token = (number(seconds and 1000 * seconds, 0) for seconds in times)
         speeds = f"{plain['tok_s']:.1f}", f"{drafting['tok_s']:.1f}", f"{row['ratio']:.2f}x"
         yield (_text(report), str(row["concurrency"]), *speeds, *per_token, f"{row['equal']}/{row['compared']}")
 
 
 def _tuned(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for way, figures in report["ways"].items():
-        seconds = [run["search_s"] for run in report["results"] if run["way"] == way]
+    for variant, figures in report["ways"].items():
+        seconds = [run["search_s"] for run in report["results"] if run["way"] == variant]
         text = f"{report['model']}, tuned on {report['prompts']} prompts, timed on {report['unseen']}"
         speeds = (f"{ratio:.2f}x" for ratio in (figures["ratio"], *figures["ratios"]))
-        shares = (f"{figures['to_best'][name]:.3f}" for name in ("mean", "worst"))
-        yield (text, way, str(len(seconds)), *speeds, *shares, f"{sum(seconds) / len(seconds):.0f}")
+        share_cells = (f"{figures['to_best'][name]:.3f}" for name in ("mean", "worst"))
+        yield (text, variant, str(len(seconds)), *speeds, *share_cells, f"{sum(seconds) / len(seconds):.0f}")
 
 
 def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -321,10 +326,10 @@ PEERS_TABLE = Kind(
 
 
 def _parity(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    given = _options(report["command"])
+    options = _options(report["command"])
     for drafts, identical in report["identical"].items():
-        of = "our own plain decoding" if report["against"] == "plain" else "transformers' generate"
-        yield _text(report, Path(given.stream).stem), drafts, of, f"{identical}/{report['prompts']}"
+        reference_words = "our own plain decoding" if report["against"] == "plain" else "transformers' generate"
+        yield _text(report, Path(options.stream).stem), drafts, reference_words, f"{identical}/{report['prompts']}"
 
 
 KINDS = {
@@ -381,9 +386,9 @@ def _text(report: dict[str, Any], name: str | None = None) -> str:
     return f"{name or report['model']}, {report['prompts']} prompts, {report['max_new_tokens']} tokens"
 
 
-def _ratio(row: dict[str, Any], base: bool) -> str:
-    ends = row["ratio_interval"] or (row["ratio"], row["ratio"])
-    return BASE if base else f"{number(row['ratio'], unit='x')} [{interval(ends)}]"
+def _ratio(row: dict[str, Any], is_base: bool) -> str:
+    bounds = row["ratio_interval"] or (row["ratio"], row["ratio"])
+    return BASE if is_base else f"{number(row['ratio'], unit='x')} [{interval(bounds)}]"
 
 
 def _origin(path: Path, result: dict[str, Any]) -> str:
@@ -410,9 +415,9 @@ def main(args: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(args)
     try:
         if parsed.check:
-            for path in (old := out_of_date()):
+            for path in (outdated := out_of_date()):
                 print(f"error: {path} is out of date: run python -m swiftopt.bench.tables --write", file=sys.stderr)
-            return 1 if old else 0
+            return 1 if outdated else 0
         if not parsed.write:
             print(table())
             return 0

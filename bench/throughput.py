@@ -46,26 +46,26 @@ def serve(
 
     Args: rate: requests that arrive per second, at exponentially distributed intervals; None: all at once.
     """
-    rng, at = random.Random(seed), 0.0
+    rng, arrival_s = random.Random(seed), 0.0
     waiting: list[tuple[Prompt, Served]] = []
     for prompt in prompts:
-        at += rng.expovariate(rate) if rate else 0.0
-        waiting.append((prompt, Served(at)))
-    served = [client for _, client in waiting]
-    engine, requests, started = Engine(at_once=concurrency), list[Request[object]](), perf_counter()
+        arrival_s += rng.expovariate(rate) if rate else 0.0
+        waiting.append((prompt, Served(arrival_s)))
+    clients = [client for _, client in waiting]
+    engine, requests, started_s = Engine(at_once=concurrency), list[Request[object]](), perf_counter()
     while waiting or engine.requests:
-        now = perf_counter() - started
-        while waiting and waiting[0][1].arrived <= now:
+        now_s = perf_counter() - started_s
+        while waiting and waiting[0][1].arrived <= now_s:
             prompt, client = waiting.pop(0)
-            work = session.request(prompt, method_of(prompt))
-            requests.append(engine.add(subscribed(work, partial(client.note, started))))
+            request_work = session.request(prompt, method_of(prompt))
+            requests.append(engine.add(subscribed(request_work, partial(client.note, started_s))))
         if engine.requests:
             list(engine.step())
         else:
-            sleep(waiting[0][1].arrived - now)
+            sleep(waiting[0][1].arrived - now_s)
     for request in requests:
         _ = request.result  # Reading the result raises the request's error, if any.
-    return served
+    return clients
 
 
 def measure(
@@ -82,18 +82,18 @@ def measure(
     Plain and drafting take turns on the same prompts, `n_rounds` times, their order changing. Ctrl-C ends it with the
     numbers of requests that are measured, if any.
     """
-    ways: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
-    for way in ways.values():  # Warm-up run of each method.
-        serve(session, prompts[:1], way, 1, None, 0)
+    methods_by_mode: dict[str, MethodOf] = {"plain": lambda prompt: PLAIN, "drafting": method_of}
+    for method_of_mode in methods_by_mode.values():  # Warm-up run of each method.
+        serve(session, prompts[:1], method_of_mode, 1, None, 0)
     results, interrupted = list[dict[str, Any]](), False
     try:
         for concurrency in concurrencies:
-            runs: dict[str, list[list[Served]]] = {name: [] for name in ways}
+            runs: dict[str, list[list[Served]]] = {name: [] for name in methods_by_mode}
             for number in range(n_rounds):
-                for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-                    runs[name].append(serve(session, prompts, ways[name], concurrency, rate, number))
+                for name in list(methods_by_mode)[:: 1 if number % 2 == 0 else -1]:
+                    runs[name].append(serve(session, prompts, methods_by_mode[name], concurrency, rate, number))
                     on_run(f"{concurrency} at once, {name}: {_tok_s(runs[name][-1:]):.1f} tok/s")
-            results.append({"concurrency": concurrency, **_compared(runs["plain"], runs["drafting"])})
+            results.append({"concurrency": concurrency, **_compare(runs["plain"], runs["drafting"])})
     except KeyboardInterrupt:
         if not results:
             raise
@@ -113,16 +113,20 @@ def measure(
     }
 
 
-def _compared(plain: Sequence[Sequence[Served]], drafting: Sequence[Sequence[Served]]) -> dict[str, Any]:
+def _compare(plain_runs: Sequence[Sequence[Served]], drafting_runs: Sequence[Sequence[Served]]) -> dict[str, Any]:
     """Return the figures of plain decoding and drafting, and their speed ratio per round."""
-    slow, fast = round(_tok_s(plain), 2), round(_tok_s(drafting), 2)
-    pairs = list(zip(plain, drafting, strict=True))
-    equal = [a.token_ids == b.token_ids for one, other in pairs for a, b in zip(one, other, strict=True)]
+    plain_tok_s, drafting_tok_s = round(_tok_s(plain_runs), 2), round(_tok_s(drafting_runs), 2)
+    pairs = list(zip(plain_runs, drafting_runs, strict=True))
+    equal = [
+        plain_client.token_ids == drafting_client.token_ids
+        for plain_run, drafting_run in pairs
+        for plain_client, drafting_client in zip(plain_run, drafting_run, strict=True)
+    ]
     return {
-        "plain": {"tok_s": slow, **_waits(plain)},
-        "drafting": {"tok_s": fast, **_waits(drafting)},
-        "ratio": round(fast / slow, 3),
-        "ratios": [round(_tok_s([other]) / _tok_s([one]), 3) for one, other in pairs],
+        "plain": {"tok_s": plain_tok_s, **_waits(plain_runs)},
+        "drafting": {"tok_s": drafting_tok_s, **_waits(drafting_runs)},
+        "ratio": round(drafting_tok_s / plain_tok_s, 3),
+        "ratios": [round(_tok_s([drafting_run]) / _tok_s([plain_run]), 3) for plain_run, drafting_run in pairs],
         "equal": sum(equal),
         "compared": len(equal),
     }
@@ -136,12 +140,12 @@ def _tok_s(runs: Sequence[Sequence[Served]]) -> float:
 
 def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None]]:
     """Return percentiles in seconds of the time to first token (queueing included) and per later token."""
-    every = [client for run in runs for client in run]
-    long = [client for client in every if len(client.times) > 1]
+    all_clients = [client for run in runs for client in run]
+    long_clients = [client for client in all_clients if len(client.times) > 1]
     return {
-        "first_token_s": _percentiles([client.times[0] - client.arrived for client in every]),
+        "first_token_s": _percentiles([client.times[0] - client.arrived for client in all_clients]),
         "per_token_s": _percentiles(
-            [(client.times[-1] - client.times[0]) / (len(client.times) - 1) for client in long]
+            [(client.times[-1] - client.times[0]) / (len(client.times) - 1) for client in long_clients]
         ),
     }
 
@@ -149,5 +153,5 @@ def _waits(runs: Sequence[Sequence[Served]]) -> dict[str, dict[str, float | None
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return {f"p{p}": None for p in PERCENTILES}
-    ranked = sorted(values)
-    return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 4) for p in PERCENTILES}
+    ascending = sorted(values)
+    return {f"p{p}": round(ascending[min(len(ascending) - 1, len(ascending) * p // 100)], 4) for p in PERCENTILES}

@@ -35,13 +35,13 @@ STREAM = "stream"  # Task name given to all prompts, so that they are tuned as o
 OnStep = Callable[[str], None]
 
 
-def settings_of(way: str, seed: int) -> TuningSettings:
+def settings_of(variant: str, seed: int) -> TuningSettings:
     """Return a variant's settings: the defaults, a preset's, or the defaults with the strategy of that name."""
-    if way == DEFAULT:
+    if variant == DEFAULT:
         return TuningSettings(seed=seed)
-    if way.startswith(PRESET):
-        return TuningSettings(**{**preset_of(way.removeprefix(PRESET)).tuning, "seed": seed})
-    return TuningSettings(strategy=way, seed=seed)
+    if variant.startswith(PRESET):
+        return TuningSettings(**{**preset_of(variant.removeprefix(PRESET)).tuning, "seed": seed})
+    return TuningSettings(strategy=variant, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,15 @@ class DraftPlan:
     @property
     def key(self) -> tuple[Any, ...]:
         """Key that is equal for plans that draft identically, whichever run found them."""
-        chosen = self.settings
-        drafting = chosen.method, chosen.stop_threshold, chosen.max_draft_length, chosen.branching, chosen.sampled
-        return self.layer_set, (chosen.method,) if chosen.method == "adaptive" else drafting
+        settings = self.settings
+        drafting = (
+            settings.method,
+            settings.stop_threshold,
+            settings.max_draft_length,
+            settings.branching,
+            settings.sampled,
+        )
+        return self.layer_set, (settings.method,) if settings.method == "adaptive" else drafting
 
 
 @dataclass
@@ -88,7 +94,7 @@ class WayRun:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run and its last plan as JSON values."""
-        chosen, layer_set = self.final.settings, self.final.layer_set
+        settings, layer_set = self.final.settings, self.final.layer_set
         return {
             "way": self.way,
             "seed": self.seed,
@@ -96,8 +102,8 @@ class WayRun:
             "setup_s": round(self.setup_s, 2),
             "search_s": round(self.seconds, 2),
             "decode_s": round(self.decode_s, 2),
-            "method": chosen.method,
-            "draft_format": chosen.draft_format,
+            "method": settings.method,
+            "draft_format": settings.draft_format,
             "skip_attn": sorted(layer_set.skip_attn),
             "skip_mlp": sorted(layer_set.skip_mlp),
         }
@@ -112,15 +118,15 @@ def thinned(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, Draft
 class TuningBench:
     """Tunes on the first prompts of a stream with every variant and seed, and times the plans on other prompts.
 
-    Args: session: how prompts are decoded, greedily. unseen: the prompts that plans are timed on.
+    Args: session: how prompts are decoded, greedily. unseen_prompts: the prompts that plans are timed on.
     """
 
     def __init__(
-        self, session: Session, prompts: Sequence[Prompt], unseen: Sequence[Prompt], model: str, on_step: OnStep
+        self, session: Session, prompts: Sequence[Prompt], unseen_prompts: Sequence[Prompt], model: str, on_step: OnStep
     ) -> None:
         self.session, self.runtime, self.model, self.on_step = session, session.runtime, model, on_step
         self.prompts = [replace(prompt, task=STREAM, turns=prompt.turns[:1]) for prompt in prompts]
-        self.unseen = [replace(prompt, turns=prompt.turns[:1]) for prompt in unseen]
+        self.unseen = [replace(prompt, turns=prompt.turns[:1]) for prompt in unseen_prompts]
         self.n_positions = max(session.check(prompt) for prompt in [*self.prompts, *self.unseen])
 
     def run(self, seeds: Mapping[str, int]) -> dict[str, Any]:
@@ -133,10 +139,10 @@ class TuningBench:
         runs, interrupted = list[WayRun](), False
         try:
             for seed in range(max(seeds.values())):
-                ways = [way for way, n in seeds.items() if seed < n]
-                shift = seed % len(ways)
-                for way in [*ways[shift:], *ways[:shift]]:
-                    runs.append(self.tuned(way, seed))
+                variants = [variant for variant, n in seeds.items() if seed < n]
+                shift = seed % len(variants)
+                for variant in [*variants[shift:], *variants[:shift]]:
+                    runs.append(self.tune_once(variant, seed))
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -149,28 +155,30 @@ class TuningBench:
             "prompts": len(self.prompts),
             "unseen": len(self.unseen),
             "max_new_tokens": self.session.max_new_tokens,
-            **self._judged(runs),
+            **self._judge(runs),
         }
 
-    def tuned(self, way: str, seed: int) -> WayRun:
+    def tune_once(self, variant: str, seed: int) -> WayRun:
         """Tune the stream once with a variant and a seed, and return the run."""
         for name in FORMATS:
             self.runtime.drop_copies(name)
-        began = perf_counter()
-        words = f"{way}, seed {seed}"
-        self.on_step(f"{words}: costs and formats")
-        plain = stored_costs(self.runtime, None, self.n_positions)
+        started_s = perf_counter()
+        label = f"{variant}, seed {seed}"
+        self.on_step(f"{label}: costs and formats")
+        plain_costs = stored_costs(self.runtime, None, self.n_positions)
 
-        def measured(*formats: str) -> CostProfile:
-            return with_formats(self.runtime, plain, formats)
+        def costs_with_formats(*formats: str) -> CostProfile:
+            return with_formats(self.runtime, plain_costs, formats)
 
         def show(event: Event) -> None:
             if isinstance(event, FormatTried):
-                figure = event.expected if event.tok_s is None else event.tok_s
-                self.on_step(f"{words}: {event.format} {'x' if event.tok_s is None else 'tok/s'} {figure or 0:.2f}")
+                speed = event.expected if event.tok_s is None else event.tok_s
+                self.on_step(f"{label}: {event.format} {'x' if event.tok_s is None else 'tok/s'} {speed or 0:.2f}")
 
-        settings, costs = exhaust(prepared(self.session, self.prompts, settings_of(way, seed), measured), show)
-        run = WayRun(way, seed, costs, setup_s=perf_counter() - began)
+        settings, costs = exhaust(
+            prepared(self.session, self.prompts, settings_of(variant, seed), costs_with_formats), show
+        )
+        run = WayRun(variant, seed, costs, setup_s=perf_counter() - started_s)
         decoding = prefill = scoring = 0.0  # Seconds spent so far in each phase.
 
         def follow(event: Event) -> None:
@@ -182,77 +190,80 @@ class TuningBench:
             elif isinstance(event, TrialsDone):
                 run.n_candidates += len(event.trials)
                 scoring += sum(trial.seconds for trial in event.trials)
-                used = [trial for trial in event.trials if trial.adopted or trial.origin in ("uniform", "trimmed")]
-                for trial in used[-1:] if run.plans else used[:1]:
-                    run.use(perf_counter() - began - decoding - prefill, DraftPlan(trial.layer_set, settings))
+                in_use = [trial for trial in event.trials if trial.adopted or trial.origin in ("uniform", "trimmed")]
+                for trial in in_use[-1:] if run.plans else in_use[:1]:
+                    run.use(perf_counter() - started_s - decoding - prefill, DraftPlan(trial.layer_set, settings))
 
         tuner = Tuner(self.session, settings, costs, self.model)
-        [final] = exhaust(tuner.serve(self.prompts), follow).values()
+        [final_plan] = exhaust(tuner.serve(self.prompts), follow).values()
         run.decode_s = decoding + prefill
-        run.seconds = perf_counter() - began - run.decode_s
-        run.use(run.seconds, DraftPlan(*final))
+        run.seconds = perf_counter() - started_s - run.decode_s
+        run.use(run.seconds, DraftPlan(*final_plan))
         run.plans = thinned(run.plans)
-        self.on_step(f"{words}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
+        self.on_step(f"{label}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
         return run
 
-    def _judged(self, runs: Sequence[WayRun]) -> dict[str, Any]:
+    def _judge(self, runs: Sequence[WayRun]) -> dict[str, Any]:
         """Time all plans of the runs on the unseen prompts; return the results, by way and by run."""
         plans = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
         for name in {name for plan, _ in plans.values() for _, name in plan.layer_set.formats}:
             self.runtime.copies.prepare(LayerSet(self.runtime.n_layers).filled(name))
         methods = [drafting_with(SkippedTarget(plan.layer_set), plan.settings, costs) for plan, costs in plans.values()]
-        (plain, *timed), n_equal = self._timed([PLAIN, *methods])
-        by_key = dict(zip(plans, timed, strict=True))
-        most = max((by_key[run.final.key] for run in runs), key=speed)
+        (plain_timings, *timed_plans), n_equal = self._time_methods([PLAIN, *methods])
+        by_key = dict(zip(plans, timed_plans, strict=True))
+        fastest = max((by_key[run.final.key] for run in runs), key=speed)
         results: list[dict[str, Any]] = []
         for run in runs:
-            final = by_key[run.final.key]
-            interval = speed_interval(final, plain)
-            curve = [[round(at, 2), round(speed_ratio(by_key[plan.key], plain), 4)] for at, plan in run.plans]
+            final_timings = by_key[run.final.key]
+            interval = speed_interval(final_timings, plain_timings)
+            curve = [
+                [round(elapsed_s, 2), round(speed_ratio(by_key[plan.key], plain_timings), 4)]
+                for elapsed_s, plan in run.plans
+            ]
             speeds = {
-                "tok_s": round(speed(final), 2),
-                "ratio": round(speed_ratio(final, plain), 4),
-                "ratio_interval": interval and [round(end, 4) for end in interval],
-                "to_best": round(speed_ratio(final, most), 4),
+                "tok_s": round(speed(final_timings), 2),
+                "ratio": round(speed_ratio(final_timings, plain_timings), 4),
+                "ratio_interval": interval and [round(bound, 4) for bound in interval],
+                "to_best": round(speed_ratio(final_timings, fastest), 4),
             }
             results.append({**run.to_json(), **speeds, "curve": curve})
-        ways = {
-            way: _together([result for result in results if result["way"] == way])
-            for way in dict.fromkeys(run.way for run in runs)
+        results_by_variant = {
+            variant: _summarise([result for result in results if result["way"] == variant])
+            for variant in dict.fromkeys(run.way for run in runs)
         }
         about = {"plans": len(methods), "equal": n_equal, "of": N_LAPS * len(methods) * len(self.unseen)}
-        return {**about, "plain_tok_s": round(speed(plain), 2), "ways": ways, "results": results}
+        return {**about, "plain_tok_s": round(speed(plain_timings), 2), "ways": results_by_variant, "results": results}
 
-    def _timed(self, methods: Sequence[Method]) -> tuple[list[list[Timed]], int]:
+    def _time_methods(self, methods: Sequence[Method]) -> tuple[list[list[Timed]], int]:
         """Decode every unseen prompt with all methods, interleaved; return each method's fastest run of every prompt.
 
         Also returns the number of runs whose output equals that of the first method.
         """
         runs: list[list[Timed]] = [[] for _ in methods]
         n_equal = 0
-        for lap in range(N_LAPS):
+        for lap_number in range(N_LAPS):
             for number, prompt in enumerate(self.unseen):
                 shift = (number * 7) % len(methods)
                 order = [*range(shift, len(methods)), *range(shift)]
-                said = {}
-                for at in order[::-1] if lap % 2 else order:
-                    ((_, done),) = self.session.run(prompt, methods[at])
-                    said[at] = done.token_ids
-                    one = Timed(done.n_decoded, done.timings.decode_s)
-                    if lap:
-                        runs[at][number] = faster(runs[at][number], one)
+                ids_by_method = {}
+                for method_index in order[::-1] if lap_number % 2 else order:
+                    ((_, completion),) = self.session.run(prompt, methods[method_index])
+                    ids_by_method[method_index] = completion.token_ids
+                    timing = Timed(completion.n_decoded, completion.timings.decode_s)
+                    if lap_number:
+                        runs[method_index][number] = faster(runs[method_index][number], timing)
                     else:
-                        runs[at].append(one)
-                n_equal += sum(token_ids == said[0] for token_ids in said.values()) - 1
-                self.on_step(f"timing: prompt {number + 1} of {len(self.unseen)}, lap {lap + 1} of {N_LAPS}")
+                        runs[method_index].append(timing)
+                n_equal += sum(token_ids == ids_by_method[0] for token_ids in ids_by_method.values()) - 1
+                self.on_step(f"timing: prompt {number + 1} of {len(self.unseen)}, lap {lap_number + 1} of {N_LAPS}")
         return runs, n_equal
 
 
-def _together(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean and range of a variant's speedups, and its runs' speed relative to the fastest plan."""
-    ratios, shares = ([result[name] for result in results] for name in ("ratio", "to_best"))
+    ratios, speed_shares = ([result[name] for result in results] for name in ("ratio", "to_best"))
     return {
         "ratio": round(mean(ratios), 4),
         "ratios": [min(ratios), max(ratios)],
-        "to_best": {"worst": min(shares), "mean": round(mean(shares), 4)},
+        "to_best": {"worst": min(speed_shares), "mean": round(mean(speed_shares), 4)},
     }

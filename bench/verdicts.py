@@ -34,9 +34,9 @@ class Machine:
 
     @property
     def words(self) -> str:
-        parts = [f"runs {100 * self.runs:.0f} %"] if self.runs else []
-        parts += [f"gains {100 * self.gains:.0f} %"] if self.gains else []
-        return ", ".join([*parts, *(["disturbed"] if self.disturbed else [])])
+        phrases = [f"runs {100 * self.runs:.0f} %"] if self.runs else []
+        phrases += [f"gains {100 * self.gains:.0f} %"] if self.gains else []
+        return ", ".join([*phrases, *(["disturbed"] if self.disturbed else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ STREAMS = (Stream(4), Stream(8), Stream(8, 2), Stream(16), Stream(16, 4), Stream
 class Prompts:
     """Simulated prompts, each with a token count and a gain that stay the same in all runs."""
 
-    def __init__(self, rng: np.random.Generator, machine: Machine, gain: float, n: int) -> None:
+    def __init__(self, rng: np.random.Generator, machine: Machine, speedup: float, n: int) -> None:
         self._rng, self._machine = rng, machine
         self._tokens = np.maximum(1, np.round(TOKENS * np.exp(TOKENS_SPREAD * rng.standard_normal(n))))
         # Adding gains**2 / 2 sets the mean of 1 / self._gains to 1 / gain, so the ratio of total seconds is gain.
-        self._gains = gain * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
+        self._gains = speedup * np.exp(machine.gains * rng.standard_normal(n) + machine.gains**2 / 2)
 
     def measure(self, look: Look) -> Generator[None, None, Iterator[tuple[int, Sequence[TimedTurn]]]]:
         """Return simulated timings for a look, in the form in which a tuning measures them; yields no event."""
@@ -100,21 +100,21 @@ class VerdictShare:
     n_runs: float
 
 
-def simulated(stream: Stream, machine: Machine, gain: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
+def simulate(stream: Stream, machine: Machine, speedup: float, n_verdicts: int, seed: int = 0) -> VerdictShare:
     """Simulate `n_verdicts` verdicts on a task, each with newly drawn prompts."""
     rng, looks = np.random.default_rng(seed), stream.looks
     n_use = n_runs = 0
     for _ in range(n_verdicts):
-        prompts = Prompts(rng, machine, gain, max((look.prompts.stop for look in looks), default=0))
-        timed: list[Look] = []
+        prompts = Prompts(rng, machine, speedup, max((look.prompts.stop for look in looks), default=0))
+        timed_looks: list[Look] = []
 
-        def measure(look: Look, prompts: Prompts = prompts, timed: list[Look] = timed) -> Any:
-            timed.append(look)
+        def measure(look: Look, prompts: Prompts = prompts, timed_looks: list[Look] = timed_looks) -> Any:
+            timed_looks.append(look)
             return prompts.measure(look)
 
         judged: Judged = exhaust(by_looks(looks, measure), lambda event: None)
         n_use += judged.verdict.word == "use"
-        n_runs += sum(len(look.prompts) * len(look.runs) for look in timed)
+        n_runs += sum(len(look.prompts) * len(look.runs) for look in timed_looks)
     return VerdictShare(n_use / n_verdicts, n_runs / n_verdicts)
 
 
@@ -122,17 +122,17 @@ def table(
     n_verdicts: int, streams: Sequence[Stream] = STREAMS, machines: Sequence[Machine] = MACHINES
 ) -> Iterator[str]:
     """Yield the lines of a table: percentage of `use` verdicts and number of timed runs at each true gain."""
-    gains, seeds = " / ".join(f"{gain:.1f}x" for gain in GAINS), count()
+    gains, seeds = " / ".join(f"{speedup:.1f}x" for speedup in GAINS), count()
     yield f"| prompts, held out + unscored | {' | '.join(machine.words for machine in machines)} |"
     yield "|---|" + "---|" * len(machines)
     for stream in streams:
         cells = []
         for machine in machines:
-            shares = [simulated(stream, machine, gain, n_verdicts, next(seeds)) for gain in GAINS]
-            use = " / ".join(f"{100 * share.use:.1f}" for share in shares)
-            cells.append(f"{use} ({' / '.join(f'{share.n_runs:.0f}' for share in shares)})")
-        more = f" + {stream.unscored}" if stream.unscored else ""
-        yield f"| {stream.n}, {stream.n_held_out}{more} | {' | '.join(cells)} |"
+            verdict_shares = [simulate(stream, machine, speedup, n_verdicts, next(seeds)) for speedup in GAINS]
+            use_percentages = " / ".join(f"{100 * share.use:.1f}" for share in verdict_shares)
+            cells.append(f"{use_percentages} ({' / '.join(f'{share.n_runs:.0f}' for share in verdict_shares)})")
+        unscored_words = f" + {stream.unscored}" if stream.unscored else ""
+        yield f"| {stream.n}, {stream.n_held_out}{unscored_words} | {' | '.join(cells)} |"
     yield f"{n_verdicts:,} verdicts each: per cent `use` at {gains}, and in brackets the mean number of timed runs."
 
 

@@ -79,7 +79,7 @@ class JobClient:
         while True:
             try:
                 # Read the job before its events: if the job has finished, its last events are then included.
-                seen = self.jobs.get(job)
+                job_now = self.jobs.get(job)
                 events = self.jobs.events(job, after, PAGE)
             except StoreUnavailable as error:
                 if away_since == math.inf:
@@ -94,11 +94,11 @@ class JobClient:
             after = events[-1].id if events else after
             if len(events) == PAGE:
                 continue
-            if seen.progress is not None and seen.progress != progress and not seen.is_finished:
-                progress = seen.progress
+            if job_now.progress is not None and job_now.progress != progress and not job_now.is_finished:
+                progress = job_now.progress
                 yield JobEvent(0, "progress", progress, "")
-            yield seen
-            if seen.is_finished:
+            yield job_now
+            if job_now.is_finished:
                 return
             time.sleep(POLL_S)
 
@@ -137,16 +137,22 @@ class Backend:
     db: str | None = None
 
     @classmethod
-    def chosen(cls, server: str | None, redis: str | None, db: str | None) -> Backend:
+    def from_options(cls, server: str | None, redis: str | None, db: str | None) -> Backend:
         """Choose the server if one is configured, unless the command line names a Redis or database.
 
         Raises: InvalidInput: the command line names a server as well as a Redis or database.
         """
-        given = {name for name in ("server", "redis", "db") if on_command_line(name)}
-        if "server" in given and len(given) > 1:
-            other = sorted(given - {"server"})[0]
-            raise InvalidInput(f"--server keeps its jobs in a database of its own: leave out --{other}, or --server")
-        return cls(server=server) if server and (not given or "server" in given) else cls(redis=redis, db=db)
+        named_options = {name for name in ("server", "redis", "db") if on_command_line(name)}
+        if "server" in named_options and len(named_options) > 1:
+            conflicting = sorted(named_options - {"server"})[0]
+            raise InvalidInput(
+                f"--server keeps its jobs in a database of its own: leave out --{conflicting}, or --server"
+            )
+        return (
+            cls(server=server)
+            if server and (not named_options or "server" in named_options)
+            else cls(redis=redis, db=db)
+        )
 
     @contextmanager
     def open(self) -> Iterator[JobClient]:
@@ -172,16 +178,20 @@ class Backend:
             with closing(RedisQueue(self.redis)) as queue:
                 yield QueueClient(store, queue)
 
-    def command(self, *words: str) -> str:
+    def command(self, *arguments: str) -> str:
         """Return `swiftopt WORDS` in quotes, with those options of this backend that are on the command line."""
         values = {"server": self.server, "redis": self.redis, "db": self.db}
-        given = [(f"--{name}", safe_url(value)) for name, value in values.items() if value and on_command_line(name)]
-        return f"`{shlex.join(['swiftopt', *words, *(part for option in given for part in option)])}`"
+        access_options = [
+            (f"--{name}", safe_url(value)) for name, value in values.items() if value and on_command_line(name)
+        ]
+        return (
+            f"`{shlex.join(['swiftopt', *arguments, *(argument for option in access_options for argument in option)])}`"
+        )
 
 
-@options.adapted
+@options.adapt_values
 def _as_backend(redis: str | None, server: str | None, db: str | None, **values: Any) -> dict[str, Any]:
-    return {**values, "backend": Backend.chosen(server, redis, db)}
+    return {**values, "backend": Backend.from_options(server, redis, db)}
 
 
 # Options --redis, --server and --db; the command receives the chosen `Backend` as `backend`.
@@ -206,8 +216,8 @@ def result_of(backend: Backend, client: JobClient, job: Job) -> Ended:
     except KeyboardInterrupt:
         if job.is_finished:
             raise
-        watch, cancel = (backend.command("jobs", verb, job.id) for verb in ("watch", "cancel"))
-        note(f"job {job.id} goes on; watch it with {watch}, cancel it with {cancel}")
+        watch_command, cancel_command = (backend.command("jobs", verb, job.id) for verb in ("watch", "cancel"))
+        note(f"job {job.id} goes on; watch it with {watch_command}, cancel it with {cancel_command}")
         raise click.exceptions.Exit(INTERRUPTED) from None
     except (JobFailed, JobCancelled):
         n_outputs = client.jobs.get(job.id).n_outputs
@@ -252,15 +262,15 @@ def follow(client: JobClient, job: Job, progress: TuneProgress) -> Ended:
 def finished_tasks(events: Iterable[Event]) -> tuple[TaskFinished, ...]:
     """Return the finished tasks among a job's events, each once, with the trials of its search in their order."""
     trials: defaultdict[str, list[Trial]] = defaultdict(list)
-    finished: dict[str, TaskFinished] = {}
+    task_by_name: dict[str, TaskFinished] = {}
     for event in events:
         if isinstance(event, TrialsDone):
             trials[event.task] += event.trials
         elif isinstance(event, TaskFinished):
-            finished[event.task] = event
+            task_by_name[event.task] = event
     return tuple(
         replace(task, trials=tuple(sorted(trials[name], key=lambda trial: trial.step)))
-        for name, task in finished.items()
+        for name, task in task_by_name.items()
     )
 
 
@@ -314,8 +324,8 @@ def live_view(state: RunState, width: int) -> RenderableType:
     lines: list[RenderableType] = []
     if state.n_prompts:
         columns = min(40, width - 2)
-        done = round(columns * min(1.0, state.index / state.n_prompts))
-        lines.append(Text.assemble("  ", ("━" * done, "cyan"), ("━" * (columns - done), "dim")))
+        n_filled = round(columns * min(1.0, state.index / state.n_prompts))
+        lines.append(Text.assemble("  ", ("━" * n_filled, "cyan"), ("━" * (columns - n_filled), "dim")))
     if state.progress is not None:
         lines.append(Text("  " + progress_words(state.progress, width - 2)))
     if state.matchness:
@@ -326,10 +336,14 @@ def live_view(state: RunState, width: int) -> RenderableType:
 def _head(state: RunState, width: int) -> str:
     """Return task, phase, prompt and detail in the longest form that fits `width`, else in the shortest form."""
     phase, detail = PHASES.get(state.phase, state.phase), state.detail or state.prompt_id
-    places = (f"prompt {state.index + 1} of {state.n_prompts}", f"{state.index + 1}/{state.n_prompts}")
-    forms = [(state.task, phase, place if state.n_prompts else "", more) for more in (detail, "") for place in places]
-    heads = [" · ".join(filter(None, form)) for form in forms]
-    return next((head for head in heads if cell_len(head) <= width), heads[-1])
+    positions = (f"prompt {state.index + 1} of {state.n_prompts}", f"{state.index + 1}/{state.n_prompts}")
+    heading_parts = [
+        (state.task, phase, position if state.n_prompts else "", last_part)
+        for last_part in (detail, "")
+        for position in positions
+    ]
+    headings = [" · ".join(filter(None, parts)) for parts in heading_parts]
+    return next((heading for heading in headings if cell_len(heading) <= width), headings[-1])
 
 
 def progress_words(progress: Progress, width: int = 80) -> str:
@@ -359,9 +373,13 @@ class TuneProgress:
 
     def __enter__(self) -> TuneProgress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            how: dict[str, Any] = {"refresh_per_second": REFRESH_PER_S, "transient": True, "redirect_stdout": False}
+            live_options: dict[str, Any] = {
+                "refresh_per_second": REFRESH_PER_S,
+                "transient": True,
+                "redirect_stdout": False,
+            }
             self._spinner.update(text=live_view(self.state, self._console.width - 2))
-            self._live = Live(self._spinner, console=self._console, **how)
+            self._live = Live(self._spinner, console=self._console, **live_options)
             self._live.start()
         return self
 

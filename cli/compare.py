@@ -31,7 +31,7 @@ ROOMY = 116  # Terminal width from which nearly all columns of the table are sho
 
 
 def _names(lossy: bool) -> str:
-    return ", ".join(name for name, info in METHODS.items() if info.lossy is lossy)
+    return ", ".join(name for name, method in METHODS.items() if method.lossy is lossy)
 
 
 HELP = f"""Run decoding methods by turns on the same prompts; the best lossless one becomes the task's plan.
@@ -85,7 +85,7 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
 @options.sampling
 @options.db_and_json
 @commands.example(
-    "compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png", words=HELP
+    "compare --model smollm2-135m --stream prompts.jsonl --limit 8 --max-new-tokens 64 --png ratios.png", help=HELP
 )
 @options.read_more
 def compare(
@@ -102,9 +102,13 @@ def compare(
 ) -> Result:
     if presets and not inputs.on_command_line("methods"):
         methods = BASE
-    chosen = chosen_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
-    given = {"methods": chosen, "settings": parse_settings(assignments, chosen), "keep": not no_store}
-    request = pick(CompareRequest, {**values, **given, "presets": presets})
+    method_names = parse_methods(",".join([methods, *(preset_of(name).method for name in presets)]), lossless)
+    request_fields = {
+        "methods": method_names,
+        "settings": parse_settings(assignments, method_names),
+        "keep": not no_store,
+    }
+    request = pick(CompareRequest, {**values, **request_fields, "presets": presets})
     return comparison(request, prompts, others, pictures, db)
 
 
@@ -113,14 +117,19 @@ def comparison(
 ) -> Result:
     """Run a comparison; `others` are prompts used only for searches and training, never for measurement."""
     check_model(request, request.draft_model)
-    drafts_with_model = {"hf-assisted", *(name for name, info in METHODS.items() if info.drafts_with_model)}
+    drafts_with_model = {"hf-assisted", *(name for name, method in METHODS.items() if method.drafts_with_model)}
     if request.draft_model is not None and drafts_with_model.isdisjoint(request.methods):
         note("warning: --draft-model has no effect with these methods, none of which drafts with another model")
 
     def note_time(plain_s: float) -> None:
         n_methods, n_prompts = len(request.methods), len(prompts) * request.samples
-        made = "parts as its preset makes them" if request.presets else "about a minute for parts that are not stored"
-        note(f"{n_methods} methods on {n_prompts} prompts: {about(plain_s * n_methods * n_prompts)}, after {made}")
+        making_duration = (
+            "parts as its preset makes them" if request.presets else "about a minute for parts that are not stored"
+        )
+        note(
+            f"{n_methods} methods on {n_prompts} prompts: {about(plain_s * n_methods * n_prompts)},"
+            f" after {making_duration}"
+        )
 
     with open_store(db) as store:
         from ..tasks.compare import Comparison
@@ -130,25 +139,25 @@ def comparison(
     return Result(report, [comparison_view(report, console().width)], interrupted=report["interrupted"])
 
 
-def chosen_methods(words: str, lossless: bool = False) -> tuple[str, ...]:
+def parse_methods(text: str, lossless: bool = False) -> tuple[str, ...]:
     """Parse a list of methods such as "swift,spd" or "all"; return each once, `plain` first.
 
     With `lossless`, "all" means the methods that preserve the target's output.
 
     Raises: SettingsError: a method is unknown (the message names the nearest), or lossy although `lossless` is set.
     """
-    named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
-    chosen = [BASE]
-    for word in named:
-        if word == ALL:
-            chosen += [name for name, info in METHODS.items() if not (lossless and info.lossy)]
-        elif word not in PEERS and method_info(word).lossy and lossless:
-            raise SettingsError(f"{word} is lossy, and --lossless was asked for: leave one of the two out")
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    method_names = [BASE]
+    for name in names:
+        if name == ALL:
+            method_names += [name for name, method in METHODS.items() if not (lossless and method.lossy)]
+        elif name not in PEERS and method_info(name).lossy and lossless:
+            raise SettingsError(f"{name} is lossy, and --lossless was asked for: leave one of the two out")
         else:
-            chosen.append(word)
-    if not named:
+            method_names.append(name)
+    if not names:
         raise SettingsError(f"no method is named: use {ALL}, or some of {', '.join((*METHODS, *PEERS))}")
-    return tuple(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys(method_names))
 
 
 def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -157,16 +166,16 @@ def parse_settings(assignments: Iterable[str], methods: Sequence[str]) -> dict[s
     Raises: SettingsError: a word has another form, its method is not compared, or the method rejects the value.
     """
     by_method: dict[str, dict[str, Any]] = {}
-    for words in assignments:
-        where, equals, text = words.partition("=")
-        name, dot, key = where.strip().partition(".")
+    for assignment in assignments:
+        setting_path, equals, text = assignment.partition("=")
+        name, dot, key = setting_path.strip().partition(".")
         if not (equals and dot and key):
-            raise SettingsError(f"{words!r} sets nothing: use METHOD.KEY=VALUE, such as spd.max_draft_length=8")
-        info = method_info(name)
+            raise SettingsError(f"{assignment!r} sets nothing: use METHOD.KEY=VALUE, such as spd.max_draft_length=8")
+        method = method_info(name)
         if name not in methods:
-            raise SettingsError(f"{words!r} is for a method that is not compared: add {name} to --methods")
+            raise SettingsError(f"{assignment!r} is for a method that is not compared: add {name} to --methods")
         by_method.setdefault(name, {})[key.strip().replace("-", "_")] = _setting(text.strip())
-        info.settings_from(by_method[name])
+        method.settings_from(by_method[name])
     return by_method
 
 
@@ -188,7 +197,7 @@ def comparison_view(report: Row, width: int) -> RenderableType:
     remarks = [f"{LOSSY} lossy: the output may differ from the model's own"] if lossy else []
     if report["energy"] is None:
         remarks.append("energy per token: not measured, this machine does not tell")
-    remarks += [f"made for this comparison: {made['piece']} ({made['how']})" for made in report["made"]]
+    remarks += [f"made for this comparison: {made_part['piece']} ({made_part['how']})" for made_part in report["made"]]
     for row in report["results"]:
         reason = row["reason"] or "interrupted"
         if row["ratio"] is None:
@@ -204,49 +213,55 @@ def comparison_view(report: Row, width: int) -> RenderableType:
         f" {f'temperature {temperature:g}' if temperature else 'greedy'}"
         f"{f', drafts by {draft_model}' if draft_model else ''}"
     )
-    hidden = {name for name, key in OPTIONAL.items() if all(row.get(key) is None for row in rows)}
+    hidden_columns = {name for name, key in OPTIONAL.items() if all(row.get(key) is None for row in rows)}
     if report["energy"] is None:
-        hidden.add("J/tok")
+        hidden_columns.add("J/tok")
     if report.get("quality") is not None:
         remarks.append(f"quality: {report['quality']} over {report['prompts']} answers")
     return Group(
         heading(f"{report['model']}/{report['task']}"),
         Text(conditions, style="dim"),
-        _table(rows, width, hidden),
+        _table(rows, width, hidden_columns),
         *(Text(text, style="dim") for text in remarks),
         "",
         Text(plan_words(report), style=style),
     )
 
 
-def _table(rows: Sequence[Row], width: int, hidden: Collection[str]) -> Table:
+def _table(rows: Sequence[Row], width: int, hidden_columns: Collection[str]) -> Table:
     """Return a table of methods sorted by ratio, lossy ones below a line; `width` decides which columns are shown."""
-    shown = {name: cell for name, cell, least in COLUMNS if width >= least and name not in hidden}
-    made = table([(numeric if at else fixed)(name) for at, name in enumerate(shown)], [])
-    lossless, lossy = ([row for row in rows if bool(row["lossy"]) is which] for which in (False, True))
+    cell_by_column = {
+        name: cell for name, cell, min_width in COLUMNS if width >= min_width and name not in hidden_columns
+    }
+    result_table = table(
+        [(numeric if column_index else fixed)(name) for column_index, name in enumerate(cell_by_column)], []
+    )
+    lossless, lossy = ([row for row in rows if bool(row["lossy"]) is is_lossy] for is_lossy in (False, True))
     for row in lossless:
         is_faster = row["ratio_interval"] and row["ratio_interval"][0] > 1
-        made.add_row(*(cell(row) for cell in shown.values()), style="bold green" if is_faster else None)
+        result_table.add_row(
+            *(cell(row) for cell in cell_by_column.values()), style="bold green" if is_faster else None
+        )
     if lossy and lossless:
-        widths = [max(len(name), *(len(cell(row)) for row in rows)) for name, cell in shown.items()]
-        made.add_row(*(Text("─" * widest, style="dim") for widest in widths))
+        widths = [max(len(name), *(len(cell(row)) for row in rows)) for name, cell in cell_by_column.items()]
+        result_table.add_row(*(Text("─" * widest, style="dim") for widest in widths))
     for row in lossy:
-        made.add_row(*(cell(row) for cell in shown.values()))
-    return made
+        result_table.add_row(*(cell(row) for cell in cell_by_column.values()))
+    return result_table
 
 
 def plan_words(report: Row) -> str:
     """Describe the resulting plan of the task, or why there is none."""
-    plan, standing, where = report["plan"], report["standing"], f"{report['model']}/{report['task']}"
+    plan, standing, model_task = report["plan"], report["standing"], f"{report['model']}/{report['task']}"
     if report["interrupted"]:
-        return f"interrupted: {where} keeps the plan it had"
+        return f"interrupted: {model_task} keeps the plan it had"
     if standing:
-        return f"plan of {where}: stays {standing['method']}, which did not run here and was measured to be faster"
-    kept = "" if report["stored"] else " (not stored)"
+        return f"plan of {model_task}: stays {standing['method']}, which did not run here and was measured to be faster"
+    storage_note = "" if report["stored"] else " (not stored)"
     if plan["verdict"] == "use":
         speed = ratio(plan["measured_speedup"], plan["measured_interval"])
-        return f"plan of {where}: {plan['method']}, {speed} of plain decoding's speed{kept}"
-    return f"plan of {where}: plain, for no lossless method is reliably faster here{kept}"
+        return f"plan of {model_task}: {plan['method']}, {speed} of plain decoding's speed{storage_note}"
+    return f"plan of {model_task}: plain, for no lossless method is reliably faster here{storage_note}"
 
 
 def _parameters(row: Row) -> str:

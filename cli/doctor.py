@@ -65,8 +65,8 @@ def doctor(model: str | None, db: str | None, redis: str | None, server: str | N
     """
     checks = [*examine(model), *examine_services(db, redis, server, queue)]
     healthy = all(check.status != "fail" for check in checks)
-    value = {"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]}
-    return Result(value, [checks_table(checks)], code=0 if healthy else 1)
+    report = {"schema": "swiftopt.doctor/1", "ok": healthy, "checks": [asdict(check) for check in checks]}
+    return Result(report, [checks_table(checks)], code=0 if healthy else 1)
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
@@ -129,16 +129,16 @@ def check_devices() -> Iterator[Check]:
         yield Check("devices", "fail", f"torch cannot be imported: {error}")
         return
     if not torch.cuda.is_available() and NVIDIA_DRIVER.exists():
-        words = (
+        description = (
             f"an NVIDIA driver is here, but torch {torch.__version__} finds no CUDA device, so models run on the CPU"
         )
-        yield Check("devices", "warn", f"{words}: install a torch that is built for that driver's CUDA")
+        yield Check("devices", "warn", f"{description}: install a torch that is built for that driver's CUDA")
     elif not torch.cuda.is_available():
         yield Check("devices", "ok", "the CPU; there is no CUDA device")
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        yield Check(f"cuda:{index}", "warn" if free < LOW_MEMORY else "ok", text)
+        free_bytes, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {free_bytes / GIB:.1f} of {total / GIB:.1f} GiB free"
+        yield Check(f"cuda:{index}", "warn" if free_bytes < LOW_MEMORY else "ok", text)
 
 
 def check_cores() -> Finding:
@@ -157,15 +157,17 @@ def check_kernels() -> Finding:
     from ..models.kernels.build import ROWS, at_rows, kernels
     from ..models.kernels.measure import READ, measured
 
-    chosen = kernels()
-    if isinstance(chosen, str):
-        return "warn", f"torch's own, drafts may change last bits: {chosen}"
+    selected = kernels()
+    if isinstance(selected, str):
+        return "warn", f"torch's own, drafts may change last bits: {selected}"
     torch.set_num_threads(n_threads())
     speeds = measured()
-    words = {way: " and ".join(f"{at_rows(speeds, way, rows):.0f}" for rows in ROWS) for way in speeds if way != READ}
-    others = [f"{way} {word}" for way, word in words.items() if way != chosen.level]
-    text = f"{chosen.level}, {words[chosen.level]} GB/s of bfloat16 weights at 1 and 8 rows"
-    return "ok", f"{text} ({', '.join(others)}; {READ} {at_rows(speeds, READ, 1):.0f})"
+    speed_words = {
+        level: " and ".join(f"{at_rows(speeds, level, rows):.0f}" for rows in ROWS) for level in speeds if level != READ
+    }
+    other_levels = [f"{level} {speed}" for level, speed in speed_words.items() if level != selected.level]
+    text = f"{selected.level}, {speed_words[selected.level]} GB/s of bfloat16 weights at 1 and 8 rows"
+    return "ok", f"{text} ({', '.join(other_levels)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 
 def check_speed() -> Finding:
@@ -193,18 +195,18 @@ def check_graphs() -> Finding:
 
     if reason := obstacle():
         return "warn", f"auto is eager, and exact is not possible: {reason}"
-    emptiest = max(range(torch.cuda.device_count()), key=lambda index: torch.cuda.mem_get_info(index)[0])
+    device_index = max(range(torch.cuda.device_count()), key=lambda index: torch.cuda.mem_get_info(index)[0])
     config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8)
     try:
-        runtime = random_runtime(config, f"cuda:{emptiest}")
-        launched, replayed = pass_seconds(runtime, GraphPasses(runtime))
+        runtime = random_runtime(config, f"cuda:{device_index}")
+        eager_s, graph_s = pass_seconds(runtime, GraphPasses(runtime))
     except torch.OutOfMemoryError:
-        return "warn", f"cuda:{emptiest} has not the memory for a small model, so CUDA graphs were not timed"
+        return "warn", f"cuda:{device_index} has not the memory for a small model, so CUDA graphs were not timed"
     except Exception as error:  # Compilers and drivers may raise any exception; loading a model catches all, too.
         return "warn", f"auto is eager, CUDA graphs cannot be used: {first_line(error)}"
-    chosen = "CUDA graphs" if replayed < launched else "eager"
-    times = f"{1000 * replayed:.2f} ms a pass of 4 small layers in graphs, {1000 * launched:.2f} without"
-    return "ok", f"auto is {chosen}, {times} (every model is timed when it is loaded); exact is by Triton"
+    faster = "CUDA graphs" if graph_s < eager_s else "eager"
+    times = f"{1000 * graph_s:.2f} ms a pass of 4 small layers in graphs, {1000 * eager_s:.2f} without"
+    return "ok", f"auto is {faster}, {times} (every model is timed when it is loaded); exact is by Triton"
 
 
 def check_memory() -> Finding:
@@ -217,11 +219,11 @@ def check_cache() -> Finding:
     from ..models.saved import cache_root
 
     folder = cache_root()
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
+    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing_folder).free
+    if not os.access(existing_folder, os.W_OK):
         return "fail", f"{folder} cannot be written: set SWIFTOPT_CACHE_DIR to a folder of yours"
-    return "warn" if free < LOW_DISK else "ok", f"{folder}, {free / GIB:.1f} GiB free"
+    return "warn" if free_bytes < LOW_DISK else "ok", f"{folder}, {free_bytes / GIB:.1f} GiB free"
 
 
 def check_model(name: str) -> Finding:
@@ -256,7 +258,7 @@ def check_database(url: str) -> Finding:
         return "warn", f"{schema_problem(state)}, or let the next command do it"
     with Store.open(url) as store:
         n_sets, states = len(store.layer_sets()), store.jobs.states()
-    jobs = ", ".join(f"{n} {word}" for word, n in states.items()) or "none"
+    jobs = ", ".join(f"{n} {state}" for state, n in states.items()) or "none"
     return "ok", f"{state.database}, schema {state.revision}, {n_sets} layer sets, jobs: {jobs}"
 
 
@@ -287,14 +289,14 @@ def check_clock(url: str) -> Finding:
     if not exists(url):
         return "ok", "the database's clock will be this machine's"
     with connected(url) as connection:
-        before = time.time()
-        theirs = connection.execute(select(clock_s())).scalar_one()
-        after = time.time()
-    # The database read its clock between `before` and `after`; a reading in that range is no difference.
-    apart = max(before - theirs, theirs - after, 0.0)
-    if apart > CLOCK_S:
-        return "warn", f"{apart:.1f} s from the database's: let both machines keep time with NTP"
-    return "ok", f"{apart:.1f} s from the database's"
+        before_s = time.time()
+        database_s = connection.execute(select(clock_s())).scalar_one()
+        after_s = time.time()
+    # The database read its clock between `before_s` and `after_s`; a reading in that range is no difference.
+    difference_s = max(before_s - database_s, database_s - after_s, 0.0)
+    if difference_s > CLOCK_S:
+        return "warn", f"{difference_s:.1f} s from the database's: let both machines keep time with NTP"
+    return "ok", f"{difference_s:.1f} s from the database's"
 
 
 def check_redis(url: str) -> Finding:
@@ -318,15 +320,15 @@ def check_workers(url: str, queue: str) -> Finding:
     from ..worker.queue import RedisQueue
 
     with closing(RedisQueue(url)) as redis:
-        alive = [worker for worker in redis.workers() if worker.heartbeat_age_s < FRESH_S]
+        live_workers = [worker for worker in redis.workers() if worker.heartbeat_age_s < FRESH_S]
         depth = redis.depth(queue)
-    here = [worker.name for worker in alive if worker.queue == queue]
+    names_on_queue = [worker.name for worker in live_workers if worker.queue == queue]
     waiting = f"{depth} waiting on queue {queue!r}"
-    if not here:
-        others = sorted({worker.queue for worker in alive})
-        elsewhere = f" (workers listen on {', '.join(others)})" if others else ""
-        return "warn", f"none, {waiting}{elsewhere}: start one with {worker_command(queue)}"
-    return "ok", f"{', '.join(sorted(here))}; {waiting}"
+    if not names_on_queue:
+        other_queues = sorted({worker.queue for worker in live_workers})
+        hint = f" (workers listen on {', '.join(other_queues)})" if other_queues else ""
+        return "warn", f"none, {waiting}{hint}: start one with {worker_command(queue)}"
+    return "ok", f"{', '.join(sorted(names_on_queue))}; {waiting}"
 
 
 def check_server(url: str) -> Finding:
@@ -335,8 +337,8 @@ def check_server(url: str) -> Finding:
     with Client(url) as client:
         health = client.ready()
         client.latest(limit=1)  # Readiness needs no API key; this request checks the key.
-    parts = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis", "storage")}
-    text = f"{safe_url(url)}, " + ", ".join(f"{name} {value}" for name, value in parts.items())
-    needed = {parts[name] for name in ("database", "migrations", "storage")}
-    ready = needed == {"ok"} and parts["redis"] in ("ok", "not configured")
-    return "ok" if ready else "warn", text
+    statuses = {name: str(health.get(name, "unknown")) for name in ("database", "migrations", "redis", "storage")}
+    text = f"{safe_url(url)}, " + ", ".join(f"{name} {status}" for name, status in statuses.items())
+    needed = {statuses[name] for name in ("database", "migrations", "storage")}
+    is_ready = needed == {"ok"} and statuses["redis"] in ("ok", "not configured")
+    return "ok" if is_ready else "warn", text

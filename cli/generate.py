@@ -83,18 +83,18 @@ def generate(
     prompts = _prompts(prompt, stream, limit, values["task"])
     request = decoding_request(values)
     if request.method is not None:
-        info = method_info(request.method)
-        other_model = request.draft_model is not None and info.drafts_with_model
+        method = method_info(request.method)
+        other_model = request.draft_model is not None and method.drafts_with_model
         if request.draft_model is not None and not other_model:
-            note(f"warning: --draft-model has no effect with --method {info.name}, which drafts with no other model")
-        if request.layer_set is not None and (other_model or not info.takes_layer_set):
-            why = "--draft-model, which drafts alone" if other_model else f"--method {info.name}, which takes none"
-            note(f"warning: --layer-set has no effect with {why}")
+            note(f"warning: --draft-model has no effect with --method {method.name}, which drafts with no other model")
+        if request.layer_set is not None and (other_model or not method.takes_layer_set):
+            reason = "--draft-model, which drafts alone" if other_model else f"--method {method.name}, which takes none"
+            note(f"warning: --layer-set has no effect with {reason}")
     for name in ("limit", "concurrency"):
         if stream is None and on_command_line(name):
             note(f"warning: --{name} has no effect without --stream: there is one prompt")
-    grows = stream is None and not as_json  # Whether the text is printed as it is generated.
-    noted: set[str] = set()
+    is_streamed = stream is None and not as_json  # Whether the text is printed as it is generated.
+    noted_remarks: set[str] = set()
     with ExitStack() as stack:
         store = stack.enter_context(inputs.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
@@ -102,27 +102,27 @@ def generate(
         from ..decoding.events import Generated
         from ..tasks.generate import generate as decode
 
-        in_line, printer = False, TextPrinter()
+        has_open_line, printer = False, TextPrinter()
         try:
             for event in decode(request, prompts, store, StepNotes("load: ")):
                 if not isinstance(event, Generated):
-                    if grows:
+                    if is_streamed:
                         printer.write(event.text)
-                        in_line = True
+                        has_open_line = True
                     continue
-                value = completion_json(request.model, *event)
+                output = completion_json(request.model, *event)
                 if as_json:
-                    emit_json(value)
+                    emit_json(output)
                 else:
-                    click.echo("" if grows else f"== {event.prompt.id}\n{event.completion.text}")
-                    in_line = False
+                    click.echo("" if is_streamed else f"== {event.prompt.id}\n{event.completion.text}")
+                    has_open_line = False
                 if lines is not None:
-                    lines.write(json.dumps(value))
-                note_remarks(event.completion, event.info, noted)
+                    lines.write(json.dumps(output))
+                note_remarks(event.completion, event.info, noted_remarks)
                 if not as_json:
                     note(completion_words(event.completion, event.info))
         except Exception:  # Not for KeyboardInterrupt: click itself ends the line after Ctrl-C.
-            if in_line:
+            if has_open_line:
                 click.echo()
             raise
 
@@ -134,58 +134,57 @@ def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: st
         return options.prompts_of(stream, task, limit)
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --stream FILE, or pipe text in")
-    text = _decoded(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt
+    text = _decode_stdin(sys.stdin.buffer.read(), "or give --stream FILE") if prompt is None else prompt
     if not text.strip():
         raise click.UsageError("the prompt is empty: give --prompt TEXT or --stream FILE, or pipe text in")
     task = DEFAULT_TASK if task is None else task
     return [raw_prompt(text, task, "standard input" if prompt is None else "--prompt")]
 
 
-def _decoded(piped: bytes, advice: str) -> str:
+def _decode_stdin(stdin_bytes: bytes, advice: str) -> str:
     try:
-        return piped.decode("utf-8")
+        return stdin_bytes.decode("utf-8")
     except UnicodeDecodeError as error:
         raise StreamError(f"standard input is not UTF-8 text: pipe text in, {advice}") from error
 
 
-def completion_json(model: str, prompt: Prompt, completion: Completion, info: GenerateInfo) -> dict[str, Any]:
+def completion_json(model: str, prompt: Prompt, completion: Completion, decoding: GenerateInfo) -> dict[str, Any]:
     """Return a completion and its metadata; `layer_set` is the set used, null for plain decoding."""
-    used = info.record if completion.method != "plain" else None
+    used_set = decoding.record if completion.method != "plain" else None
     return {
         "schema": "swiftopt.generate/1",
         "id": prompt.id,
         "task": prompt.task,
         "model": model,
         **completion.to_json(),
-        "layer_set": used.to_json() if used else None,
-        "fallback": info.fallback,
-        "verdict": info.verdict,
+        "layer_set": used_set.to_json() if used_set else None,
+        "fallback": decoding.fallback,
+        "verdict": decoding.verdict,
     }
 
 
-def note_remarks(completion: Completion, info: GenerateInfo, noted: set[str]) -> None:
-    """Print remarks on how the plan was chosen, except those in `noted`, and add them there."""
-    remarks = [info.note] if info.note else []
-    if info.fallback:
-        remarks.append(f"this is not quite what was asked for: {info.fallback}")
-    if completion.method == "plain" and info.record is not None:
+def note_remarks(completion: Completion, decoding: GenerateInfo, noted_remarks: set[str]) -> None:
+    """Print remarks on how the plan was chosen, except those in `noted_remarks`, and add them there."""
+    remarks = [decoding.note] if decoding.note else []
+    if decoding.fallback:
+        remarks.append(f"this is not quite what was asked for: {decoding.fallback}")
+    if completion.method == "plain" and decoding.record is not None:
         remarks.append(
-            f"plain decoding, as the stored verdict says; --method {info.record.found_for} drafts all the same"
+            f"plain decoding, as the stored verdict says; --method {decoding.record.found_for} drafts all the same"
         )
     if completion.lossy:
         remarks.append(f"{completion.method} is lossy: this is not what plain decoding would have said")
     for text in remarks:
-        if text not in noted:
-            noted.add(text)
+        if text not in noted_remarks:
+            noted_remarks.add(text)
             note(f"note: {text}")
 
 
-def completion_words(completion: Completion, info: GenerateInfo) -> str:
-    drafted = f", α {number(completion.acceptance_rate)}, M {number(completion.mean_generated_length)}"
-    version = f" version {info.version}" if info.version is not None and completion.method != "plain" else ""
-    figures = (
-        f"{completion.n_tokens} tokens, {number(completion.tok_s, 1)} tok/s{drafted if completion.drafted else ''}"
-    )
+def completion_words(completion: Completion, decoding: GenerateInfo) -> str:
+    draft_figures = f", α {number(completion.acceptance_rate)}, M {number(completion.mean_generated_length)}"
+    version = f" version {decoding.version}" if decoding.version is not None and completion.method != "plain" else ""
+    speed = f"{completion.n_tokens} tokens, {number(completion.tok_s, 1)} tok/s"
+    figures = f"{speed}{draft_figures if completion.drafted else ''}"
     return f"[{completion.method}{version}: {figures}]"
 
 
@@ -226,12 +225,12 @@ def chat(
     With --json there is one object per answer, each on a line.
     """
     values["sampling"] = pick(Sampling, values)
-    chosen = Backend.chosen(server, None, db)
+    backend = Backend.from_options(server, None, db)
     if values["task"] is not None:
         check_task(values["task"], "--task")
-    instruction = None if system is None else _checked(system, "--system")
-    question = None if message is None else _checked(message, "--message")
-    opened = served_partner(chosen.server, values) if chosen.server else loaded_partner(chosen.db, values)
+    instruction = None if system is None else _check_text(system, "--system")
+    question = None if message is None else _check_text(message, "--message")
+    opened = served_partner(backend.server, values) if backend.server else loaded_partner(backend.db, values)
     with opened as partner:
         conversation = Conversation(partner, instruction, as_json)
         if question is not None:
@@ -240,16 +239,16 @@ def chat(
             _at_terminal(conversation)
         else:
             for line in sys.stdin.buffer:
-                if not conversation.take(_decoded(line, "one question per line")):
+                if not conversation.take(_decode_stdin(line, "one question per line")):
                     return
 
 
-def _checked(text: str, where: str) -> str:
+def _check_text(text: str, source: str) -> str:
     """Return a prompt text after checking that it can be encoded.
 
     Raises: StreamError: the text is empty or not valid text.
     """
-    return raw_prompt(text, DEFAULT_TASK, where).text or ""
+    return raw_prompt(text, DEFAULT_TASK, source).text or ""
 
 
 # --- sources of answers: a server, or a model in this process
@@ -276,11 +275,11 @@ def served_partner(url: str, values: Mapping[str, Any]) -> Iterator[Partner]:
         if on_command_line(name):
             raise click.UsageError(f"--{name} is for a model that is loaded here: leave it out, or --server")
     with ChatClient(url) as client:
-        served = client.models()
+        served_models = client.models()
         fields = _fields(values)
-        if served.is_swiftopt:  # Other servers may reject fields that OpenAI's API lacks.
+        if served_models.is_swiftopt:  # Other servers may reject fields that OpenAI's API lacks.
             fields["return_metrics"] = True
-        name = values["model"] or _only(served.names)
+        name = values["model"] or _only(served_models.names)
         yield Partner(name, partial(client.answer, name, **fields))
 
 
@@ -297,10 +296,10 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     sampling = values["sampling"].to_json()
     fields = {"max_tokens": values["max_new_tokens"]}
     fields |= {name: sampling[name] for name in ("temperature", "top_p", "seed")}
-    beyond = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
-    fields |= {name: sampling[name] for name in beyond if sampling[name]}
-    chosen = {name: values[name] for name in ("task", "method") if values[name] is not None}
-    return {**fields, "swiftopt": chosen} if chosen else fields
+    extensions = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+    fields |= {name: sampling[name] for name in extensions if sampling[name]}
+    swiftopt_fields = {name: values[name] for name in ("task", "method") if values[name] is not None}
+    return {**fields, "swiftopt": swiftopt_fields} if swiftopt_fields else fields
 
 
 @contextmanager
@@ -312,19 +311,19 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
     if not values["model"]:
         raise click.UsageError("no model is named: name one with --model, or a server with --server")
     request = decoding_request(dict(values))
-    noted: set[str] = set()
+    noted_remarks: set[str] = set()
 
     def answer(messages: Sequence[Message]) -> Iterator[str | Answered]:
         prompt = Prompt("chat", values["task"] or DEFAULT_TASK, messages=tuple(messages))
-        given = {name: values[name] for name in ("method", "max_new_tokens", "sampling")}
-        ticket = engine.submit(prompt, **given)
+        options = {name: values[name] for name in ("method", "max_new_tokens", "sampling")}
+        ticket = engine.submit(prompt, **options)
         try:
             yield from ticket
         finally:
             ticket.cancel()
-        _, done, info = ticket.generated[-1]
-        yield Answered(done.finish_reason, done.n_tokens, done.tok_s, done.acceptance_rate)
-        note_remarks(done, info, noted)  # Printed after `Answered`, which ends the answer's line.
+        _, completion, decoding = ticket.generated[-1]
+        yield Answered(completion.finish_reason, completion.n_tokens, completion.tok_s, completion.acceptance_rate)
+        note_remarks(completion, decoding, noted_remarks)  # Printed after `Answered`, which ends the answer's line.
 
     with inputs.open_store(db) as store:
         from ..client.chat import Answered
@@ -357,7 +356,7 @@ class Conversation:
         if not line.strip():
             return True
         if not line.startswith("/"):
-            self.ask(_checked(line.strip(), "the question"))
+            self.ask(_check_text(line.strip(), "the question"))
             return True
         command, _, text = line.strip().partition(" ")
         match command:
@@ -367,7 +366,7 @@ class Conversation:
                 self._turns.clear()
                 note("what was said is forgotten")
             case "/system":
-                self.system = _checked(text, command) if text.strip() else None
+                self.system = _check_text(text, command) if text.strip() else None
                 note("answers follow that from now on" if self.system else "there is no system message any more")
             case "/help":
                 note(COMMANDS)
@@ -382,47 +381,47 @@ class Conversation:
         """
         from ..client.chat import Thought
 
-        asked, said, thought = {"role": "user", "content": question}, list[str](), list[str]()
-        before = [{"role": "system", "content": self.system}] if self.system else []
-        answer: Any = self.partner.answer([*before, *self._turns, asked])
+        user_message, answer_texts, thought_texts = {"role": "user", "content": question}, list[str](), list[str]()
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        answer: Any = self.partner.answer([*system_messages, *self._turns, user_message])
         try:
             with closing(answer):  # Stops the generation if reading ends early.
                 for event in answer:
                     if isinstance(event, Thought):
-                        thought.append(event)
+                        thought_texts.append(event)
                         self._show(event, thought=True)
                     elif isinstance(event, str):
-                        if thought and not said:
+                        if thought_texts and not answer_texts:
                             self._show("\n", thought=True)
-                        said.append(event)
+                        answer_texts.append(event)
                         self._show(event)
                     else:
-                        self._show_end("".join(said), "".join(thought), event)
+                        self._show_end("".join(answer_texts), "".join(thought_texts), event)
         except BaseException:
-            if said:
+            if answer_texts:
                 self._show("\n")
             raise
         finally:
-            if said:
-                self._turns += [asked, {"role": "assistant", "content": "".join(said)}]
+            if answer_texts:
+                self._turns += [user_message, {"role": "assistant", "content": "".join(answer_texts)}]
 
     def _show(self, text: str, thought: bool = False) -> None:
         if not self._as_json:
             (self._thought if thought else self._answer).write(text)
 
-    def _show_end(self, text: str, thought: str, answered: Answered) -> None:
+    def _show_end(self, text: str, thought: str, end: Answered) -> None:
         if self._as_json:
             texts = {"text": text, "reasoning_content": thought} if thought else {"text": text}
-            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(answered)})
+            emit_json({"schema": "swiftopt.chat/1", "model": self.partner.name, **texts, **asdict(end)})
         else:
             self._show("\n")
-            parts = [] if answered.n_tokens is None else [f"{answered.n_tokens} tokens"]
-            parts.append(f"{number(answered.tokens_per_second, 1)} tok/s")
-            if answered.acceptance_rate is not None:
-                parts.append(f"α {number(answered.acceptance_rate)}")
-            if answered.finish_reason == "length":
-                parts.append("cut off: raise --max-new-tokens")
-            note(click.style(f"[{', '.join(parts)}]", dim=True))
+            figures = [] if end.n_tokens is None else [f"{end.n_tokens} tokens"]
+            figures.append(f"{number(end.tokens_per_second, 1)} tok/s")
+            if end.acceptance_rate is not None:
+                figures.append(f"α {number(end.acceptance_rate)}")
+            if end.finish_reason == "length":
+                figures.append("cut off: raise --max-new-tokens")
+            note(click.style(f"[{', '.join(figures)}]", dim=True))
 
 
 # --- input

@@ -28,7 +28,7 @@ from ..terminal import commands, inputs, options, tuning_options, value_types
 from ..terminal.charts import Pictures, draw_tuning
 from ..terminal.commands import PROMPTS, SERVICES, ConfiguredGroup, from_field, option
 from ..terminal.inputs import on_command_line, pick
-from ..terminal.output import Result, console, listed, note, write_text
+from ..terminal.output import Result, console, listing_result, note, write_text
 from ..terminal.render import ROOMY, Columns, figures_table, fixed, folding, heading, listing, numeric, tune_summary
 from ..terminal.value_types import FILE, positive
 from .backend import Backend, Ended, JobClient, TuneProgress, backend_options, progress_words, result_of
@@ -96,7 +96,7 @@ def tune(pictures: Pictures, **values: Any) -> Result:
     if values["draft_model"]:
         raise InvalidInput("--draft-model is for another engine: name it with --engine")
     request = pick(TuneRequest, values)
-    backend = Backend() if values["local"] else Backend.chosen(values["server"], values["redis"], values["db"])
+    backend = Backend() if values["local"] else Backend.from_options(values["server"], values["redis"], values["db"])
     queued = bool(backend.server or backend.redis)
     if values["detach"] and not queued:
         raise InvalidInput("--detach needs workers to leave the job to: name their --redis or --server, not --local")
@@ -126,23 +126,23 @@ def _tune_here(request: TuneRequest, prompts: Sequence[Prompt], db: str | None, 
         progress = TuneProgress(console(stderr=True))
         try:
             with progress:
-                result = run_tuning(request, store, progress, prompts)
+                tuned = run_tuning(request, store, progress, prompts)
         except BaseException:
             if progress.n_finished:
                 note(f"{progress.n_finished} completions are in {request.out}")
             raise
-        database, ended = safe_url(store.url), Ended(store.jobs.get(result.job), result.tasks)
-    if result.tasks:
-        pictures.draw(draw_tuning, result.tasks)
+        database, job_end = safe_url(store.url), Ended(store.jobs.get(tuned.job), tuned.tasks)
+    if tuned.tasks:
+        pictures.draw(draw_tuning, tuned.tasks)
     # Repeat only options of the command line: the configuration applies to the printed command anyway.
-    given = [name for name in options.PLACEMENT if on_command_line(name)]
-    backend, out = Backend(db=db), str(result.out)
-    return tune_result(request, ended, database, backend, given, out)
+    placement_options = [name for name in options.PLACEMENT if on_command_line(name)]
+    backend, output_path = Backend(db=db), str(tuned.out)
+    return tune_result(request, job_end, database, backend, placement_options, output_path)
 
 
-def _check_completions_file(out: Path) -> None:
+def _check_completions_file(path: Path) -> None:
     """Raises: OutputError: the file of completions cannot be written, which is reported before the work begins."""
-    with LineWriter(out):
+    with LineWriter(path):
         pass
 
 
@@ -150,40 +150,42 @@ def _tune_through_queue(
     request: TuneRequest, prompts: Sequence[Prompt], backend: Backend, queue: str, detach: bool, pictures: Pictures
 ) -> Result:
     """Submit the job, and follow it to its end unless it is detached."""
-    out = Path(request.out) if request.out is not None else default_output(request.stream)
+    output_path = Path(request.out) if request.out is not None else default_output(request.stream)
     if request.out is not None:
-        _check_completions_file(out)
+        _check_completions_file(output_path)
     path = os.path.expanduser(request.model)
     # A server may run in another working directory, so send a local path as an absolute one.
     name = os.path.abspath(path) if os.path.exists(path) else request.model
-    sent = replace(request, model=name, out=None)
+    submitted_request = replace(request, model=name, out=None)
     with backend.open() as client:
-        job, is_new = client.jobs.submit(sent, prompts, queue, uuid.uuid4().hex)
+        job, is_new = client.jobs.submit(submitted_request, prompts, queue, uuid.uuid4().hex)
         if detach:
-            return _submitted(client, backend, job.id, is_new)
+            return _submitted_result(client, backend, job.id, is_new)
         if not is_new:
             note(f"job {job.id} already does the same: following it")
         # For a server, ask now why the job waits; `follow` asks later.
         if backend.server and (reason := client.jobs.obstacle(job)):
             note(f"note: {reason}")
-        ended = result_of(backend, client, job)
+        job_end = result_of(backend, client, job)
         completions = client.jobs.outputs(job.id)
-        with LineWriter(out) as writer:
+        with LineWriter(output_path) as writer:
             for event in completions:
                 writer.write_completion(event.prompt, event.completion)
-        if ended.tasks:
-            pictures.draw(draw_tuning, ended.tasks)
-        return tune_result(sent, ended, client.database, backend, changed(sent), str(out))
+        if job_end.tasks:
+            pictures.draw(draw_tuning, job_end.tasks)
+        return tune_result(
+            submitted_request, job_end, client.database, backend, changed(submitted_request), str(output_path)
+        )
 
 
-def _submitted(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
+def _submitted_result(client: JobClient, backend: Backend, job_id: str, is_new: bool) -> Result:
     """Return the result of a detached submission; `is_new` is false if an equal unfinished job already exists."""
     job = client.jobs.get(job_id)
     if reason := client.jobs.obstacle(job):
         note(f"note: {reason}")
     remark = "" if is_new else ", which already does the same"
-    value = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
-    return Result(value, [f"job {job_id}{remark}: watch it with {backend.command('jobs', 'watch', job_id)}"])
+    report = {"schema": "swiftopt.submitted/1", "job": job_id, "state": job.state, "new": is_new}
+    return Result(report, [f"job {job_id}{remark}: watch it with {backend.command('jobs', 'watch', job_id)}"])
 
 
 def changed(request: TuneRequest) -> list[str]:
@@ -193,45 +195,50 @@ def changed(request: TuneRequest) -> list[str]:
 
 def tune_result(
     request: TuneRequest,
-    ended: Ended,
+    job_end: Ended,
     database: str,
     backend: Backend,
-    repeated: Sequence[str],
-    out: str | None,
+    placement_options: Sequence[str],
+    output_path: str | None,
     fetch: str = "–",
 ) -> Result:
     """Return the result of a tuning run: what it found for each task, the plan in use, and the command line for that.
 
-    `repeated` are the options that these command lines repeat. `out` is the file of completions; if it is None, `fetch`
-    is the command that gets them.
+    These command lines repeat `placement_options`. `output_path` is the file of completions; if it is None, `fetch` is
+    the command that gets them.
     """
-    tasks, shown = [], list[RenderableType]()
-    plans = {plan.task: plan for plan in ended.job.plans}
-    for task in ended.tasks:
-        command, plan = _use(request, task, backend, repeated), plans.get(task.task, PlanInUse(task.task))
-        if shown:
-            shown.append("")
-        shown.append(tune_summary(task, plan, out or fetch, command, console().width))
+    tasks, views = [], list[RenderableType]()
+    plans = {plan.task: plan for plan in job_end.job.plans}
+    for task in job_end.tasks:
+        command, plan = (
+            _usage_command(request, task, backend, placement_options),
+            plans.get(task.task, PlanInUse(task.task)),
+        )
+        if views:
+            views.append("")
+        views.append(tune_summary(task, plan, output_path or fetch, command, console().width))
         values = task.to_json()
         del values["record"], values["trials"]  # The store keeps the trials of each job.
         layer_set, timings = task.record.to_json(), seconds_by_part(task.timings)
-        more = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
-        tasks.append({**values, **more, "plan": plan.to_json()})
-    value = {"model": request.model, "job": ended.job.id, "out": out, "database": database, "tasks": tasks}
-    return Result({"schema": "swiftopt.tune/1", **value}, shown)
+        extra_fields = {"layer_set": layer_set, "n_trials": len(task.trials), "timings": timings, "command": command}
+        tasks.append({**values, **extra_fields, "plan": plan.to_json()})
+    report = {"model": request.model, "job": job_end.job.id, "out": output_path, "database": database, "tasks": tasks}
+    return Result({"schema": "swiftopt.tune/1", **report}, views)
 
 
-def _use(request: TuneRequest, task: TaskFinished, backend: Backend, repeated: Sequence[str]) -> list[str]:
+def _usage_command(
+    request: TuneRequest, task: TaskFinished, backend: Backend, placement_options: Sequence[str]
+) -> list[str]:
     """Return the command line that decodes with what was found; a server's layer sets are fetched with curl."""
     if backend.server is not None:
-        place = "/".join(quote(name, safe="") for name in (task.record.model, task.task))
-        return ["curl", f"{safe_url(backend.server).rstrip('/')}/v1/layer-sets/{place}"]
-    words = ["swiftopt", "generate", "--model", request.model, "--task", task.task]
-    for name in repeated:
-        words += [f"--{name}", getattr(request, name)]
+        model_path = "/".join(quote(name, safe="") for name in (task.record.model, task.task))
+        return ["curl", f"{safe_url(backend.server).rstrip('/')}/v1/layer-sets/{model_path}"]
+    arguments = ["swiftopt", "generate", "--model", request.model, "--task", task.task]
+    for name in placement_options:
+        arguments += [f"--{name}", getattr(request, name)]
     if backend.db and on_command_line("db"):
-        words += ["--db", safe_url(backend.db)]
-    return [*words, "--prompt", "Write your prompt here"]
+        arguments += ["--db", safe_url(backend.db)]
+    return [*arguments, "--prompt", "Write your prompt here"]
 
 
 # --- jobs
@@ -253,8 +260,8 @@ def list_(state: JobState | None, limit: int, backend: Backend) -> Result:
     """List the newest jobs first, each with how far it is, and by task what commands decode with now."""
     with backend.open() as client:
         newest_jobs = client.jobs.latest(state, limit)
-    none = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
-    return listed(JobList(tuple(newest_jobs)).to_json(), newest_jobs, jobs_table, none)
+    empty_note = f"no job is {state}" if state else "there is no job yet: submit one with `swiftopt tune --redis URL …`"
+    return listing_result(JobList(tuple(newest_jobs)).to_json(), newest_jobs, jobs_table, empty_note)
 
 
 @jobs.command("show", short_help="Show a job.")
@@ -276,12 +283,12 @@ def watch(job: str, backend: Backend) -> Result:
     The result of a job that has ended is printed at once.
     """
     with backend.open() as client:
-        ended = result_of(backend, client, client.jobs.get(job))
-        if ended.job.kind != "tune":
-            return Result(ended.job.to_json(), [f"job {job} has succeeded"])
-        request = TuneRequest.from_json(ended.job.request)
+        job_end = result_of(backend, client, client.jobs.get(job))
+        if job_end.job.kind != "tune":
+            return Result(job_end.job.to_json(), [f"job {job} has succeeded"])
+        request = TuneRequest.from_json(job_end.job.request)
         fetch = backend.command("jobs", "outputs", job, "--out", "FILE")
-        return tune_result(request, ended, client.database, backend, changed(request), None, fetch)
+        return tune_result(request, job_end, client.database, backend, changed(request), None, fetch)
 
 
 def _why_waiting(client: JobClient, job: Job) -> list[str]:
@@ -289,10 +296,10 @@ def _why_waiting(client: JobClient, job: Job) -> list[str]:
     return [f"note: {reason}"] if reason else []
 
 
-def _add_verb(verb: Verb, words: str) -> None:
-    @jobs.command(verb, short_help=words.partition(":")[0] + ".")
+def _add_verb(verb: Verb, help: str) -> None:
+    @jobs.command(verb, short_help=help.partition(":")[0] + ".")
     @on_job
-    @commands.example(f"jobs {verb} 3f2a9c81d04e", words=words)
+    @commands.example(f"jobs {verb} 3f2a9c81d04e", help=help)
     def act(job: str, backend: Backend) -> Result:
         with backend.open() as client:
             job_after = client.jobs.act(job, verb)
@@ -329,8 +336,8 @@ def outputs(job: str, out: str, backend: Backend, as_json: bool) -> int:
             click.echo(line.encode())  # Bytes, so that the terminal's encoding cannot change them.
         return 0
     write_text(Path(out), "".join(f"{line}\n" for line in lines))
-    value = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(completions)}
-    return Result(value, remarks=[f"{len(completions)} completions written to {out}"]).print(as_json)
+    report = {"schema": "swiftopt.job-outputs/1", "job": job, "out": out, "n_outputs": len(completions)}
+    return Result(report, remarks=[f"{len(completions)} completions written to {out}"]).print(as_json)
 
 
 # --- text for a person
@@ -354,7 +361,7 @@ def jobs_table(jobs: Sequence[Job], width: int) -> Table:
 
 def job_view(job: Job) -> RenderableType:
     remark = f", to {job.wanted} at its next step" if job.wanted else ""
-    now = job.figures
+    figures = job.figures
     table_rows = [
         (f"found for {record.task}", f"version {record.version}, r {record.layer_set.skip_ratio:.2f}")
         for record in job.layer_sets
@@ -365,7 +372,7 @@ def job_view(job: Job) -> RenderableType:
         ("model", job.model or f"none, a {job.kind} job"),
         ("stream", str(job.request.get("stream") or "")),
         ("completions", f"{job.n_outputs} of {job.n_prompts}" if job.n_prompts else ""),
-        ("now", f"{now.task}, {PHASES[now.phase]}: {progress_words(now)}" if now is not None else ""),
+        ("now", f"{figures.task}, {PHASES[figures.phase]}: {progress_words(figures)}" if figures is not None else ""),
         *table_rows,
         *(("plan in use", plan.sentence) for plan in job.plans),
         ("queue", job.queue or "none, it runs where it was begun"),

@@ -20,7 +20,7 @@ from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
 from ..terminal import commands, options, value_types
 from ..terminal.charts import Pictures, draw_layer_sets
 from ..terminal.commands import ConfiguredGroup
-from ..terminal.output import Result, console, listed, note, write_text
+from ..terminal.output import Result, console, listing_result, note, write_text
 from ..terminal.render import (
     fixed,
     folding,
@@ -58,10 +58,10 @@ def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
     records = [(record, _is_best(store, record)) for record in store.layer_sets(of_model, of_task)]
     plans = [plan for plan in store.plan_versions(of_model, of_task) if plan.own_set is None]
     sets = [{**record.to_json(), "best": best} for record, best in records]
-    value = {"schema": "swiftopt.layers-list/1", "layer_sets": sets, "plans": [plan.to_json() for plan in plans]}
-    what = "no layer set is stored for that" if of_model or of_task else "no layer set is stored yet"
-    none = f"{what}: find one with `swiftopt tune --model M --stream FILE --task T`"
-    return listed(value, [*records, *plans], lambda _, width: stored_view(records, plans, width), none)
+    report = {"schema": "swiftopt.layers-list/1", "layer_sets": sets, "plans": [plan.to_json() for plan in plans]}
+    subject = "no layer set is stored for that" if of_model or of_task else "no layer set is stored yet"
+    empty_note = f"{subject}: find one with `swiftopt tune --model M --stream FILE --task T`"
+    return listing_result(report, [*records, *plans], lambda _, width: stored_view(records, plans, width), empty_note)
 
 
 @layers.command(short_help="Show the best layer set of a task.")
@@ -89,12 +89,12 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
     record = _find(store, name, version)
     trials = _trials(store, record)
     pictures.draw(draw_layer_sets, [(record, trials)])
-    tried = []
+    trial_rows = []
     for trial in trials:
-        parts = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
-        tried.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **parts})
-    value = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": tried}
-    return Result({**value, **pictures.to_json()}, [record_view(record, trials, console().width)])
+        skipped = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
+        trial_rows.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **skipped})
+    report = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": trial_rows}
+    return Result({**report, **pictures.to_json()}, [record_view(record, trials, console().width)])
 
 
 @layers.command("export", short_help="Write a layer set as JSON.")
@@ -130,12 +130,12 @@ def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int 
 
     A set becomes the best one where its model and task have none yet; `promote` changes that.
     """
-    stored = [_add(store, record) for record in _imported(store, file, as_model, as_task, n_layers)]
-    sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored]
+    stored_records = [_add(store, record) for record in _read_records(store, file, as_model, as_task, n_layers)]
+    sets = [{**record.to_json(), "promoted": promoted} for record, promoted in stored_records]
     lines = [
         f"{record.model}/{record.task} version {record.version}"
         + ("" if promoted else ", not promoted: the best one stays what it was")
-        for record, promoted in stored
+        for record, promoted in stored_records
     ]
     return Result({"schema": "swiftopt.layers-import/1", "layer_sets": sets}, lines)
 
@@ -148,7 +148,7 @@ def import_(file: str, as_model: str | None, as_task: str | None, n_layers: int 
 @commands.example("layers promote smollm2-135m/notes --version 2")
 def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
     """Choose a version of MODEL/TASK as the best one, for the device and dtype it was tuned or compared on."""
-    return _moved("promote", name, store.promote(name.model, name.task, version, alias))
+    return _alias_result("promote", name, store.promote(name.model, name.task, version, alias))
 
 
 @layers.command(short_help="Take back the last choice.")
@@ -158,7 +158,7 @@ def promote(name: ModelTask, version: int, alias: str, store: Store) -> Result:
 @commands.example("layers rollback smollm2-135m/notes")
 def rollback(name: ModelTask, alias: str, store: Store) -> Result:
     """Take back the last choice for MODEL/TASK."""
-    return _moved("rollback", name, store.rollback(name.model, name.task, alias))
+    return _alias_result("rollback", name, store.rollback(name.model, name.task, alias))
 
 
 # --- what the commands share
@@ -170,16 +170,18 @@ def _find(store: Store, name: ModelTask, version: int | None) -> LayerSetRecord:
     return _layer_set_of(store.lookup(name.model, name.task), name)
 
 
-def _layer_set_of(found: FoundPlan, name: ModelTask) -> LayerSetRecord:
+def _layer_set_of(found_plan: FoundPlan, name: ModelTask) -> LayerSetRecord:
     """Return a plan's layer set; print a note if the plan is only the nearest match."""
-    if found.fallback:
-        note(f"note: {found.fallback}")
-    plan = found.plan
+    if found_plan.fallback:
+        note(f"note: {found_plan.fallback}")
+    plan = found_plan.plan
     if plan.layer_set is None:
-        measured = f", measured {ratio(plan.measured_speedup, plan.measured_interval)}" if plan.measured_speedup else ""
+        speed_note = (
+            f", measured {ratio(plan.measured_speedup, plan.measured_interval)}" if plan.measured_speedup else ""
+        )
         raise LayerSetNotFound(
-            f"version {found.version} of {name} decodes with {plan.method} and has no layer set: its verdict is"
-            f" {plan.verdict}{measured}; `swiftopt layers list` shows what is stored"
+            f"version {found_plan.version} of {name} decodes with {plan.method} and has no layer set: its verdict is"
+            f" {plan.verdict}{speed_note}; `swiftopt layers list` shows what is stored"
         )
     return plan.layer_set
 
@@ -194,17 +196,21 @@ def _is_best(store: Store, record: LayerSetRecord) -> bool:
         plan = store.lookup(record.fingerprint or record.model, record.task, record.device, record.dtype)
     except LayerSetNotFound:
         return False
-    used = plan.plan.layer_set
-    return plan.fallback is None and used is not None and (used.task, used.version) == (record.task, record.version)
+    used_set = plan.plan.layer_set
+    return (
+        plan.fallback is None
+        and used_set is not None
+        and (used_set.task, used_set.version) == (record.task, record.version)
+    )
 
 
-def _imported(
+def _read_records(
     store: Store, file: str, as_model: str | None, as_task: str | None, n_layers: int | None
 ) -> list[LayerSetRecord]:
     """Read the layer sets of a file, renaming model and task if new names are given."""
     from ..core.records import import_file
 
-    depths = {name: info.n_layers for info in store.models() for name in info.names}
+    depths = {name: model_info.n_layers for model_info in store.models() for name in model_info.names}
 
     def depth_of(name: str) -> int | None:
         alias = find_alias(as_model or name)
@@ -226,10 +232,10 @@ def _add(store: Store, record: LayerSetRecord) -> tuple[LayerSetRecord, bool]:
     return store.add_layer_set(record, promote=promote), promote
 
 
-def _moved(command: str, name: ModelTask, found: FoundPlan) -> Result:
-    where = {**name._asdict(), "alias": found.alias, "version": found.version}
-    text = f"{found.alias} of {name} is now version {found.version} ({found.plan.method})"
-    return Result({"schema": f"swiftopt.layers-{command}/1", **where, **found.plan.to_json()}, [text])
+def _alias_result(command: str, name: ModelTask, found_plan: FoundPlan) -> Result:
+    alias_fields = {**name._asdict(), "alias": found_plan.alias, "version": found_plan.version}
+    text = f"{found_plan.alias} of {name} is now version {found_plan.version} ({found_plan.plan.method})"
+    return Result({"schema": f"swiftopt.layers-{command}/1", **alias_fields, **found_plan.plan.to_json()}, [text])
 
 
 # --- models
@@ -244,38 +250,48 @@ def models(store: Store) -> Result:
     `here` is wheel or cached (by the hub's client); other models are downloaded at first use. Any folder of a saved
     model, GGUF file or hub id of a supported architecture works as well.
     """
-    stored, records, copies = store.models(), store.layer_sets(), local_copies()
+    stored_models, records, copies = store.models(), store.layer_sets(), local_copies()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}
-    value = {
+    report = {
         "schema": "swiftopt.models/1",
         "aliases": [
             {"alias": name, **dataclasses.asdict(alias), "here": copies[name]._asdict() if name in copies else None}
             for name, alias in ALIASES.items()
         ],
-        "stored": [info.to_json() for info in stored],
+        "stored": [model_info.to_json() for model_info in stored_models],
         "tasks": tasks,
     }
-    loaded: list[RenderableType] = ["", stored_table(stored, tasks, console().width)] if stored else []
-    return Result(value, [aliases_table(tasks, copies), *loaded])
+    loaded_tables: list[RenderableType] = (
+        ["", stored_table(stored_models, tasks, console().width)] if stored_models else []
+    )
+    return Result(report, [aliases_table(tasks, copies), *loaded_tables])
 
 
 def aliases_table(tasks: Mapping[str, Sequence[str]], copies: Mapping[str, LocalCopy]) -> Table:
     """List the short names of models, those on this machine first, with the tasks tuned under each."""
     rows = []
-    for name, alias in sorted(ALIASES.items(), key=lambda item: item[0] not in copies):
-        where, tuned = copies[name].kind if name in copies else "", ", ".join(tasks.get(name, ()))
-        rows.append((name, where, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), tuned))
+    for name, alias in sorted(ALIASES.items(), key=lambda alias_item: alias_item[0] not in copies):
+        source, tuned_tasks = copies[name].kind if name in copies else "", ", ".join(tasks.get(name, ()))
+        rows.append((name, source, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), tuned_tasks))
     columns = [fixed("alias"), fixed("here"), fixed("hub id"), numeric("layers"), numeric("size"), folding("tuned")]
     return table(columns, rows)
 
 
-def stored_table(stored: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]], width: int) -> Table:
+def stored_table(models: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]], width: int) -> Table:
     """List models that were loaded here, with every name they were loaded by."""
     columns = [folding("names", max_width=width // 2), folding("architecture"), numeric("layers"), numeric("size")]
     rows = []
-    for info in stored:
-        tuned = sorted({task for name in info.names for task in tasks.get(name, ())})
-        names = "\n".join(sorted(info.names, key=len))
-        rows.append((names, info.architecture, str(info.n_layers), size(info.n_parameters), ", ".join(tuned)))
-    titled: dict[str, Any] = {"title": "loaded here", "title_style": "bold", "header_style": "table.header"}
-    return table([*columns, folding("tuned tasks")], rows, gap=2, **titled)
+    for model_info in models:
+        tuned_tasks = sorted({task for name in model_info.names for task in tasks.get(name, ())})
+        names = "\n".join(sorted(model_info.names, key=len))
+        rows.append(
+            (
+                names,
+                model_info.architecture,
+                str(model_info.n_layers),
+                size(model_info.n_parameters),
+                ", ".join(tuned_tasks),
+            )
+        )
+    title_options: dict[str, Any] = {"title": "loaded here", "title_style": "bold", "header_style": "table.header"}
+    return table([*columns, folding("tuned tasks")], rows, gap=2, **title_options)

@@ -49,9 +49,9 @@ LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "ser
 # --- the configuration
 
 
-def _named(long: str, short: str) -> Any:
+def _field_with_names(long_name: str, short_name: str) -> Any:
     """Make a setting with two names, of which other programs use the long one, too (DATABASE_URL)."""
-    names = (f"{PREFIX}{long.upper()}", f"{PREFIX}{short.upper()}", long, short)
+    names = (f"{PREFIX}{long_name.upper()}", f"{PREFIX}{short_name.upper()}", long_name, short_name)
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
@@ -63,9 +63,9 @@ class ProgramSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, toml_file=TOML_FILE, extra="forbid", populate_by_name=True)
 
-    db: str | None = _named("database_url", "db")
-    redis: str | None = _named("redis_url", "redis")
-    server: str | None = _named("server_url", "server")
+    db: str | None = _field_with_names("database_url", "db")
+    redis: str | None = _field_with_names("redis_url", "redis")
+    server: str | None = _field_with_names("server_url", "server")
     queue: str | None = None
     model: str | None = None
     dtype: str | None = None
@@ -86,10 +86,13 @@ class ProgramSettings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+        cls,
+        settings_cls: type[BaseSettings],
+        *sources: PydanticBaseSettingsSource,
+        **named_sources: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read environment variables first, then the TOML file; pydantic's other sources are unused."""
-        return named["env_settings"], TomlConfigSettingsSource(settings_cls)
+        return named_sources["env_settings"], TomlConfigSettingsSource(settings_cls)
 
 
 def load_settings() -> dict[str, Any]:
@@ -106,8 +109,10 @@ def load_settings() -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}; correct its permissions") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        raise SettingsError(_sentence(str(first["loc"][0]), first["type"], first["msg"], first["input"])) from error
+        first_error = error.errors()[0]
+        raise SettingsError(
+            _sentence(str(first_error["loc"][0]), first_error["type"], first_error["msg"], first_error["input"])
+        ) from error
 
 
 def misspelt(environment: Iterable[str]) -> Iterator[str]:
@@ -115,23 +120,23 @@ def misspelt(environment: Iterable[str]) -> Iterator[str]:
     names = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
     names += [name.upper() for name in ProgramSettings.model_fields]
     for name in sorted(environment):
-        short = name.removeprefix(PREFIX)
-        if short == name or short in names or short.startswith("TEST_"):
+        unprefixed = name.removeprefix(PREFIX)
+        if unprefixed == name or unprefixed in names or unprefixed.startswith("TEST_"):
             continue
-        near = difflib.get_close_matches(short, names, n=1, cutoff=LIKE)
-        if near:
-            yield f"the variable {name} is not read: did you mean {PREFIX}{near[0]}?"
+        close_names = difflib.get_close_matches(unprefixed, names, n=1, cutoff=LIKE)
+        if close_names:
+            yield f"the variable {name} is not read: did you mean {PREFIX}{close_names[0]}?"
 
 
 def _sentence(key: str, kind: str, message: str, value: object) -> str:
     if kind == "extra_forbidden":
         names = sorted(ProgramSettings.model_fields)
-        near = difflib.get_close_matches(key, names, n=1)
-        advice = f"did you mean {near[0]!r}" if near else f"known are {', '.join(names)}"
+        close_names = difflib.get_close_matches(key, names, n=1)
+        advice = f"did you mean {close_names[0]!r}" if close_names else f"known are {', '.join(names)}"
         return f"{TOML_FILE} has the unknown key {key!r}: {advice}"
     variable = key if key.startswith(PREFIX) else PREFIX + key.upper()
-    where = variable if variable in os.environ else f"{key} in {TOML_FILE}"
-    return f"{where} is {value!r}, which cannot be used: {message[0].lower()}{message[1:]}"
+    source = variable if variable in os.environ else f"{key} in {TOML_FILE}"
+    return f"{source} is {value!r}, which cannot be used: {message[0].lower()}{message[1:]}"
 
 
 # --- the program

@@ -159,17 +159,17 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     }
     sizes = {"max_body_bytes": values["max_body_mb"] * MIB, "log_polls": values["log"] == "all"}
     settings = pick(ServerSettings, {**values, **access, **sizes})
-    served = _served(models, values)
-    if served:
+    served_models = _parse_models(models, values)
+    if served_models:
         inputs.check_can_decode()
-    with listen(values["host"], values["port"], settings) as bound, open_store(values["db"]) as store:
-        host, port = values["host"], bound.getsockname()[1]
+    with listen(values["host"], values["port"], settings) as listener, open_store(values["db"]) as store:
+        host, port = values["host"], listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        with StartReport(url, [model.name for model in served], quiet=as_json) as report:
+        with StartReport(url, [model.name for model in served_models], quiet=as_json) as report:
             start_log(report.handler, logging.WARNING if values["log"] == "warnings" else logging.INFO)
             if as_json:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
-            run(bound, store, values["redis"], settings, report, served)
+            run(listener, store, values["redis"], settings, report, served_models)
     return 0
 
 
@@ -183,9 +183,9 @@ class StartReport:
         self._url, self._steps, self._quiet = url, dict.fromkeys(models, "starting its process"), quiet
         self._line: Status | None = None
         self.handler: logging.Handler = logging.StreamHandler(sys.stderr)
-        shown = console(stderr=True)
-        if shown.is_terminal and models and not quiet:
-            self._line, self.handler = shown.status(self._words()), ConsoleHandler(shown)
+        terminal = console(stderr=True)
+        if terminal.is_terminal and models and not quiet:
+            self._line, self.handler = terminal.status(self._words()), ConsoleHandler(terminal)
             self.handler.addFilter(lambda record: not (self._steps and LOADING.match(record.getMessage())))
 
     def __enter__(self) -> StartReport:
@@ -218,11 +218,11 @@ class StartReport:
         steps = "; ".join(f"{name}: {step}" for name, step in self._steps.items())
         return Text(f"loading {steps}", no_wrap=True, overflow="ellipsis")
 
-    def _say(self, words: str) -> None:
+    def _say(self, text: str) -> None:
         if self._line is not None:
-            self._line.console.print(words, soft_wrap=True)
+            self._line.console.print(text, soft_wrap=True)
         elif not self._quiet:
-            note(words)
+            note(text)
 
 
 class ConsoleHandler(logging.Handler):
@@ -236,7 +236,7 @@ class ConsoleHandler(logging.Handler):
         self._console.print(self.format(record), soft_wrap=True)
 
 
-def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
+def _parse_models(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
     """Return the models by the names that clients use.
 
     Raises: ModelNotFound, SettingsError, UnsupportedModel: checks before loading show that a model cannot be loaded.
@@ -245,10 +245,10 @@ def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel
 
     models_by_name: dict[str, ServedModel] = {}
     memory = None if values["memory_gb"] is None else int(values["memory_gb"] * 1e9 / len(models or "1"))
-    for words in models:
-        given, equals, path = words.partition("=")
-        path = path if equals else words
-        name = given if equals else Path(words).name if os.path.exists(words) else words
+    for argument in models:
+        given_name, equals, path = argument.partition("=")
+        path = path if equals else argument
+        name = given_name if equals else Path(argument).name if os.path.exists(argument) else argument
         check_names(path, values["dtype"], values["device"], values["speed"])
         if name in models_by_name:
             raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
@@ -260,10 +260,10 @@ def _served(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel
 def _new_key(name: str) -> Result:
     from ..server.settings import new_key
 
-    key, entry = new_key(name)
+    key, key_entry = new_key(name)
     return Result(
-        {"schema": "swiftopt.api-key/1", "name": name, "key": key, "entry": entry},
-        [f"key    {key}\nentry  {entry}"],
+        {"schema": "swiftopt.api-key/1", "name": name, "key": key, "entry": key_entry},
+        [f"key    {key}\nentry  {key_entry}"],
         ["The key is shown this once; put the entry into SWIFTOPT_API_KEYS or the file of SWIFTOPT_API_KEYS_FILE."],
     )
 
@@ -293,8 +293,8 @@ def worker(
     from ..worker.attempt import WorkerContext
     from ..worker.worker import default_name, run_worker
 
-    working = WorkerContext(name or default_name(), database_url(db), redis, queue, device)
-    problems = list(problems_of(working)) if check else []
+    worker_context = WorkerContext(name or default_name(), database_url(db), redis, queue, device)
+    problems = list(problems_of(worker_context)) if check else []
     for problem in problems:
         note(f"error: {problem}")
     if not check:
@@ -302,31 +302,35 @@ def worker(
         handler = logging.StreamHandler()
         handler.addFilter(OneLineErrors())
         start_log(handler)
-        check_start(working)
-        note(f"worker {working.name} listens on queue {queue!r}")
-        run_worker(working, burst)
-    value = {"name": working.name, "queue": queue, "ok": not problems, "problems": problems}
+        check_start(worker_context)
+        note(f"worker {worker_context.name} listens on queue {queue!r}")
+        run_worker(worker_context, burst)
+    report = {"name": worker_context.name, "queue": queue, "ok": not problems, "problems": problems}
     problems_now = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
-    return Result({"schema": "swiftopt.worker/1", **value}, problems_now, code=1 if problems else 0)
+    return Result({"schema": "swiftopt.worker/1", **report}, problems_now, code=1 if problems else 0)
 
 
-def problems_of(working: WorkerContext) -> Iterator[str]:
+def problems_of(context: WorkerContext) -> Iterator[str]:
     """Yield each problem that prevents a worker on this machine from running, as a sentence."""
     from ..store.migrations import look
     from ..worker.queue import RedisQueue
 
     try:
-        state = look(working.database)
+        state = look(context.database)
         if not state.ok:
             yield schema_problem(state)
-        with closing(RedisQueue(working.redis)) as redis:
-            here = [other for other in redis.workers() if other.hostname == socket.gethostname()]
+        with closing(RedisQueue(context.redis)) as redis:
+            local_workers = [
+                each_worker for each_worker in redis.workers() if each_worker.hostname == socket.gethostname()
+            ]
     except SwiftoptError as error:
         yield str(error)
         return
-    if not any(other.queue == working.queue and other.heartbeat_age_s < FRESH_S for other in here):
-        command = worker_command(working.queue)
-        yield f"no worker of this machine listens on queue {working.queue!r}: start one with {command}"
+    if not any(
+        each_worker.queue == context.queue and each_worker.heartbeat_age_s < FRESH_S for each_worker in local_workers
+    ):
+        command = worker_command(context.queue)
+        yield f"no worker of this machine listens on queue {context.queue!r}: start one with {command}"
 
 
 class OneLineErrors(logging.Filter):
@@ -352,11 +356,11 @@ class OneLineErrors(logging.Filter):
 
 def start_log(handler: logging.Handler, level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[handler])
-    for noisy in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for logger_name in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
+        logging.getLogger(logger_name).setLevel(logging.WARNING)
 
 
-def check_start(working: WorkerContext) -> None:
+def check_start(context: WorkerContext) -> None:
     """Check for problems that would make every job fail or end the worker at once.
 
     Raises: SettingsError: the device is unknown or missing on this machine, or the name is taken.
@@ -365,20 +369,20 @@ def check_start(working: WorkerContext) -> None:
     from ..models.sources import check_placement
     from ..worker.queue import RedisQueue
 
-    check_placement("auto", working.device)
-    with closing(RedisQueue(working.redis)) as queue:
+    check_placement("auto", context.device)
+    with closing(RedisQueue(context.redis)) as queue:
         queue.ping()
-        open_store(working.database).close()
-        if working.device.startswith("cuda"):
-            _check_cuda(working.device)
-        _check_name(working.name, queue)
+        open_store(context.database).close()
+        if context.device.startswith("cuda"):
+            _check_cuda(context.device)
+        _check_name(context.name, queue)
 
 
 def _check_cuda(device: str) -> None:
     """Check that this machine has the CUDA device, without which all jobs would fail."""
-    asked = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
-    if asked.returncode:
-        reason = asked.stderr.strip().split("\n")[-1] or f"torch ended with {asked.returncode}"
+    probe = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
+    if probe.returncode:
+        reason = probe.stderr.strip().split("\n")[-1] or f"torch ended with {probe.returncode}"
         raise SettingsError(f"a worker for {device} cannot run on this machine: {reason}")
 
 
@@ -387,14 +391,16 @@ def _check_name(name: str, queue: RedisQueue) -> None:
 
     A worker with this name on another machine only causes a note, since its process cannot be checked from here.
     """
-    for other in queue.workers():
-        if other.name != name or other.heartbeat_age_s > BEATS_S:
+    for each_worker in queue.workers():
+        if each_worker.name != name or each_worker.heartbeat_age_s > BEATS_S:
             continue
-        if other.hostname != socket.gethostname():
-            where = f"a worker named {name} lives on {other.hostname}"
-            note(f"note: {where}: if it still runs, give this one another --name")
-        elif other.pid != os.getpid() and psutil.pid_exists(other.pid):
-            raise SettingsError(f"a worker named {name} runs here already (process {other.pid}): choose another --name")
+        if each_worker.hostname != socket.gethostname():
+            conflict = f"a worker named {name} lives on {each_worker.hostname}"
+            note(f"note: {conflict}: if it still runs, give this one another --name")
+        elif each_worker.pid != os.getpid() and psutil.pid_exists(each_worker.pid):
+            raise SettingsError(
+                f"a worker named {name} runs here already (process {each_worker.pid}): choose another --name"
+            )
 
 
 # --- the database
@@ -413,9 +419,13 @@ def upgrade(db: str | None) -> Result:
     """Bring the database to the newest schema; a new one is created. Rows stay."""
     from ..store.migrations import bring_to_head
 
-    before, now = bring_to_head(database_url(db))
-    done = "has the newest schema already:" if before.ok else f"went from {before.revision or 'empty'} to"
-    return _schema_result(now, f"{now.database} {done} {now.revision}")
+    previous_schema, schema = bring_to_head(database_url(db))
+    outcome = (
+        "has the newest schema already:"
+        if previous_schema.ok
+        else f"went from {previous_schema.revision or 'empty'} to"
+    )
+    return _schema_result(schema, f"{schema.database} {outcome} {schema.revision}")
 
 
 @db.command(short_help="Print the schema that the database has.")

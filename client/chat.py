@@ -68,15 +68,15 @@ class ChatClient(ServerConnection):
         """
         body = {"model": model, "messages": list(messages), "stream": True, **fields}
         body["stream_options"] = {"include_usage": True}
-        so_far = _AnswerSoFar()
+        answer_so_far = _AnswerSoFar()
         with closing(self._send("POST", "/v1/chat/completions", again=True, stream=True, json=body)) as response:
             for chunk in self._chunks(response):
                 with self._reading(*OTHER_FORM):
-                    texts = so_far.take(chunk)
+                    texts = answer_so_far.take(chunk)
                 yield from filter(None, texts)
         with self._reading(*OTHER_FORM):
-            answered = so_far.answered()
-        yield answered
+            figures = answer_so_far.answered()
+        yield figures
 
     def _chunks(self, response: httpx2.Response) -> Iterator[Any]:
         """Yield the objects of a stream up to its end.

@@ -74,7 +74,7 @@ class ServerConnection:
     ADVICE: ClassVar[str]  # Advice in the error for a response of unexpected form.
 
     def __init__(self, url: str, api_key: str | None, timeout: httpx2.Timeout, headers: Mapping[str, str]) -> None:
-        self.url = _checked_url(url)
+        self.url = _check_url(url)
         key = _key_header(api_key or os.environ.get("SWIFTOPT_API_KEY"))
         self._http = httpx2.Client(headers={**key, **headers}, timeout=timeout)
 
@@ -100,8 +100,8 @@ class ServerConnection:
         """
 
         def attempt() -> httpx2.Response:
-            sent = self._http.build_request(method, self.url + path, **request)
-            response = self._http.send(sent, stream=stream)
+            built_request = self._http.build_request(method, self.url + path, **request)
+            response = self._http.send(built_request, stream=stream)
             if not response.is_success:
                 response.read()
             if response.status_code in PASSING and again:
@@ -109,11 +109,11 @@ class ServerConnection:
             return response
 
         kinds = (httpx2.TransportError, RefusedAnswer) if again else (httpx2.ConnectError, httpx2.ConnectTimeout)
-        retrying = Retrying(
+        attempts = Retrying(
             retry=retry_if_exception_type(kinds), stop=stop_after_attempt(ATTEMPTS), wait=_pause, reraise=True
         )
         try:
-            response = retrying(attempt)
+            response = attempts(attempt)
         except RefusedAnswer as refused:
             response = refused.response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -123,9 +123,9 @@ class ServerConnection:
         return response
 
     def _json(self, method: str, path: str, *, again: bool, **request: Any) -> Any:
-        return self._parsed(self._send(method, path, again=again, **request))
+        return self._parse(self._send(method, path, again=again, **request))
 
-    def _parsed(self, response: httpx2.Response) -> Any:
+    def _parse(self, response: httpx2.Response) -> Any:
         try:
             return response.json()
         except ValueError as error:
@@ -154,29 +154,30 @@ class ServerConnection:
         reason = "in time" if isinstance(error, httpx2.TimeoutException) else "properly"
         if isinstance(error, httpx2.ConnectError):
             reason = f"({error})" if str(error) else "at all"
-        place = safe_url(self.url)
+        address = safe_url(self.url)
         return ServiceUnreachable(
-            f"the server {place} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
+            f"the server {address} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"
         )
 
     def _complain(self, response: httpx2.Response) -> NoReturn:
         """Raise what the answer's status and its problem object say."""
-        status, place = response.status_code, safe_url(self.url)
+        status, address = response.status_code, safe_url(self.url)
         if status in (401, 403):
             raise ServiceUnreachable(
-                f"the server {place} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
+                f"the server {address} wants another API key: set SWIFTOPT_API_KEY to one that it accepts"
                 if "authorization" in response.request.headers
-                else f"the server {place} wants an API key: set SWIFTOPT_API_KEY"
+                else f"the server {address} wants an API key: set SWIFTOPT_API_KEY"
             )
         problem = _problem(response)
         if problem is None:
             raise ServiceUnreachable(
-                f"what answers at {place} is no swiftopt server (status {status}): check the URL and proxies in between"
+                f"what answers at {address} is no swiftopt server (status {status}): check the URL and proxies in"
+                " between"
             )
         if status == 429:
-            raise ServiceUnreachable(f"the server {place} gets too many requests: {_sentence(problem)}")
+            raise ServiceUnreachable(f"the server {address} gets too many requests: {_sentence(problem)}")
         if status in PASSING:
-            raise ServiceUnreachable(f"the server {place} is not ready: {_sentence(problem)}")
+            raise ServiceUnreachable(f"the server {address} is not ready: {_sentence(problem)}")
         raise error_of(problem)
 
 
@@ -220,8 +221,8 @@ class Client(ServerConnection):
         body = {"queries": [dict(query) for query in queries]}
         answers = self._json("POST", "/v1/layer-sets:lookup", again=True, json=body)
         with self._reading(KeyError, TypeError):
-            listed = list(answers["answers"])
-            return [error_of(one) if "status" in one else self._read(FoundPlan, one) for one in listed]
+            answer_list = list(answers["answers"])
+            return [error_of(answer) if "status" in answer else self._read(FoundPlan, answer) for answer in answer_list]
 
     def layer_sets(self, model: str | None = None, task: str | None = None) -> list[LayerSetRecord]:
         """Return the stored versions of a model, a task, both or all, newest first."""
@@ -253,7 +254,7 @@ class Client(ServerConnection):
         # Without the caller's key, send a random one, so that the request is safe to repeat.
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         response = self._send("POST", "/v1/jobs", again=True, json=body, headers=headers)
-        return self._read(Job, self._parsed(response)), response.status_code == 202
+        return self._read(Job, self._parse(response)), response.status_code == 202
 
     def get(self, job: str) -> Job:
         return self._read(Job, self._get(_path(job)))
@@ -280,8 +281,8 @@ class Client(ServerConnection):
         with self._reading(ValueError, KeyError, TypeError):
             completions = [json.loads(line) for line in lines if line]
             return [
-                PromptFinished(Prompt(values["id"], values["task"]), place, Completion.from_json(values))
-                for place, values in enumerate(completions)
+                PromptFinished(Prompt(values["id"], values["task"]), index, Completion.from_json(values))
+                for index, values in enumerate(completions)
             ]
 
     def follow(self, job: str, after: int = 0) -> Iterator[JobEvent | Job]:
@@ -292,30 +293,30 @@ class Client(ServerConnection):
 
         Raises: ServiceUnreachable: nothing has answered for two minutes.
         """
-        answered, wait, patience = time.monotonic(), RETRY_S, FIRST_S
+        answered_s, wait_s, patience_s = time.monotonic(), RETRY_S, FIRST_S
         while True:
-            opened, broken = math.inf, Exception("the stream ended too early")
+            opened_s, connection_error = math.inf, Exception("the stream ended too early")
             try:
-                with self._opened(job, after) as response:
-                    opened = time.monotonic()
+                with self._open_events(job, after) as response:
+                    opened_s = time.monotonic()
                     for event in self._events(response):
-                        answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
-                        data = json.loads(event.data)
+                        answered_s, wait_s, patience_s = time.monotonic(), RETRY_S, AWAY_S
+                        payload = json.loads(event.data)
                         if event.event == "end":
-                            yield self._read(Job, data)
+                            yield self._read(Job, payload)
                             return
                         number = int(event.id or 0) if event.event != "progress" and (event.id or "").isdigit() else 0
                         after = max(after, number)
-                        yield JobEvent(number, event.event, data, "")
+                        yield JobEvent(number, event.event, payload, "")
             # JSONDecodeError: the connection broke within an event.
             except (httpx2.TransportError, RefusedAnswer, json.JSONDecodeError) as error:
-                broken = error
-            if time.monotonic() - opened >= LIVED_S:
-                answered, wait, patience = time.monotonic(), RETRY_S, AWAY_S
-            elif time.monotonic() - answered > patience:
-                raise self._unreachable(broken) from broken
-            time.sleep(wait)
-            wait = min(MAX_RETRY_S, 2 * wait)
+                connection_error = error
+            if time.monotonic() - opened_s >= LIVED_S:
+                answered_s, wait_s, patience_s = time.monotonic(), RETRY_S, AWAY_S
+            elif time.monotonic() - answered_s > patience_s:
+                raise self._unreachable(connection_error) from connection_error
+            time.sleep(wait_s)
+            wait_s = min(MAX_RETRY_S, 2 * wait_s)
 
     def ready(self) -> dict[str, Any]:
         """Return what the server says of itself and of what it needs; also when it is not ready."""
@@ -338,7 +339,7 @@ class Client(ServerConnection):
         return self._read(Tuning, self._json("POST", f"/v1/tuning:{verb}", again=True, json=body))
 
     @contextmanager
-    def _opened(self, job: str, after: int) -> Iterator[httpx2.Response]:
+    def _open_events(self, job: str, after: int) -> Iterator[httpx2.Response]:
         """Open the stream of a job's events.
 
         Raises: RefusedAnswer: the server cannot give it just now.
@@ -354,29 +355,29 @@ class Client(ServerConnection):
             yield response
 
     def _get(self, path: str, **params: Any) -> Any:
-        given = {name: value for name, value in params.items() if value is not None}
-        return self._json("GET", path, again=True, params=given)
+        query = {name: value for name, value in params.items() if value is not None}
+        return self._json("GET", path, again=True, params=query)
 
     def _read(self, kind: type[Answer], values: Any) -> Answer:
         with self._reading(SwiftoptError):
             return kind.from_json(values)
 
 
-def _path(job: str, *rest: str) -> str:
-    return "/".join(["/v1/jobs", quote(job, safe=""), *rest])
+def _path(job: str, *further_parts: str) -> str:
+    return "/".join(["/v1/jobs", quote(job, safe=""), *further_parts])
 
 
-def _checked_url(url: str) -> str:
+def _check_url(url: str) -> str:
     """Return the server's address without a slash at its end.
 
     Raises: SettingsError: it is no http or https URL with a host.
     """
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        url_parts = urlsplit(url)
+        is_usable = url_parts.scheme in ("http", "https") and bool(url_parts.hostname) and url_parts.port != 0
     except ValueError:
-        usable = False
-    if not usable or not url.isprintable() or " " in url:
+        is_usable = False
+    if not is_usable or not url.isprintable() or " " in url:
         raise SettingsError(f"the server {safe_url(url)!r} is no URL: use one such as http://127.0.0.1:8000")
     return url.rstrip("/")
 
@@ -412,12 +413,12 @@ def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
     return (kind or ERRORS.get(int(status) if status.isdecimal() else 0, SwiftoptError))(_sentence(problem))
 
 
-def openai_problem(found: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
+def openai_problem(answer: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
     """Return the problem object for an answer, or a part of a stream, in which OpenAI's form reports an error.
 
     `status` is used where the error has no number of its own; None: it reports none.
     """
-    error = found.get("error")
+    error = answer.get("error")
     if not isinstance(error, Mapping):
         return None
     code = error.get("code")

@@ -24,7 +24,7 @@ from ..terminal import commands, options, value_types
 from ..terminal.charts import BLUE, Pictures, model_name, picture
 from ..terminal.commands import Decorator, from_field, option
 from ..terminal.inputs import decoding_request, open_store, pick
-from ..terminal.output import Result, StepNotes, console, listed, note, writing
+from ..terminal.output import Result, StepNotes, console, listing_result, note, writing
 from ..terminal.render import (
     ROOMY,
     Columns,
@@ -268,19 +268,19 @@ def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str)
     @options.of_model
     @options.of_task
     @options.store_and_json
-    @commands.example(f"{kind} list", words=f"List the stored {several}, newest first.")
+    @commands.example(f"{kind} list", help=f"List the stored {several}, newest first.")
     def list_(of_model: str | None, of_task: str | None, store: Store) -> Result:
         records = store.learned_list(of_model, of_task, kind)
         value = {"schema": f"swiftopt.{kind}-list/1", kind: [record.to_json() for record in records]}
         none = f"no {kind} stored yet: run `swiftopt {kind} train --model M --stream FILE --task T`"
-        return listed(value, records, trained_table, none)
+        return listing_result(value, records, trained_table, none)
 
     @group.command("show", short_help=f"Show the figures of {one}.")
     @options.model_task
     @newest_version
     @options.pictures("Draw the loss curve to a file as well.")
     @options.store_and_json
-    @commands.example(f"{kind} show smollm2-135m/code", words=f"Show the figures of {one}, and the curve of the loss.")
+    @commands.example(f"{kind} show smollm2-135m/code", help=f"Show the figures of {one}, and the curve of the loss.")
     def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)
         pictures.draw(draw_loss, record)
@@ -294,7 +294,7 @@ def _add_commands(group: click.Group, kind: LearnedKind, one: str, several: str)
     @options.store_and_json
     @commands.example(
         f"{kind} export smollm2-135m/code -o {kind}.safetensors",
-        words=f"Write {one} to a safetensors file, which names the model that it was trained on.",
+        help=f"Write {one} to a safetensors file, which names the model that it was trained on.",
     )
     def export(name: ModelTask, version: int | None, out: str, store: Store) -> Result:
         record = store.learned(name.model, name.task, kind, version)

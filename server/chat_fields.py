@@ -82,20 +82,20 @@ class Tool(Lenient):
 
     type: Literal["function"]
     function: Function
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _client_form: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_client_form(cls, values: Any, handler: Callable[[Any], Tool]) -> Tool:
         tool = handler(values)
         if isinstance(values, dict):
-            tool._given = values
+            tool._client_form = values
         return tool
 
     @property
     def given(self) -> dict[str, Any]:
         """The tool as the client wrote it, for the chat template."""
-        return self._given
+        return self._client_form
 
 
 class NamedTool(Lenient):

@@ -55,7 +55,7 @@ class ToolParser:
 
     def __init__(self, names: Sequence[str], is_forced: bool = False, most_calls: int | None = None) -> None:
         self._names, self._is_forced, self._most_calls = names, is_forced, most_calls
-        self._held = ""
+        self._pending_text = ""
         self._after_call = self._has_text = False
         self._end_mark = ""  # Closing tag or fence that may follow the latest call.
         self.calls: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ class ToolParser:
         """Add a part of the completion; return the text that cannot belong to a tool call."""
         if self._is_full():
             return ""
-        self._held += text
+        self._pending_text += text
         visible = ""
         is_closed = "}" in text or "]" in text
         self._drop_end()
@@ -74,22 +74,22 @@ class ToolParser:
             self._drop_end()
         is_open = self._may_be_calls(is_closed)
         if self._is_full():
-            self._held = ""
+            self._pending_text = ""
         if is_open:
             return visible
         self._drop_end()
         if self._after_call:
-            if self._end_mark.startswith(self._held):
+            if self._end_mark.startswith(self._pending_text):
                 return visible
             self._after_call = False
-        n_visible = min(settled(self._held, [CALL_BEGINS]), self._open_fence())
-        visible, self._held = visible + self._held[:n_visible], self._held[n_visible:]
+        n_visible = min(settled(self._pending_text, [CALL_BEGINS]), self._open_fence())
+        visible, self._pending_text = visible + self._pending_text[:n_visible], self._pending_text[n_visible:]
         self._has_text = self._has_text or bool(visible.strip())
         return visible
 
     def end(self) -> str:
         """End the completion; return the remaining text that is no tool call."""
-        rest, self._held = self._held, ""
+        rest, self._pending_text = self._pending_text, ""
         if not self._is_forced or self.calls:
             return rest
         self.is_cut = True
@@ -100,9 +100,9 @@ class ToolParser:
     def _drop_end(self) -> None:
         """Drop the closing mark of the latest call, and the line breaks after it."""
         if self._after_call:
-            self._held = self._held.lstrip("\n")
-            if self._end_mark and self._held.startswith(self._end_mark):
-                self._held, self._end_mark = self._held.removeprefix(self._end_mark).lstrip("\n"), ""
+            self._pending_text = self._pending_text.lstrip("\n")
+            if self._end_mark and self._pending_text.startswith(self._end_mark):
+                self._pending_text, self._end_mark = self._pending_text.removeprefix(self._end_mark).lstrip("\n"), ""
 
     def _is_full(self) -> bool:
         return self._most_calls is not None and len(self.calls) >= self._most_calls
@@ -112,7 +112,7 @@ class ToolParser:
 
         `is_closed`: a bracket was closed since the last call.
         """
-        start = self._held.lstrip()
+        start = self._pending_text.lstrip()
         if self._has_text or self.calls or not start:
             return False
         tag = next((tag for tag in TAGS if start.startswith(tag)), "")
@@ -131,22 +131,22 @@ class ToolParser:
         except (ValueError, RecursionError):
             return True
         if self._take_all(calls):
-            self._held, self._after_call, self._end_mark = body[end:], True, LAST_TAG
+            self._pending_text, self._after_call, self._end_mark = body[end:], True, LAST_TAG
         return False
 
     def _take_block(self, is_closed: bool) -> str | None:
         """Parse the first call between tags or in a code block; return the text before it, None without a call."""
-        for opening in _BEGIN.finditer(self._held) if is_closed else ():
+        for opening in _BEGIN.finditer(self._pending_text) if is_closed else ():
             try:
-                calls, end = _JSON.raw_decode(self._held, opening.end())
+                calls, end = _JSON.raw_decode(self._pending_text, opening.end())
             except (ValueError, RecursionError):
                 continue
-            tag_end = _TAG_END.match(self._held, end)
+            tag_end = _TAG_END.match(self._pending_text, end)
             if (tag_end is None and opening["tag"]) or not self._take_all(calls):
                 continue
-            preceding_text = self._held[: opening.start()]
+            preceding_text = self._pending_text[: opening.start()]
             self._end_mark = "" if opening["tag"] else FENCE
-            self._held = self._held[tag_end.end() if opening["tag"] and tag_end is not None else end :]
+            self._pending_text = self._pending_text[tag_end.end() if opening["tag"] and tag_end is not None else end :]
             return preceding_text
         return None
 
@@ -154,11 +154,13 @@ class ToolParser:
         """Return the start of a code block that may become a call; without one, the length of the held text."""
         names = [_BLANKS.sub("", json.dumps(name, ensure_ascii=False)) for name in self._names]
         heads = [f'{bracket}{{"name":{name}' for name in names for bracket in ("", "[")]
-        for fence in _OPEN_FENCE.finditer(self._held):
-            body = _BLANKS.sub("", self._held[fence.start() :].lstrip("`").removeprefix("json"))
-            if fence.end() == len(self._held) or any(body.startswith(head) or head.startswith(body) for head in heads):
+        for fence in _OPEN_FENCE.finditer(self._pending_text):
+            body = _BLANKS.sub("", self._pending_text[fence.start() :].lstrip("`").removeprefix("json"))
+            if fence.end() == len(self._pending_text) or any(
+                body.startswith(head) or head.startswith(body) for head in heads
+            ):
                 return fence.start()
-        return len(self._held)
+        return len(self._pending_text)
 
     def _take_all(self, calls: Any) -> bool:
         """Add a call or a list of calls; add none and return False if one of them names an unknown tool."""
@@ -191,41 +193,41 @@ class ThoughtParser:
     def __init__(self, is_open: bool) -> None:
         self.is_open, self._is_undecided = is_open, not is_open
         self.has_begun = is_open
-        self._held, self._strips = "", True
+        self._pending_text, self._strips = "", True
 
     def add(self, text: str) -> tuple[str, str]:
         """Add a part of the completion; return its share of the thought and of the answer."""
-        self._held += text
+        self._pending_text += text
         if self._is_undecided:
-            start = self._held.lstrip()
+            start = self._pending_text.lstrip()
             if start != THINK and THINK.startswith(start):
                 return "", ""
             self._is_undecided, self.is_open = False, start.startswith(THINK)
             self._strips = self.has_begun = self.is_open
-            self._held = start.removeprefix(THINK) if self.is_open else self._held
+            self._pending_text = start.removeprefix(THINK) if self.is_open else self._pending_text
         thought = ""
         if self.is_open:
             self._strip()
-            thought_end = settled(self._held, [THOUGHT])
-            thought = self._held[:thought_end].rstrip("\n")
-            if not self._held.startswith(THOUGHT, thought_end):
-                self._held = self._held[len(thought) :]
+            thought_end = settled(self._pending_text, [THOUGHT])
+            thought = self._pending_text[:thought_end].rstrip("\n")
+            if not self._pending_text.startswith(THOUGHT, thought_end):
+                self._pending_text = self._pending_text[len(thought) :]
                 return thought, ""
-            self._held = self._held[thought_end + len(THOUGHT) :]
+            self._pending_text = self._pending_text[thought_end + len(THOUGHT) :]
             self.is_open, self._strips = False, True
         self._strip()
-        answer, self._held = self._held, ""
+        answer, self._pending_text = self._pending_text, ""
         return thought, answer
 
     def end(self) -> tuple[str, str]:
         """End the completion; return the rest of the thought and of the answer."""
-        rest, self._held = self._held, ""
+        rest, self._pending_text = self._pending_text, ""
         return (rest, "") if self.is_open else ("", rest)
 
     def _strip(self) -> None:
         if self._strips:
-            self._held = self._held.lstrip("\n")
-            self._strips = not self._held
+            self._pending_text = self._pending_text.lstrip("\n")
+            self._strips = not self._pending_text
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ class Exchange(ABC):
         self._check_places(len(self._requests))
         self.ignored = body.ignored
         self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
-        self._until, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
+        self._deadline_s, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
         self.choices: list[Choice] = []
         self._is_begun = False  # Set once a part of the stream was sent.
 
@@ -125,7 +125,7 @@ class Exchange(ABC):
 
         Raises: EngineGone, Busy: as the engine raises it.
         """
-        remaining_s = self._until - time.monotonic()
+        remaining_s = self._deadline_s - time.monotonic()
         await self.engine.until_loaded(min(self._app.settings.load_wait_s, remaining_s))
         body = self.body
         must_call, most_calls = (body.must_call, body.most_calls) if isinstance(body, AskedChat) else (False, None)
@@ -182,7 +182,7 @@ class Exchange(ABC):
         index_by_reply = {choice.reply: i for i, choice in enumerate(self.choices)}
         while any(choice.done is None for choice in self.choices):
             try:
-                reply, answer = await next_answer(self._answers, self._until - time.monotonic())
+                reply, answer = await next_answer(self._answers, self._deadline_s - time.monotonic())
             except TimeoutError:
                 problem = "the completion took longer than this server lets one take: ask for fewer tokens, or later"
                 raise ServiceUnreachable(problem) from None

@@ -107,7 +107,7 @@ class EngineProcess:
         self._stdin: asyncio.StreamWriter | None = None
         self._load_ended = asyncio.Event()  # Set when loading has succeeded or failed.
         self.n_until_loaded = 0  # Requests waiting for `_load_ended`.
-        self._logged = ("", -LOG_S)  # Last logged phase of loading, and when it was logged.
+        self._last_logged = ("", -LOG_S)  # Last logged phase of loading, and when it was logged.
 
     @property
     def state(self) -> str:
@@ -300,9 +300,9 @@ class EngineProcess:
     def _log_loading(self, step: str) -> None:
         """Log a step of the loading if its phase has just begun or lasts LOG_S."""
         self._on_state(self.served.name, self.state)
-        (phase, logged_at), now_s = self._logged, time.monotonic()
+        (phase, logged_at), now_s = self._last_logged, time.monotonic()
         if phase_of(step) != phase or now_s - logged_at >= LOG_S:
-            self._logged = phase_of(step), now_s
+            self._last_logged = phase_of(step), now_s
             logger.info("engine=loading model=%s step=%r", self.served.name, step)
 
     def _fail_replies(self) -> None:

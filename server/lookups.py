@@ -111,8 +111,8 @@ class LookupCache:
     """
 
     def __init__(self, find_answer: Callable[[LookupQuery], dict[str, Any]]) -> None:
-        self._find = find_answer
-        self._known: dict[LookupQuery, CachedAnswer] = {}
+        self._find_answer = find_answer
+        self._cached: dict[LookupQuery, CachedAnswer] = {}
         self._loading: dict[LookupQuery, asyncio.Task[CachedAnswer]] = {}
         self._threads: CapacityLimiter | None = None
         self.times = Histogram(
@@ -121,7 +121,7 @@ class LookupCache:
 
     async def get(self, query: LookupQuery) -> CachedAnswer:
         """Return the answer, at most `LONGEST_S` old; after `FRESH_S` a new one is fetched meanwhile."""
-        cached = self._known.get(query)
+        cached = self._cached.get(query)
         left_s = cached.until - time.monotonic() if cached is not None else 0.0
         if cached is not None and left_s > LONGEST_S - FRESH_S:
             return cached
@@ -137,15 +137,15 @@ class LookupCache:
         self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
         started_s = time.monotonic()  # Count the answer's age from before the query.
         answer = await to_thread.run_sync(self._answer, query, started_s + LONGEST_S, limiter=self._threads)
-        self._known.pop(query, None)
-        self._known[query] = answer
-        while len(self._known) > MAX_ANSWERS:
-            del self._known[next(iter(self._known))]  # Drop the oldest answer.
+        self._cached.pop(query, None)
+        self._cached[query] = answer
+        while len(self._cached) > MAX_ANSWERS:
+            del self._cached[next(iter(self._cached))]  # Drop the oldest answer.
         return answer
 
     def _answer(self, query: LookupQuery, until: float) -> CachedAnswer:
         try:
-            status, media_type, values = 200, "application/json", self._find(query)
+            status, media_type, values = 200, "application/json", self._find_answer(query)
         except NotFound as error:
             status, media_type, values = 404, MEDIA_TYPE, as_problem(404, kind_of(error), str(error))
         body = json.dumps(values).encode()

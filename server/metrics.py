@@ -234,16 +234,16 @@ class EngineMetrics(Collector):
     """The engines' metrics under vLLM's names; the counters are the totals of `history`."""
 
     def __init__(self, engines: Mapping[str, MeasuredEngine]) -> None:
-        self._engines, self._counted, self.history = engines, CollectorRegistry(), History()
-        metric_options: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._counted}
+        self._engines, self._request_metrics, self.history = engines, CollectorRegistry(), History()
+        metric_options: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._request_metrics}
         self._waits = {
             name: Histogram(f"vllm:{name}", help, **metric_options, buckets=BUCKETS_S) for name, help in WAITS
         }
         metric_options["labelnames"] = ["model_name", "finished_reason"]
-        self._ended = Counter(SUCCESS, "Requests that ended.", **metric_options)
+        self._ended_counter = Counter(SUCCESS, "Requests that ended.", **metric_options)
         # Create each counter at 0, so that Prometheus' rate() sees the first failure as an increase.
         for name, reason in product(engines, ENDINGS):
-            self._ended.labels(name, reason)
+            self._ended_counter.labels(name, reason)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
@@ -274,7 +274,7 @@ class EngineMetrics(Collector):
             for position, n in enumerate(total.accepted_per_position)
         ]
         yield metric(CounterMetricFamily, PER_POSITION, help, ["model_name", "position"], by_position)
-        yield from self._counted.collect()
+        yield from self._request_metrics.collect()
 
     def add(self, model: str, task: str, completion: Completion, first_token_s: float, total_s: float) -> None:
         """Count an ended request; seconds are measured from the client's side."""
@@ -285,8 +285,8 @@ class EngineMetrics(Collector):
         for name, seconds in waits.items():
             self._waits[name].labels(model).observe(seconds)
         reason = "length" if completion.finish_reason == "length" else "stop"
-        self._ended.labels(model, reason).inc()
+        self._ended_counter.labels(model, reason).inc()
 
     def fail(self, model: str, n: int) -> None:
         """Count requests that have failed."""
-        self._ended.labels(model, ERROR).inc(n)
+        self._ended_counter.labels(model, ERROR).inc(n)

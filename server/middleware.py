@@ -63,13 +63,13 @@ class RateLimit:
     def __init__(self, per_min: int, counted: bool = False) -> None:
         kind: type[RateLimiter] = SlidingWindowCounterRateLimiter if counted else MovingWindowRateLimiter
         self._per_min, self._limit = per_min, RateLimitItemPerMinute(per_min) if per_min else None
-        self._spent = kind(MemoryStorage())
+        self._spent_per_caller = kind(MemoryStorage())
 
     def wait_s(self, caller: str) -> int:
         """Return the seconds until the caller may send another request; 0: none."""
-        if self._limit is None or self._spent.test(self._limit, caller):
+        if self._limit is None or self._spent_per_caller.test(self._limit, caller):
             return 0
-        return max(1, math.ceil(self._spent.get_window_stats(self._limit, caller).reset_time - time.time()))
+        return max(1, math.ceil(self._spent_per_caller.get_window_stats(self._limit, caller).reset_time - time.time()))
 
     def check(self, caller: str, limit_name: str) -> None:
         """Raise Refused (429) if the caller's limit is used up; `limit_name` names the limited quantity."""
@@ -82,8 +82,8 @@ class RateLimit:
     def spend(self, caller: str, n: int = 1) -> None:
         """Count an amount against the caller's limit; amounts beyond the limit are not counted."""
         if self._limit is not None:
-            n_remaining = self._spent.get_window_stats(self._limit, caller).remaining
-            self._spent.hit(self._limit, caller, cost=min(n, n_remaining))
+            n_remaining = self._spent_per_caller.get_window_stats(self._limit, caller).remaining
+            self._spent_per_caller.hit(self._limit, caller, cost=min(n, n_remaining))
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class ResponseExchange(Exchange):
         super().__init__(app, request, body.chat())
         self.asked = body
         self.ignored = sorted({*body.ignored, *map(body.name_of, self.ignored)})
-        self._repeated, self._numbers = body.repeated(), count()
+        self._repeated_fields, self._numbers = body.repeated(), count()
         self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
 
     def whole(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class ResponseExchange(Exchange):
         return {
             **{"id": self.id, "object": "response", "created_at": self.created, "status": status},
             **{"model": self.body.model, "output": [], "incomplete_details": None, "error": None},
-            **{"completed_at": None, **self._repeated, "usage": None},
+            **{"completed_at": None, **self._repeated_fields, "usage": None},
         }
 
     def _text_item(self, status: str) -> dict[str, Any]:

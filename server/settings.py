@@ -57,8 +57,8 @@ class KeyRing:
     """
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
-        self._fixed, self._file = _parse(entries.split(","), VARIABLE), file
-        self._stamp, self._filed = ((0, 0, 0), []) if file is None else _read(file)
+        self._variable_keys, self._file = _parse(entries.split(","), VARIABLE), file
+        self._stamp, self._file_keys = ((0, 0, 0), []) if file is None else _read(file)
 
     @classmethod
     def from_environment(cls) -> KeyRing:
@@ -69,12 +69,12 @@ class KeyRing:
     @property
     def required(self) -> bool:
         """Whether requests need a key; an empty key file lets nobody in."""
-        return self._file is not None or bool(self._fixed)
+        return self._file is not None or bool(self._variable_keys)
 
     @property
     def empty(self) -> bool:
         """Whether there is no key at all."""
-        return not self._fixed and not self._filed
+        return not self._variable_keys and not self._file_keys
 
     def owner(self, key: str) -> str | None:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
@@ -92,11 +92,11 @@ class KeyRing:
         """Return all entries; a changed file is read again, and one that cannot be leaves its last entries in force."""
         try:
             if self._file is not None and _stamp(self._file) != self._stamp:
-                self._stamp, self._filed = _read(self._file)
-                logger.info("keys=read file=%s n=%d", self._file, len(self._filed))
+                self._stamp, self._file_keys = _read(self._file)
+                logger.info("keys=read file=%s n=%d", self._file, len(self._file_keys))
         except (OSError, SettingsError) as error:
             logger.warning("keys=kept reason=%r", str(error))
-        return self._fixed + self._filed
+        return self._variable_keys + self._file_keys
 
 
 def _read(file: Path) -> tuple[tuple[int, int, int], list[Key]]:

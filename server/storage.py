@@ -30,12 +30,12 @@ class StorageCheck:
     def __init__(self, store: Store, folders: Collection[Path] = ()) -> None:
         file = store.file
         self._store, self._folders = store, {*folders, *([file.parent] if file is not None else [])}
-        self._reason, self._looked_at = "", -math.inf
-        self._looking = threading.Lock()
+        self._reason, self._checked_at_s = "", -math.inf
+        self._check_lock = threading.Lock()
 
     def problem(self) -> str:
         """Return a sentence why storage was not writable at the last check; empty if it was."""
-        if time.monotonic() - self._looked_at >= PERIOD_S and self._looking.acquire(blocking=False):
+        if time.monotonic() - self._checked_at_s >= PERIOD_S and self._check_lock.acquire(blocking=False):
             check_thread = threading.Thread(target=self._update_reason, name="storage", daemon=True)
             check_thread.start()
             check_thread.join(WAIT_S)
@@ -49,8 +49,8 @@ class StorageCheck:
                 logger.log(level, "storage=%r reason=%r", state, reason)
             self._reason = reason
         finally:
-            self._looked_at = time.monotonic()
-            self._looking.release()
+            self._checked_at_s = time.monotonic()
+            self._check_lock.release()
 
     def _find_problem(self) -> str:
         for folder in sorted(self._folders):

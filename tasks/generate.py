@@ -94,20 +94,20 @@ class Planner:
         turn: ModelTurn = nullcontext,
     ) -> None:
         self.request, self.runtime, self.store, self.version = request, runtime, store, version
-        self._on_step, self._turn, self._planning = on_step, turn, Lock()
-        self._planned: dict[str, tuple[Method, GenerateInfo]] = {}
+        self._on_step, self._turn, self._plan_lock = on_step, turn, Lock()
+        self._method_by_task: dict[str, tuple[Method, GenerateInfo]] = {}
         self._drafts: dict[str, Runtime] = {}
         self._adaptive: Planner | None = None
 
     def plan_for(self, task: str) -> tuple[Method, GenerateInfo]:
         """Return the method for a task and its origin."""
-        if (method_and_info := self._planned.get(task)) is None:
-            with self._planning:
-                method_and_info = self._planned[task] = self._planned.get(task) or self._plan(task)
+        if (method_and_info := self._method_by_task.get(task)) is None:
+            with self._plan_lock:
+                method_and_info = self._method_by_task[task] = self._method_by_task.get(task) or self._plan(task)
         # Move the task to the end of the dict, then drop the least recently used tasks.
-        self._planned[task] = self._planned.pop(task, method_and_info)
-        for oldest_task in list(self._planned)[:-MOST_PLANNED]:
-            self._planned.pop(oldest_task, None)
+        self._method_by_task[task] = self._method_by_task.pop(task, method_and_info)
+        for oldest_task in list(self._method_by_task)[:-MOST_PLANNED]:
+            self._method_by_task.pop(oldest_task, None)
         return method_and_info
 
     def refresh(self) -> None:
@@ -115,10 +115,10 @@ class Planner:
 
         Raises: StoreError: the database is away.
         """
-        for task, (_, info) in list(self._planned.items()):
+        for task, (_, info) in list(self._method_by_task.items()):
             stored_plan, _ = self._look_up(task)
             if stored_plan is None or stored_plan.version != info.version:
-                self._planned.pop(task, None)
+                self._method_by_task.pop(task, None)
 
     def drafting_for(self, task: str) -> Method:
         """Return the method for a task: adaptive drafts if no stored plan can be used here."""
@@ -220,22 +220,22 @@ class GrowingText:
 
     def __init__(self, session: Session, prompt: Prompt) -> None:
         self._to_text, self._min_new_tokens = session.to_text, session.min_new_tokens
-        self._stop = (*session.stop_strings, *prompt.stop)
+        self._stop_strings = (*session.stop_strings, *prompt.stop)
         self._start()
 
     def _start(self) -> None:
         self._token_ids: list[int] = []
         self._text = ""
         # Token positions: start and end of the last decoded window; tokens sent.
-        self._from = self._read = self._n_shown = 0
-        self._shown = 0  # Count of characters that were shown.
+        self._window_start = self._window_end = self._n_shown = 0
+        self._n_characters_shown = 0  # Count of characters that were shown.
         self._logprobs: tuple[TokenLogprob, ...] = ()
-        self._traced: tuple[TracedToken, ...] = ()
+        self._traced_tokens: tuple[TracedToken, ...] = ()
 
     def read_event(self, event: Prefilled | Round) -> Iterator[TextAdded]:
         """Yield the text that an event's tokens complete, if any."""
         self._logprobs += event.logprobs
-        self._traced += event.traced
+        self._traced_tokens += event.traced
         of_prompt = event.prompt_logprobs if isinstance(event, Prefilled) else ()
         if (text := self.add(event.token_ids)) or of_prompt:
             yield self._make_event(text, of_prompt)
@@ -250,7 +250,7 @@ class GrowingText:
     def _make_event(self, text: str, prompt_logprobs: tuple[TokenLogprob, ...] = ()) -> TextAdded:
         n_tokens, self._n_shown = len(self._token_ids) - self._n_shown, len(self._token_ids)
         logprobs, self._logprobs = self._logprobs, ()
-        traced_tokens, self._traced = self._traced, ()
+        traced_tokens, self._traced_tokens = self._traced_tokens, ()
         return TextAdded(text, n_tokens, logprobs, prompt_logprobs, traced_tokens)
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -258,18 +258,20 @@ class GrowingText:
         self._token_ids += token_ids
         # Decode the newest tokens together with a few earlier ones: a token's text can depend on the one before.
         previous_text, text = (
-            self._to_text(self._token_ids[self._from : window_end]) for window_end in (self._read, None)
+            self._to_text(self._token_ids[self._window_start : window_end]) for window_end in (self._window_end, None)
         )
         # Wait for more tokens: the last character is still incomplete.
         if len(text) <= len(previous_text) or text.endswith("\ufffd"):
             return ""
         self._text += text[len(previous_text) :]
-        self._from, self._read = self._read, len(self._token_ids)
-        unstoppable_ids = self._token_ids[: self._min_new_tokens] if self._stop else []
+        self._window_start, self._window_end = self._window_end, len(self._token_ids)
+        unstoppable_ids = self._token_ids[: self._min_new_tokens] if self._stop_strings else []
         return self._take_new_text(
-            self._text[: settled(self._text, self._stop, len(self._to_text(unstoppable_ids)) if unstoppable_ids else 0)]
+            self._text[
+                : settled(self._text, self._stop_strings, len(self._to_text(unstoppable_ids)) if unstoppable_ids else 0)
+            ]
         )
 
     def _take_new_text(self, text: str) -> str:
-        new_text, self._shown = text[self._shown :], max(self._shown, len(text))
+        new_text, self._n_characters_shown = text[self._n_characters_shown :], max(self._n_characters_shown, len(text))
         return new_text

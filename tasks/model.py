@@ -262,7 +262,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         # Waiting threads: (future set once the thread may use the model, event set when it has finished).
         self._turns: deque[tuple[Future[bool], threading.Event]] = deque()
         # Seconds spent decoding, and seconds that requests waited while other threads used the model.
-        self._decoded_s = self._given_s = 0.0
+        self._decoded_s = self._turns_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -340,8 +340,8 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
                     self._inbox.get()()  # Blocks while there is nothing to decode.
                 if self._closed:
                     return
-                if self._turns and (not self._requests or self._given_s <= TURN_SHARE * self._decoded_s):
-                    self._given_s += self._grant(*self._turns.popleft())
+                if self._turns and (not self._requests or self._turns_s <= TURN_SHARE * self._decoded_s):
+                    self._turns_s += self._grant(*self._turns.popleft())
                 if self._requests:
                     self._step()
         finally:

@@ -95,24 +95,24 @@ class BackgroundQueries:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "traffic")
-        self._open: dict[tuple[str, str], tuple[Future[Any], Callable[[Any], None]]] = {}
-        self._asked: dict[tuple[str, str], float] = {}
+        self._pending: dict[tuple[str, str], tuple[Future[Any], Callable[[Any], None]]] = {}
+        self._asked_at_s: dict[tuple[str, str], float] = {}
 
     def ask(
         self, query_name: str, task: str, run_query: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0
     ) -> None:
         """Pass the result of `run_query` to `take`, unless the query is pending or ran less than `every_s` ago."""
         query, now_s = (query_name, task), time.monotonic()
-        if query not in self._open and now_s - self._asked.get(query, -math.inf) >= every_s:
-            self._asked[query] = now_s
-            self._open[query] = self._pool.submit(run_query), take
+        if query not in self._pending and now_s - self._asked_at_s.get(query, -math.inf) >= every_s:
+            self._asked_at_s[query] = now_s
+            self._pending[query] = self._pool.submit(run_query), take
 
     def take(self) -> None:
         """Pass on the available results; log a query that failed because the database was unreachable."""
-        for query, (future, take) in list(self._open.items()):
+        for query, (future, take) in list(self._pending.items()):
             if not future.done():
                 return
-            del self._open[query]
+            del self._pending[query]
             try:
                 take(future.result())
             except StoreError as error:
@@ -120,13 +120,13 @@ class BackgroundQueries:
 
     def forget(self, task: str) -> None:
         """Forget the times of a task's last queries."""
-        self._asked = {query: asked_s for query, asked_s in self._asked.items() if query[1] != task}
+        self._asked_at_s = {query: asked_s for query, asked_s in self._asked_at_s.items() if query[1] != task}
 
     def close(self) -> None:
         """Wait for the running query and for pending writes of versions; drop all other queries."""
-        for query, (future, _) in list(self._open.items()):
+        for query, (future, _) in list(self._pending.items()):
             if query[0] != "version" and future.cancel():
-                del self._open[query]
+                del self._pending[query]
         self._pool.shutdown()
         self.take()
 
@@ -232,17 +232,17 @@ class Traffic:
         # Target passes (numbered by load.n_checks) of the latest comparison, and whether its rounds draft. All requests
         # switch together: a plain round that is batched with drafted rounds waits for their drafts, which would distort
         # the time of plain decoding.
-        self._compared, self._compared_drafts = range(0), False
+        self._compared_passes, self._compared_drafts = range(0), False
         self._n_running = self._n_begun = 0  # Requests now decoding; requests begun since the latest comparison.
         self._tasks: dict[str, TaskTraffic] = {}
         self._owner = secrets.token_hex(8)
         # Task -> end of this replica's lease on its search, on the monotonic clock.
         self._leases: dict[str, float] = {}
         self._queries = BackgroundQueries()
-        self._known: tuple[KnownSet, ...] = ()
+        self._known_sets: tuple[KnownSet, ...] = ()
         if store is not None:
-            self._known = tuple(store.known_sets(runtime.info.fingerprint))
-        for known_set in self._known:  # The newest sets come first.
+            self._known_sets = tuple(store.known_sets(runtime.info.fingerprint))
+        for known_set in self._known_sets:  # The newest sets come first.
             if known_set.task and known_set.task not in self._tasks and len(self._tasks) < MAX_TASKS:
                 self._tasks[known_set.task] = self._new_task(known_set.task)
                 self._tasks[known_set.task].shift.total = known_set.state
@@ -298,17 +298,17 @@ class Traffic:
         self._n_begun += 1
         n_rounds = task.n_compared_rounds if learn and not self.paused else 0
         rounds = RoundTimings(task.drafts, n_rounds > 0, task.search.layer_set)
-        is_over = self._n_running == 1 or load.n_checks >= self._compared.stop
+        is_over = self._n_running == 1 or load.n_checks >= self._compared_passes.stop
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0
             # With other requests running, start at the next pass: their rounds in this one have begun already.
             first_pass = load.n_checks + (self._n_running > 1)
-            self._compared, self._compared_drafts = range(first_pass, first_pass + n_rounds), not rounds.drafts
+            self._compared_passes, self._compared_drafts = range(first_pass, first_pass + n_rounds), not rounds.drafts
         return rounds
 
     def compare(self, rounds: RoundTimings, load: Load) -> None:
         """Begin a request's next round, drafted or plain as the current comparison requires."""
-        rounds.begin(self._compared, self._compared_drafts, load)
+        rounds.begin(self._compared_passes, self._compared_drafts, load)
 
     def take_stored(self) -> None:
         """Process the results of finished database queries."""
@@ -414,7 +414,7 @@ class Traffic:
 
         Requests of that task in progress keep its drafts.
         """
-        stored_tasks = {DEFAULT_TASK, *(known_set.task for known_set in self._known)}
+        stored_tasks = {DEFAULT_TASK, *(known_set.task for known_set in self._known_sets)}
         untuned = [task for task in self._tasks.values() if not task.is_tuned and task.name not in stored_tasks]
         if not untuned:
             return False
@@ -447,8 +447,8 @@ class Traffic:
             task.use_plan(stored_plan, self._new_task(task.name, stored_plan.plan.layer_set.layer_set).search)
 
     def _new_task(self, name: str, start_set: LayerSet | None = None) -> TaskTraffic:
-        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known, start_set)
-        task.shift = ShiftWatch(self._known, SERVED_ALARM, SERVED_N_LEARN)
+        task = TaskTraffic.begin(name, self.runtime, self.settings, self.costs, self._known_sets, start_set)
+        task.shift = ShiftWatch(self._known_sets, SERVED_ALARM, SERVED_N_LEARN)
         return task
 
     def steer(self, verb: TuningVerb, task: str | None = None, way: Way | None = None) -> None:

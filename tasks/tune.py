@@ -109,11 +109,11 @@ class TuningRun:
         self.tuner: Tuner | None = None
         self._jobs, self._lease = store.jobs, claim.lease
         self._keeper, self._on_event, self._writer, self._ending = keeper, on_event, writer, ending
-        self._load, self._turn, self._now = load, turn, ExitStack()
+        self._load, self._turn, self._held_turn = load, turn, ExitStack()
         self._pending: list[Event] = []  # Events that are not in the database yet.
         self._n_checkpoints = claim.n_checkpoints
         self._snapshot = claim.snapshot  # Tuner state of the last checkpoint.
-        self._written = self._shown = self._saved = monotonic()
+        self._written_s = self._shown_s = self._checkpoint_s = monotonic()
         self._wanted: Wanted | None = claim.job.wanted
 
     def tune(self) -> list[TaskFinished]:
@@ -156,7 +156,7 @@ class TuningRun:
             raise SettingsError(problem)
 
         def on_step(step: str) -> None:
-            self._now.close()  # Let other threads use the model while the step is reported.
+            self._held_turn.close()  # Let other threads use the model while the step is reported.
             self.handle(PhaseChanged("", "profile", step))
             self._take_turn()
 
@@ -172,7 +172,7 @@ class TuningRun:
         """Yield a generator's events, computing each while holding the model."""
         while True:
             self._take_turn()
-            with self._now:
+            with self._held_turn:
                 try:
                     event = next(events)
                 except StopIteration as stop:
@@ -182,7 +182,7 @@ class TuningRun:
 
     def _take_turn(self) -> None:
         if self._turn is not None:
-            self._now.enter_context(self._turn())
+            self._held_turn.enter_context(self._turn())
 
     def keep_unfinished(self) -> None:
         """Store the best sets so far of a run that was cut short, without making them plans.
@@ -201,7 +201,7 @@ class TuningRun:
             self._pending.append(event)
             if isinstance(event, TrialsDone | PromptFinished):
                 self._checkpoint()
-            elif self.tuner is None or monotonic() - self._written >= SHOW_S / 2:
+            elif self.tuner is None or monotonic() - self._written_s >= SHOW_S / 2:
                 self._write()
         if isinstance(event, PromptFinished) and self._writer is not None:
             self._writer.write_completion(event.prompt, event.completion)
@@ -225,18 +225,18 @@ class TuningRun:
 
     def _show(self, progress: Progress) -> None:
         now_s = monotonic()
-        if now_s - self._saved >= CHECKPOINT_S and self._has_moved():
+        if now_s - self._checkpoint_s >= CHECKPOINT_S and self._has_moved():
             self._checkpoint(progress)
         elif self._pending:
             self._write()
-        elif now_s - self._shown >= SHOW_S:
+        elif now_s - self._shown_s >= SHOW_S:
             self._write(progress)
-            self._shown = now_s
+            self._shown_s = now_s
 
     def _has_moved(self) -> bool:
         """Whether a checkpoint would differ from the last: an equal one would count as progress of a crashing job."""
         assert self.tuner is not None
-        self._saved = monotonic()
+        self._checkpoint_s = monotonic()
         return self.tuner.snapshot() != self._snapshot
 
     def _write(self, progress: Progress | None = None) -> None:
@@ -245,7 +245,7 @@ class TuningRun:
         if events or figures:
             self._wanted = with_retries(lambda: self._jobs.renew(self._lease, events, figures))
             self._pending.clear()
-            self._written = monotonic()
+            self._written_s = monotonic()
 
     def _checkpoint(self, progress: Progress | None = None) -> None:
         assert self.tuner is not None
@@ -254,7 +254,7 @@ class TuningRun:
         self._wanted = with_retries(lambda: self._jobs.checkpoint(self._lease, number, events, snapshot, figures))
         self._n_checkpoints, self._snapshot = number, snapshot
         self._pending.clear()
-        self._written = self._saved = monotonic()
+        self._written_s = self._checkpoint_s = monotonic()
 
     def _finish(self, task: TaskFinished, promotion: Promotion) -> TaskFinished:
         """Store a task's layer set, the event, and the snapshot in which the task is finished, if it is."""

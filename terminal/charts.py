@@ -101,10 +101,10 @@ class Pictures:
         for path in self.files.values():
             check_writable(path)
 
-    def draw(self, draw: Callable[..., None], found: Any) -> None:
-        """Call `draw`, one of the `draw_...` functions, with `found` if there are files to write."""
+    def draw(self, draw_data: Callable[..., None], data: Any) -> None:
+        """Call `draw_data`, one of the `draw_...` functions, with `data` if there are files to write."""
         if self:
-            draw(found, self)
+            draw_data(data, self)
 
     def raise_failed(self) -> None:
         """Raises: OutputError: a picture was not written."""
@@ -144,14 +144,14 @@ def picture(
                 note(f"drawn to {path}")
 
 
-def legend(*every: Axes) -> None:
+def legend(*all_axes: Axes) -> None:
     """Draw a single legend for all axes at the bottom of the figure, with each label once."""
     handles_by_label: dict[str, Any] = {}
-    for axes in every:
+    for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
         handles_by_label |= dict(zip(labels, handles, strict=True))
     if handles_by_label:
-        every[0].figure.legend(
+        all_axes[0].figure.legend(
             handles_by_label.values(), handles_by_label, loc="outside lower left", ncols=min(len(handles_by_label), 7)
         )
 
@@ -161,15 +161,15 @@ def model_name(model: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in Path(model).name or model)
 
 
-def conditions(report: Report, *more: str) -> str:
-    return " · ".join([*(report[key] for key in ("dtype", "device") if report.get(key)), *more])
+def conditions(report: Report, *further_words: str) -> str:
+    return " · ".join([*(report[key] for key in ("dtype", "device") if report.get(key)), *further_words])
 
 
 def moving_means(values: Sequence[float | None]) -> list[float]:
     """Return moving means over the last MEAN_OF prompts; values of None (no draft) are left out."""
     means = []
     for end in range(1, len(values) + 1):
-        numbers = [value for value in values[max(0, end - MEAN_OF) : end] if value is not None]
+        numbers = [number for number in values[max(0, end - MEAN_OF) : end] if number is not None]
         means.append(sum(numbers) / len(numbers) if numbers else float("nan"))
     return means
 
@@ -183,9 +183,9 @@ def draw_speeds(axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: s
 # --- layer sets
 
 
-def draw_layer_sets(found: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
+def draw_layer_sets(sets_and_trials: Sequence[tuple[LayerSetRecord, Sequence[Trial]]], pictures: Pictures) -> None:
     """Draw the map of each layer set, and the trials of its search where there are any; all are of one model."""
-    _draw_sets([(record, trials, None) for record, trials in found], pictures)
+    _draw_sets([(record, trials, None) for record, trials in sets_and_trials], pictures)
 
 
 def draw_tuning(tasks: Sequence[TaskFinished], pictures: Pictures) -> None:
@@ -194,44 +194,48 @@ def draw_tuning(tasks: Sequence[TaskFinished], pictures: Pictures) -> None:
 
 
 def _draw_sets(
-    found: Sequence[tuple[LayerSetRecord, Sequence[Trial], TaskFinished | None]], pictures: Pictures
+    panels_data: Sequence[tuple[LayerSetRecord, Sequence[Trial], TaskFinished | None]], pictures: Pictures
 ) -> None:
     """Draw a column of panels with the model's name as title and one legend at the bottom."""
     # Height of each panel in inches, and the function that draws it.
     panels: list[tuple[float, Callable[[Any], None]]] = []
-    for record, trials, task in found:
-        name = f"{record.task} · " if len(found) > 1 else ""
+    for record, trials, task in panels_data:
+        name = f"{record.task} · " if len(panels_data) > 1 else ""
         panels.append((MAP_IN, partial(_draw_map, record=record, name=name)))
         if trials:
             panels.append((TRIALS_IN, partial(_draw_trials, record=record, trials=trials)))
         if task is not None and task.paces:
             panels += [(PACES_IN, partial(_draw_paces, task=task)), (PARTS_IN, partial(_draw_parts, task=task))]
-    first = found[0][0]
-    version = f" · version {first.version}" if first.version is not None else ""
-    title = model_name(first.model) if len(found) > 1 else f"{model_name(first.model)} / {first.task}{version}"
+    first_record = panels_data[0][0]
+    version = f" · version {first_record.version}" if first_record.version is not None else ""
+    title = (
+        model_name(first_record.model)
+        if len(panels_data) > 1
+        else f"{model_name(first_record.model)} / {first_record.task}{version}"
+    )
     heights = [height for height, _ in panels]
     rows = {"nrows": len(heights), "height_ratios": heights, "squeeze": False}
     with picture(pictures, 0.8 + sum(heights), title, h_pad=0.12, **rows) as grid:
-        drawn = [axes for row in grid for axes in row]
-        for axes, (_, draw) in zip(drawn, panels, strict=True):
+        all_axes = [axes for row in grid for axes in row]
+        for axes, (_, draw) in zip(all_axes, panels, strict=True):
             draw(axes)
-        legend(*drawn)
+        legend(*all_axes)
 
 
 def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    layer_set, shown = record.layer_set, set()
+    layer_set, labelled = record.layer_set, set()
     for row, kind in enumerate(KINDS):
         for layer in range(layer_set.n_layers):
             skipped = layer_set.skips(kind, layer)
-            part = "left out" if skipped else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
+            state = "left out" if skipped else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
             pattern: dict[str, Any] = {"hatch": "///", "ec": "white"} if skipped else {"ec": "none"}
-            pattern["label"] = None if part in shown else part
-            shown.add(part)
+            pattern["label"] = None if state in labelled else state
+            labelled.add(state)
             style = "round,pad=0,rounding_size=0.12"
             corner = (layer - 0.39, row - 0.36)
-            axes.add_patch(FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[part], lw=0, **pattern))
+            axes.add_patch(FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[state], lw=0, **pattern))
     axes.set(xlim=(-0.7, layer_set.n_layers - 0.3), ylim=(1.55, -0.55), title=f"{name}{map_caption(layer_set)}")
     axes.set_xticks(range(0, layer_set.n_layers, 5 if layer_set.n_layers > 16 else 1))
     axes.set_yticks([0, 1], list(KINDS.values()))
@@ -280,12 +284,19 @@ def _draw_paces(axes: Axes, task: TaskFinished) -> None:
 
 
 def _draw_parts(axes: Axes, task: TaskFinished) -> None:
-    total, left = task.timings.total_s or 1.0, 0.0
-    parts = seconds_by_part(task.timings)
-    for colour, (part, seconds) in zip((ORANGE, BLUE, PALE_BLUE, LINE), parts.items(), strict=True):
-        share = 100 * seconds / total
-        axes.barh(0, share, left=left, color=colour, label=f"{part} {share:.1f} %", linewidth=0)
-        left += share
+    total, left_percent = task.timings.total_s or 1.0, 0.0
+    seconds_by_name = seconds_by_part(task.timings)
+    for colour, (part_name, seconds) in zip((ORANGE, BLUE, PALE_BLUE, LINE), seconds_by_name.items(), strict=True):
+        percent_of_total = 100 * seconds / total
+        axes.barh(
+            0,
+            percent_of_total,
+            left=left_percent,
+            color=colour,
+            label=f"{part_name} {percent_of_total:.1f} %",
+            linewidth=0,
+        )
+        left_percent += percent_of_total
     axes.set(xlim=(0, 100), yticks=[], xlabel="% of the stream's seconds")
     axes.grid(False)
 
@@ -301,14 +312,16 @@ def draw_ratios(report: Report, pictures: Pictures) -> None:
     """
     subtitle = f" / {report['task']}" if "task" in report else f" · {report['title']}" if "title" in report else ""
     of_engines = any("same_weights" in row for row in report.get("results", ()))
-    name, why = ("row", "other weights") if of_engines else ("label" if "rows" in report else "method", "lossy")
-    every = (
+    name, hatching_reason = (
+        ("row", "other weights") if of_engines else ("label" if "rows" in report else "method", "lossy")
+    )
+    all_rows = (
         report["rows"][::-1] if "rows" in report else sorted(report["results"], key=lambda row: row.get("ratio") or 0.0)
     )
-    hatched = [row[name] for row in every if row.get("lossy") or not row.get("same_weights", True)]
-    rows = [row for row in every if row.get("ratio") is not None]
+    hatched = [row[name] for row in all_rows if row.get("lossy") or not row.get("same_weights", True)]
+    rows = [row for row in all_rows if row.get("ratio") is not None]
     with picture(pictures, AROUND_BARS_IN + BAR_IN * len(rows), f"{model_name(report['model'])}{subtitle}") as axes:
-        highs = [_draw_bar(axes, place, row, row[name] in hatched) for place, row in enumerate(rows)]
+        highs = [_draw_bar(axes, position, row, row[name] in hatched) for position, row in enumerate(rows)]
         axes.axvline(1.0, color=INK, lw=1, ls=DASHED)
         tokens = f" of {report['max_new_tokens']} tokens" if "max_new_tokens" in report else ""
         title = conditions(report, f"{report['prompts']} prompts{tokens}")
@@ -316,20 +329,20 @@ def draw_ratios(report: Report, pictures: Pictures) -> None:
         axes.set_yticks(range(len(rows)), [row[name] for row in rows])
         axes.grid(False)
         axes.grid(True, axis="x")
-        hint = f"; hatched: {why}" if hatched else ""
+        hint = f"; hatched: {hatching_reason}" if hatched else ""
         base = report.get("base", "the variant's base")
         axes.set_xlabel(f"ratio to {base}, with its 95 % interval{hint}", fontsize=10)
 
 
-def _draw_bar(axes: Axes, place: int, row: Report, hatched: bool) -> float:
+def _draw_bar(axes: Axes, position: int, row: Report, hatched: bool) -> float:
     """Draw a row's bar; return the upper end of its interval."""
-    low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
-    colour = BLUE if low > 1 else PALE_BLUE  # Dark if the whole interval lies above the base (ratio 1).
+    low_end, high_end = row["ratio_interval"] or (row["ratio"], row["ratio"])
+    colour = BLUE if low_end > 1 else PALE_BLUE  # Dark if the whole interval lies above the base (ratio 1).
     pattern: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if hatched else {}
-    axes.barh(place, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
-    axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")
-    axes.plot([low, high], [place, place], color=INK, lw=0, marker="|", ms=6)
+    axes.barh(position, row["ratio"], height=0.72, color=colour, linewidth=0, **pattern)
+    axes.plot([low_end, high_end], [position, position], color=INK, lw=1.2, solid_capstyle="butt")
+    axes.plot([low_end, high_end], [position, position], color=INK, lw=0, marker="|", ms=6)
     label = f"{number(row['ratio'], unit='x')} · {number(row['tok_s'], 1)} tok/s"
-    under = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
-    axes.annotate(label, (max(high, row["ratio"]), place), bbox=under, xytext=(6, 0), va="center", **BESIDE)
-    return float(high)
+    label_box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
+    axes.annotate(label, (max(high_end, row["ratio"]), position), bbox=label_box, xytext=(6, 0), va="center", **BESIDE)
+    return float(high_end)

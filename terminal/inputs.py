@@ -31,29 +31,29 @@ def pick(values: type[Any], options: dict[str, Any]) -> Any:
     """
     hints = {field.name: get_type_hints(values)[field.name] for field in fields(values)}
     nested = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-    made = {name: pick(hint, options) for name, hint in nested.items() if name not in options}
-    return values(**{name: value for name, value in {**made, **options}.items() if name in hints})
+    nested_records = {name: pick(hint, options) for name, hint in nested.items() if name not in options}
+    return values(**{name: value for name, value in {**nested_records, **options}.items() if name in hints})
 
 
-def decoding_request(values: dict[str, Any], *others: str | None) -> GenerateRequest:
-    """Make the request of a command that decodes, with its sampling; `others` as for `check_model`.
+def decoding_request(values: dict[str, Any], *other_models: str | None) -> GenerateRequest:
+    """Make the request of a command that decodes, with its sampling; `other_models` as for `check_model`.
 
     Raises: SwiftoptError: a value is out of its range, the name of model, dtype or device is unknown, or the model's
         architecture is not supported.
     """
     request: GenerateRequest = pick(GenerateRequest, values)
-    check_model(request, request.draft_model, *others)
+    check_model(request, request.draft_model, *other_models)
     return request
 
 
-def check_model(request: ModelRequest, *others: str | None) -> None:
-    """Check the names of model, dtype and device, and of `others`: models, if any, that are loaded likewise.
+def check_model(request: ModelRequest, *other_models: str | None) -> None:
+    """Check the names of model, dtype and device, and of `other_models`: models, if any, that are loaded likewise.
 
     Raises: SwiftoptError: one of them is unknown, or the model's architecture is not supported.
     """
     from ..models.sources import check_names
 
-    for name in filter(None, (request.model, *others)):
+    for name in filter(None, (request.model, *other_models)):
         check_names(name, request.dtype, request.device, request.speed)
 
 

@@ -50,7 +50,7 @@ TASKS_SHOWN = 3  # Maximum number of tasks named in a remark on a stream.
 PLACEMENT = ("dtype", "device", "speed")  # Options that choose where and how a model runs.
 
 
-def adapted(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
+def adapt_values(change: Callable[..., dict[str, Any]]) -> Decorator[Any]:
     """Make a decorator that passes option values through `change` before the command gets them."""
 
     def decorate(command: Any) -> Any:
@@ -71,8 +71,8 @@ OTHER_TASKS: Mapping[TaskUse, str] = {
 class TaskOption(HeadedOption):
     """Option --task of a command that reads a stream; `use` says what the command uses the task for."""
 
-    def __init__(self, *names: Any, use: TaskUse, **more: Any) -> None:
-        super().__init__(*names, **more)
+    def __init__(self, *names: Any, use: TaskUse, **option_settings: Any) -> None:
+        super().__init__(*names, **option_settings)
         self.use = use
 
 
@@ -88,16 +88,16 @@ def note_tasks(prompts: Sequence[Prompt], use: TaskUse | None = None) -> None:
     """
     context = click.get_current_context()
     name = context.params.get("task")
-    others = sorted({prompt.task for prompt in prompts} - {name})
+    other_tasks = sorted({prompt.task for prompt in prompts} - {name})
     n_others = sum(prompt.task != name for prompt in prompts)
     if name is None or not n_others:
         return
-    usual = next(param.use for param in context.command.params if isinstance(param, TaskOption))
+    declared_use = next(param.use for param in context.command.params if isinstance(param, TaskOption))
     n_rest = len(prompts) - n_others
-    rest = f"the other {n_rest}" if n_rest else "lines without one, which there are none of"
-    listed = ", ".join([*others[:TASKS_SHOWN], *(["…"] if len(others) > TASKS_SHOWN else [])])
-    what = OTHER_TASKS[use or usual].format(task=name, rest=rest)
-    note(f"note: {n_others} of {len(prompts)} lines name another task ({listed}): {what}")
+    rest_words = f"the other {n_rest}" if n_rest else "lines without one, which there are none of"
+    task_list = ", ".join([*other_tasks[:TASKS_SHOWN], *(["…"] if len(other_tasks) > TASKS_SHOWN else [])])
+    treatment = OTHER_TASKS[use or declared_use].format(task=name, rest=rest_words)
+    note(f"note: {n_others} of {len(prompts)} lines name another task ({task_list}): {treatment}")
 
 
 def prompts_of(stream: str, task: str | None, limit: int | None, form: StreamForm | None = None) -> list[Prompt]:
@@ -110,18 +110,18 @@ def prompts_of(stream: str, task: str | None, limit: int | None, form: StreamFor
     return prompts
 
 
-@adapted
+@adapt_values
 def _with_form(template: str | None, shots: int | None, stop: tuple[str, ...], **values: Any) -> dict[str, Any]:
     return {**values, "form": StreamForm(template, shots, stop)}
 
 
-@adapted
+@adapt_values
 def read(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
     """Read the stream given by --stream, --task, --limit and `form` into `prompts`."""
     return {**values, "prompts": prompts_of(stream, values["task"], limit, form)}
 
 
-@adapted
+@adapt_values
 def read_more(stream: str, limit: int | None, form: StreamForm, **values: Any) -> dict[str, Any]:
     """Read the stream as `read` does, with the prompts beyond --limit as `others`."""
     prompts, others = read_with_others(stream, values["task"], limit, form)
@@ -137,9 +137,9 @@ def _use_template(context: click.Context, parameter: click.Parameter, name: str 
     return name
 
 
-def _set_threads(context: click.Context, parameter: click.Parameter, value: int | None) -> None:
-    if value is not None:
-        os.environ[THREADS] = str(value)
+def _set_threads(context: click.Context, parameter: click.Parameter, n_threads: int | None) -> None:
+    if n_threads is not None:
+        os.environ[THREADS] = str(n_threads)
 
 
 model_task = click.argument("name", type=MODEL_TASK, metavar="MODEL/TASK")
@@ -229,9 +229,9 @@ def shared(values: type[Any], *names: str) -> Decorator[Any]:
     return together(*(from_field(heading, values, name, help, **types.get(name, {})) for name, heading, help in rows))
 
 
-def machine(values: type[Any], *more: str) -> Decorator[Any]:
-    """Make the options for where a model runs, and `more` that are shared; `values` has the defaults."""
-    return together(threads, shared(values, "dtype", "device", *more))
+def machine(values: type[Any], *further_fields: str) -> Decorator[Any]:
+    """Make the options for where a model runs, and `further_fields` that are shared; `values` has the defaults."""
+    return together(threads, shared(values, "dtype", "device", *further_fields))
 
 
 def pictures(help: str) -> Decorator[Any]:
@@ -292,8 +292,8 @@ def json(command: Any) -> Any:
 
     @functools.wraps(command)
     def call(*args: Any, as_json: bool, **values: Any) -> int:
-        result: Result = command(*args, **values)
-        return result.print(as_json)
+        command_result: Result = command(*args, **values)
+        return command_result.print(as_json)
 
     return as_json(call)
 

@@ -26,11 +26,13 @@ Found = TypeVar("Found")
 INTERRUPTED = 130  # Exit code after Ctrl-C, as in shells: 128 + SIGINT.
 
 
-def console(**more: Any) -> Console:
-    """Make a rich console that obeys --no-color and NO_COLOR, and reads no text as markup; `more` goes to `Console`."""
+def console(**console_options: Any) -> Console:
+    """Make a rich console that obeys --no-color and NO_COLOR and reads no text as markup, with options of `Console`."""
     context = click.get_current_context(silent=True)
-    plain = context is not None and context.color is False
-    return Console(color_system=None if plain else "auto", markup=False, highlight=False, emoji=False, **more)
+    is_plain = context is not None and context.color is False
+    return Console(
+        color_system=None if is_plain else "auto", markup=False, highlight=False, emoji=False, **console_options
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,14 @@ class Result:
         return self.code
 
 
-def listed(
-    value: Mapping[str, Any], found: Sequence[Found], table: Callable[[Sequence[Found], int], RenderableType], none: str
+def listing_result(
+    report: Mapping[str, Any],
+    rows: Sequence[Found],
+    table: Callable[[Sequence[Found], int], RenderableType],
+    empty_note: str,
 ) -> Result:
-    """Return the result of a listing as a table as wide as the console, or the remark `none` if nothing was found."""
-    return Result(value, [table(found, console().width)] if found else [], [] if found else [none])
+    """Return the result of a listing as a table as wide as the console, or the remark `empty_note` without rows."""
+    return Result(report, [table(rows, console().width)] if rows else [], [] if rows else [empty_note])
 
 
 def show(part: RenderableType) -> None:
@@ -79,9 +84,9 @@ def show(part: RenderableType) -> None:
         console().print(part, crop=False)
 
 
-def emit_json(value: Mapping[str, Any]) -> None:
+def emit_json(report: Mapping[str, Any]) -> None:
     """Print a result for a program: one object on one line, in ASCII, so that no terminal's encoding can fail on it."""
-    click.echo(json.dumps(value))
+    click.echo(json.dumps(report))
 
 
 def note(text: str) -> None:
@@ -107,35 +112,35 @@ class TextPrinter:
         self._console, self._err = console(stderr=err), err
         self._dim = dim and not (context is not None and context.color is False)
         self._wraps = stream.isatty() and not self._console.is_dumb_terminal
-        self._column = self._start = 0  # Columns of the cursor and of the current word's start.
-        self._word = ""  # The printed part of the current word.
+        self._column = self._word_start = 0  # Columns of the cursor and of the current word's start.
+        self._printed_word = ""  # The printed part of the current word.
 
     def write(self, text: str) -> None:
         """Print the next part of the text."""
         if self._wraps:
-            text = "".join(map(self._fitted, _PIECES.findall(text)))
+            text = "".join(map(self._wrap, _PIECES.findall(text)))
         text = click.style(text, dim=True) if self._dim else text
         click.echo(
             text, nl=False, err=self._err, color=self._wraps or None
         )  # `color` keeps click from stripping the escape codes that move the cursor.
 
-    def _fitted(self, piece: str) -> str:
+    def _wrap(self, piece: str) -> str:
         """Return the characters and escape codes that print a piece, and update the cursor's column."""
         width, size = self._console.width, cell_len(piece)
         is_alone = piece.isspace() or re.fullmatch(f"[{_UNSPACED}]", piece) is not None  # The piece belongs to no word.
-        if is_alone or not self._word:
-            self._word, self._start = "", self._column
-        word, fits = self._word + piece, self._column + size < width
-        self._word = "" if is_alone else word
-        if piece == "\n" or (piece.isspace() and not fits):
+        if is_alone or not self._printed_word:
+            self._printed_word, self._word_start = "", self._column
+        word, has_room = self._printed_word + piece, self._column + size < width
+        self._printed_word = "" if is_alone else word
+        if piece == "\n" or (piece.isspace() and not has_room):
             self._column = 0
             return "\n"
-        if fits or self._start == 0:  # The terminal wraps words that are longer than a line.
+        if has_room or self._word_start == 0:  # The terminal wraps words that are longer than a line.
             self._column = (self._column + size) % width
             return piece
-        back = f"\x1b[{cell_len(word) - size}D\x1b[K" if word != piece else ""
-        self._column, self._start = cell_len(word) % width, 0
-        return f"{back}\n{word}"
+        erase_word = f"\x1b[{cell_len(word) - size}D\x1b[K" if word != piece else ""
+        self._column, self._word_start = cell_len(word) % width, 0
+        return f"{erase_word}\n{word}"
 
 
 class StepNotes:
@@ -154,14 +159,14 @@ class RunNotes:
     """Prints the estimated remaining time after each prompt that all methods have decoded."""
 
     def __init__(self) -> None:
-        self._n_done, self._began = 0, 0.0
+        self._n_done, self._started_s = 0, 0.0
 
-    def __call__(self, method: str, number: int, n_prompts: int, timed: Any) -> None:
+    def __call__(self, method: str, number: int, n_prompts: int, timing: Any) -> None:
         """Note that `method` has completed prompt `number` (from 0); all methods have completed the earlier ones."""
-        self._began = self._began or time.monotonic() - timed.seconds
+        self._started_s = self._started_s or time.monotonic() - timing.seconds
         if number > self._n_done:
             self._n_done = number
-            left_s = (time.monotonic() - self._began) / number * (n_prompts - number)
+            left_s = (time.monotonic() - self._started_s) / number * (n_prompts - number)
             note(f"{number} of {n_prompts} prompts done, {about(left_s)} left")
 
 

@@ -24,9 +24,9 @@ IN_ASCII = dict(zip("■█▁▂▃▄▅▆▇·━–…αγε", "##1234567.-
 def run(program: click.Command, args: Sequence[str], name: str | None = None) -> int:
     """Run one command line of a program and return its exit code; unexpected errors (bugs) are raised."""
     try:
-        result = program.main(list(args), prog_name=name, standalone_mode=False)
+        exit_code = program.main(list(args), prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        return exit_code if isinstance(exit_code, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt) as abort:

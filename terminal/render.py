@@ -50,13 +50,13 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
 
 def ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
     """Return a speed ratio with its interval, such as `1.44x [1.39, 1.49]`."""
-    between = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
-    return number(value, unit="x") + between
+    interval_words = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    return number(value, unit="x") + interval_words
 
 
-def interval(ends: Sequence[float] | None) -> str:
+def interval(bounds: Sequence[float] | None) -> str:
     """Return an interval without a unit, such as `1.39-1.49`, or a dash where it was not measured."""
-    return "–" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+    return "–" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
 def percent(share: float | None) -> str:
@@ -77,24 +77,26 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     n = min(width, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
+    group_means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    lowest, highest = min(group_means), max(group_means)
+    if highest == lowest:
         return BARS[len(BARS) // 2] * n
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
+    return "".join(
+        BARS[min(len(BARS) - 1, int((mean - lowest) / (highest - lowest) * len(BARS)))] for mean in group_means
+    )
 
 
 # --- tables
 
 
-def folding(header: str, **more: Any) -> Column:
+def folding(header: str, **column_options: Any) -> Column:
     """Make a column of words, which fold where the table has no room for them."""
-    return Column(header, overflow="fold", **more)
+    return Column(header, overflow="fold", **column_options)
 
 
-def fixed(header: str, **more: Any) -> Column:
+def fixed(header: str, **column_options: Any) -> Column:
     """Make a column of words that are never folded."""
-    return Column(header, no_wrap=True, **more)
+    return Column(header, no_wrap=True, **column_options)
 
 
 def numeric(header: str) -> Column:
@@ -107,19 +109,23 @@ def numbers(*headers: str) -> list[Column]:
 
 
 def table(
-    columns: Iterable[Column], rows: Iterable[Sequence[RenderableType]], gap: int = 1, lined: bool = False, **more: Any
+    columns: Iterable[Column],
+    rows: Iterable[Sequence[RenderableType]],
+    gap: int = 1,
+    lined: bool = False,
+    **table_options: Any,
 ) -> Table:
-    """Make a table, its columns between lines or else `gap` apart; `more` goes to `Table`."""
-    plain: dict[str, Any] = {} if lined else {"box": None, "padding": (0, gap, 0, 0), "header_style": "dim"}
-    made = Table(*columns, **{"title_justify": "left", **plain, **more})
+    """Make a table, its columns between lines or else `gap` apart; `table_options` goes to `Table`."""
+    style_options: dict[str, Any] = {} if lined else {"box": None, "padding": (0, gap, 0, 0), "header_style": "dim"}
+    new_table = Table(*columns, **{"title_justify": "left", **style_options, **table_options})
     for row in rows:
-        made.add_row(*row)
-    return made
+        new_table.add_row(*row)
+    return new_table
 
 
-def listing(values: Iterable[Value], columns: Columns[Value], **more: Any) -> Table:
-    rows = ([cell(value) for _, cell in columns] for value in values)
-    return table([column for column, _ in columns], rows, **more)
+def listing(values: Iterable[Value], columns: Columns[Value], **table_options: Any) -> Table:
+    rows = ([cell(row_value) for _, cell in columns] for row_value in values)
+    return table([column for column, _ in columns], rows, **table_options)
 
 
 def figures_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -140,8 +146,8 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
     cell = 2 if LABEL + 2 * n_layers <= width else 1
     per_block = _block_length(n_layers, (width - LABEL) // cell)
     text = Text(no_wrap=True)
-    for start in range(0, n_layers, per_block):
-        layers = range(start, min(start + per_block, n_layers))
+    for first_layer in range(0, n_layers, per_block):
+        layers = range(first_layer, min(first_layer + per_block, n_layers))
         text.append(" " * LABEL + _ruler(layers, cell, width - LABEL) + "\n", style="dim")
         for kind, style in STYLES.items():
             text.append(f"{kind:<{LABEL}}")
@@ -159,40 +165,40 @@ def map_caption(layer_set: LayerSet) -> str:
     return f"skipped {layer_set.n_skipped} of {layer_set.n_searched}: {parts} (r = {layer_set.skip_ratio:.2f})"
 
 
-def _block_length(n_layers: int, room: int) -> int:
+def _block_length(n_layers: int, n_cells: int) -> int:
     """Return the layers per row: the fewest rows that fit, of similar length, each starting at a multiple of ten."""
-    if n_layers <= room:
+    if n_layers <= n_cells:
         return n_layers
-    n_blocks = math.ceil(n_layers / max(10, room // 10 * 10))
+    n_blocks = math.ceil(n_layers / max(10, n_cells // 10 * 10))
     return math.ceil(n_layers / n_blocks / 10) * 10
 
 
-def _ruler(layers: range, cell: int, room: int) -> str:
+def _ruler(layers: range, cell: int, n_cells: int) -> str:
     """Return layer numbers, each above its own column; at every fifth or tenth layer."""
-    every = 5 if cell == 2 else 10
-    marks = [" "] * room
+    interval = 5 if cell == 2 else 10
+    marks = [" "] * n_cells
     for layer in layers:
-        at = (layer - layers.start) * cell
-        if layer % every == 0 and at + len(str(layer)) <= room:
-            marks[at : at + len(str(layer))] = str(layer)
+        column = (layer - layers.start) * cell
+        if layer % interval == 0 and column + len(str(layer)) <= n_cells:
+            marks[column : column + len(str(layer))] = str(layer)
     return "".join(marks).rstrip()
 
 
 def weights_words(layer_set: LayerSet) -> str:
     """Return the weight formats of a draft, each with its number of parts (kept sub-layers and the head)."""
-    kept = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
-    formats = [layer_set.format_of("head"), *(layer_set.format_of(*part) for part in kept)]
+    kept_parts = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
+    formats = [layer_set.format_of("head"), *(layer_set.format_of(*sublayer) for sublayer in kept_parts)]
     counts = Counter(name or "the model's own" for name in formats)
     return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
 
 
 def verdict_words(verdict: Verdict) -> str:
     if verdict.word == "use":
-        on = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
-        return f"use: {ratio(verdict.ratio)} of plain decoding's speed{on}"
+        prompts_words = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
+        return f"use: {ratio(verdict.ratio)} of plain decoding's speed{prompts_words}"
     if verdict.word == "plain":
-        why = f" ({verdict.reason})" if verdict.reason not in ("", NOT_FASTER) else ""
-        return f"plain: drafting is not reliably faster than plain decoding here{why}"
+        reason_words = f" ({verdict.reason})" if verdict.reason not in ("", NOT_FASTER) else ""
+        return f"plain: drafting is not reliably faster than plain decoding here{reason_words}"
     return "unmeasured: nothing was compared with plain decoding" + (f" ({verdict.reason})" if verdict.reason else "")
 
 
@@ -248,8 +254,8 @@ def record_view(record: LayerSetRecord, trials: Sequence[Trial], width: int) -> 
         ("stored at", record.created_at or "–"),
         ("fingerprint", record.fingerprint or "– (not yet seen with its model)"),
     ]
-    words = Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
-    return Group(*set_view(record, record.task, trials, rows, words, width))
+    verdict_line = Text(verdict_words(verdict), style=VERDICT_STYLES[verdict.word])
+    return Group(*set_view(record, record.task, trials, rows, verdict_line, width))
 
 
 def device_words(measured: Measurement) -> str:
@@ -261,10 +267,10 @@ def stored_view(
     records: Sequence[tuple[LayerSetRecord, bool]], plans: Sequence[PlanVersion], width: int
 ) -> RenderableType:
     """List stored layer sets, and below them the plans without one of their own, where there are any."""
-    parts: list[RenderableType] = [records_table(records, width)] if records else []
+    tables: list[RenderableType] = [records_table(records, width)] if records else []
     if plans:
-        parts += [*([""] if records else []), plans_table(plans, width)]
-    return Group(*parts)
+        tables += [*([""] if records else []), plans_table(plans, width)]
+    return Group(*tables)
 
 
 def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) -> Table:
@@ -290,22 +296,22 @@ def records_table(records: Sequence[tuple[LayerSetRecord, bool]], width: int) ->
 def plans_table(plans: Sequence[PlanVersion], width: int) -> Table:
     """List stored plans that have no layer set of their own; some decode with the layer set of another version."""
     columns: Columns[PlanVersion] = [
-        (folding("model", min_width=6), lambda each: each.model),
-        (folding("task", min_width=6), lambda each: each.task),
-        (numeric("v"), lambda each: str(each.version)),
-        (fixed("best"), lambda each: _best_cell(bool(each.best_for))),
-        (folding("method", min_width=8), lambda each: _method_words(each.plan)),
+        (folding("model", min_width=6), lambda version: version.model),
+        (folding("task", min_width=6), lambda version: version.task),
+        (numeric("v"), lambda version: str(version.version)),
+        (fixed("best"), lambda version: _best_cell(bool(version.best_for))),
+        (folding("method", min_width=8), lambda version: _method_words(version.plan)),
         (folding("layer set", min_width=9), _used_set_words),
-        (numeric("measured"), lambda each: ratio(each.plan.measured_speedup)),
-        (fixed("verdict"), lambda each: _verdict_cell(each.plan.verdict)),
-        (numeric("α"), lambda each: number(each.plan.acceptance_rate)),
-        (numeric("M"), lambda each: number(each.plan.mean_generated_length, 1)),
-        (folding("tuned on", min_width=6), lambda each: device_words(each.plan)),
-        (fixed("stored"), lambda each: (each.created_at or "–")[:10]),
+        (numeric("measured"), lambda version: ratio(version.plan.measured_speedup)),
+        (fixed("verdict"), lambda version: _verdict_cell(version.plan.verdict)),
+        (numeric("α"), lambda version: number(version.plan.acceptance_rate)),
+        (numeric("M"), lambda version: number(version.plan.mean_generated_length, 1)),
+        (folding("tuned on", min_width=6), lambda version: device_words(version.plan)),
+        (fixed("stored"), lambda version: (version.created_at or "–")[:10]),
     ]
-    titled: dict[str, Any] = {"title": "plans without a layer set of their own", "title_style": "bold"}
-    more = {**titled, "width": width} if width >= ROOMY else titled
-    return listing(plans, columns if width >= ROOMY else columns[:-4], **more)
+    title_options: dict[str, Any] = {"title": "plans without a layer set of their own", "title_style": "bold"}
+    table_options = {**title_options, "width": width} if width >= ROOMY else title_options
+    return listing(plans, columns if width >= ROOMY else columns[:-4], **table_options)
 
 
 def _best_cell(is_best: bool) -> Text:
@@ -320,11 +326,11 @@ def _method_words(plan: Plan) -> str:
     return plan.method if plan.engine is None else f"{plan.method} in {plan.engine}"
 
 
-def _used_set_words(found: PlanVersion) -> str:
-    record = found.plan.layer_set
+def _used_set_words(version: PlanVersion) -> str:
+    record = version.plan.layer_set
     if record is None:
         return "–"
-    return f"version {record.version}" + ("" if record.task == found.task else f" of {record.task}")
+    return f"version {record.version}" + ("" if record.task == version.task else f" of {record.task}")
 
 
 # --- results of tuning
@@ -340,8 +346,8 @@ def matchness_line(trials: Sequence[Trial], width: int) -> Text:
 
 def paces_line(paces: Sequence[float], width: int) -> Text:
     """Draw the tokens per second of each prompt along the stream as a sparkline (SWIFT Figure 6)."""
-    between = f"{min(paces):.1f} to {max(paces):.1f}"
-    return _curve(paces, width, f"tok/s of {len(paces)} prompts, searching meanwhile, {between}")
+    pace_range = f"{min(paces):.1f} to {max(paces):.1f}"
+    return _curve(paces, width, f"tok/s of {len(paces)} prompts, searching meanwhile, {pace_range}")
 
 
 def _curve(values: Sequence[float], width: int, caption: str) -> Text:
@@ -353,12 +359,14 @@ def timings_table(timings: Timings, n_tokens: int) -> Table:
     """Show the time per token by part of the run (SWIFT Figure 6)."""
     total, n_tokens = timings.total_s or 1.0, max(1, n_tokens)
     columns = [Column("part"), *numbers("ms/token", "%"), Column("")]
-    made = table(columns, [], gap=2)
+    result_table = table(columns, [], gap=2)
     for part, seconds in seconds_by_part(timings).items():
-        share = seconds / total
-        made.add_row(part, f"{1000 * seconds / n_tokens:.1f}", f"{100 * share:.0f}", "█" * round(20 * share))
-    made.add_row("total", f"{1000 * timings.total_s / n_tokens:.1f}", "", "", style="bold")
-    return made
+        fraction = seconds / total
+        result_table.add_row(
+            part, f"{1000 * seconds / n_tokens:.1f}", f"{100 * fraction:.0f}", "█" * round(20 * fraction)
+        )
+    result_table.add_row("total", f"{1000 * timings.total_s / n_tokens:.1f}", "", "", style="bold")
+    return result_table
 
 
 def command_text(arguments: Sequence[str], width: int) -> Text:
@@ -395,7 +403,7 @@ def tune_summary(
     rows.append(("searched", f"{len(trials)} candidates on {finished.n_prompts} prompts, {finished.n_tokens} tokens"))
     if trials:
         counts = Counter(origin_words(trial.origin) for trial in trials)
-        origins = ", ".join(f"{words} {n}" for words, n in counts.most_common())
+        origins = ", ".join(f"{origin} {n}" for origin, n in counts.most_common())
         rows.append(("candidates", f"{origins}; {sum(trial.adopted for trial in trials)} taken into use"))
     rows.append(("search ended", finished.stopped_because))
     timings: list[RenderableType] = [timings_table(finished.timings, finished.n_tokens), ""]

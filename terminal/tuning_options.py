@@ -12,13 +12,13 @@ from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_inf
 from .commands import SEARCH, from_field, option, together
 from .inputs import on_command_line
 from .output import note
-from .value_types import Parsed, beginning, positive
+from .value_types import Parsed, complete_name, positive
 
 
 def _branching(text: str) -> Branching:
     try:
         pairs = [pair.split(":") for pair in text.split(",")]
-        return tuple((float(bound), int(k)) for bound, k in pairs)
+        return tuple((float(confidence), int(k)) for confidence, k in pairs)
     except ValueError:
         raise ValueError(f"{text!r} is no branching: give CONFIDENCE:CANDIDATES pairs like 0.5:10,0.8:5,1:1") from None
 
@@ -54,7 +54,9 @@ settings = together(
     _search(
         "strategy",
         f"Who proposes layer sets: {'; '.join(f'{name} ({recipe.help})' for name, recipe in STRATEGIES.items())}.",
-        type=Parsed("TEXT", str, partial(beginning, known={name: each.help for name, each in STRATEGIES.items()})),
+        type=Parsed(
+            "TEXT", str, partial(complete_name, help_by_name={name: each.help for name, each in STRATEGIES.items()})
+        ),
     ),
     _search("objective", "What a layer set is scored by."),
     _search("exportable", "Keep to sets that `swiftopt export` writes for other engines as they are."),
@@ -102,54 +104,57 @@ settings = together(
 IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] = (
     (
         ("stop_threshold", "max_draft_length", "early_stop", "dynamic_verification", "search_drafting"),
-        lambda own: own.method == "adaptive",
+        lambda tuning: tuning.method == "adaptive",
         "has no effect with --method adaptive, whose drafts end by measured time: it is for --method swift",
     ),
     (
         ("stop_threshold",),
-        lambda own: not own.early_stop,
+        lambda tuning: not tuning.early_stop,
         "has no effect with --no-early-stop, with which every draft has its full length: leave one of them out",
     ),
     (
         ("search_drafting",),
-        lambda own: own.objective == "matchness",
+        lambda tuning: tuning.objective == "matchness",
         "has no effect with --objective matchness, with which ε, N_D and k are kept anyway",
     ),
     (
         ("max_steps", "deterministic", "search_drafting"),
-        lambda own: not own.optimise,
+        lambda tuning: not tuning.optimise,
         "has no effect with --no-optimise, which searches for no layer set",
     ),
     # Without a search, the search's initial set is used; skip_ratio sets its size unless the draft is quantised.
     (
         ("skip_ratio",),
-        lambda own: (
-            own.strategy in SIZE_CHOOSING
-            and own.objective == "expected_speedup"
-            and (own.optimise or own.draft_format in FORMATS)
+        lambda tuning: (
+            tuning.strategy in SIZE_CHOOSING
+            and tuning.objective == "expected_speedup"
+            and (tuning.optimise or tuning.draft_format in FORMATS)
         ),
         "does not set the size with --strategy {strategy}, which measures what pays: --strategy swift takes it",
     ),
     (
         ("max_steps",),
-        lambda own: own.strategy in SIZE_CHOOSING and own.max_steps > MOST,
+        lambda tuning: tuning.strategy in SIZE_CHOOSING and tuning.max_steps > MOST,
         f"has no effect above {MOST} with --strategy {{strategy}}, which ends there: --strategy swift goes on",
     ),
     (
         ("deterministic",),
-        lambda own: own.strategy in STRATEGIES and not strategy_info(own.strategy).suggests,
+        lambda tuning: tuning.strategy in STRATEGIES and not strategy_info(tuning.strategy).suggests,
         "has no effect with --strategy {strategy}, which waits for no suggestions",
     ),
 )
 
 
-def warn_idle(settings: SwiftSettings, *used: str) -> None:
+def warn_idle(settings: SwiftSettings, *used_settings: str) -> None:
     """Warn about each option on the command line that has no effect with the other settings.
 
-    Args: used: settings that the running command uses nevertheless.
+    Args: used_settings: settings that the running command uses nevertheless.
     """
-    flags, warned = {param.name: param.opts[0] for param in click.get_current_context().command.params}, set(used)
-    for name, when, words in ((name, when, words) for names, when, words in IDLE for name in names):
-        if name not in warned and on_command_line(name) and when(settings):
-            warned.add(name)
-            note(f"warning: {flags[name]} {words.format(strategy=settings.strategy)}")
+    flags, silenced = (
+        {param.name: param.opts[0] for param in click.get_current_context().command.params},
+        set(used_settings),
+    )
+    for name, is_idle, warning in ((name, is_idle, warning) for names, is_idle, warning in IDLE for name in names):
+        if name not in silenced and on_command_line(name) and is_idle(settings):
+            silenced.add(name)
+            note(f"warning: {flags[name]} {warning.format(strategy=settings.strategy)}")

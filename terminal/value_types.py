@@ -56,22 +56,22 @@ def _files(incomplete: str) -> list[CompletionItem[str]]:
     return [CompletionItem(incomplete, type="file")]
 
 
-def beginning(incomplete: str, known: Mapping[str, str]) -> list[CompletionItem[str]]:
+def complete_name(incomplete: str, help_by_name: Mapping[str, str]) -> list[CompletionItem[str]]:
     """Complete one of the known names, each with its help."""
-    return [CompletionItem(name, help=words) for name, words in known.items() if name.startswith(incomplete)]
+    return [CompletionItem(name, help=help) for name, help in help_by_name.items() if name.startswith(incomplete)]
 
 
 def _models(incomplete: str) -> list[CompletionItem[str]]:
     """Complete a model's alias; if none matches, a folder or GGUF file."""
     from ..models.sources import ALIASES
 
-    return beginning(incomplete, {name: alias.hub_id for name, alias in ALIASES.items()}) or _files(incomplete)
+    return complete_name(incomplete, {name: alias.hub_id for name, alias in ALIASES.items()}) or _files(incomplete)
 
 
 def _methods(incomplete: str) -> list[CompletionItem[str]]:
     from ..decoding.methods import METHODS
 
-    return beginning(incomplete, {name: method.title for name, method in METHODS.items()})
+    return complete_name(incomplete, {name: method.title for name, method in METHODS.items()})
 
 
 def _model_task(text: str) -> ModelTask:

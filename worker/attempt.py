@@ -244,8 +244,8 @@ class EngineJobs(Attempts):
         request = as_request(model)
         self._loaded, self._runtime = model_of(request), runtime
         self._lock, self._engine_turn = engine_lock(request), turn
-        self._others: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
-        self._held, self._spare_until = -HOLD_S, 0.0
+        self._other_jobs: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
+        self._lock_renewed_s, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
 
@@ -271,18 +271,18 @@ class EngineJobs(Attempts):
     def _due(self) -> Iterator[Delivery]:
         """Yield the attempts that wait for this model."""
         due_deliveries = [delivery for delivery in self.store.jobs.due() if delivery.queue == DEFAULT_QUEUE]
-        self._others &= {delivery.job for delivery in due_deliveries}
+        self._other_jobs &= {delivery.job for delivery in due_deliveries}
         for delivery in due_deliveries:
-            if delivery.job not in self._others and not self.ending.is_set():
+            if delivery.job not in self._other_jobs and not self.ending.is_set():
                 if self.wants_loaded(self.store.jobs.get(delivery.job)):
                     yield delivery
                 else:
-                    self._others.add(delivery.job)
+                    self._other_jobs.add(delivery.job)
 
     def _hold(self) -> None:
         """Renew the lock that keeps this machine's workers off the jobs; without a reconciler, expire lost attempts."""
-        if time.monotonic() - self._held >= HOLD_S / 3:
-            self._held = time.monotonic()
+        if time.monotonic() - self._lock_renewed_s >= HOLD_S / 3:
+            self._lock_renewed_s = time.monotonic()
             self.store.jobs.lock(self._lock, self.context.name, HOLD_S)
             if time.monotonic() < self._spare_until:
                 return

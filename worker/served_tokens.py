@@ -36,7 +36,7 @@ class Tokens:
         # The tokenizers library exposes a decoder's components only in its pickled state, which is JSON.
         state = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
         self._has_bytes, self._has_marks = b"ByteLevel" in state, "▁".encode() in state
-        self._added = set(getattr(tokenizer, "added_tokens_decoder", ()))
+        self._added_token_ids = set(getattr(tokenizer, "added_tokens_decoder", ()))
 
     def piece(self, token_id: int) -> Piece:
         """Return what a token adds to a text."""
@@ -49,7 +49,7 @@ class Tokens:
 
     def _bytes(self, token_id: int) -> bytes | None:
         """Return a token's bytes; None where the vocabulary has none."""
-        if token_id in self._added or not (self._has_bytes or self._has_marks):
+        if token_id in self._added_token_ids or not (self._has_bytes or self._has_marks):
             return None
         token_text = self._tokenizer.convert_ids_to_tokens(token_id)
         if self._has_bytes:

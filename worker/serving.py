@@ -121,14 +121,14 @@ class SentCompletion(Ticket):
     ) -> None:
         super().__init__()
         self._asked_at = time.perf_counter()
-        self._wire, self.number, self.request, self._piece_of = messages, number, request, piece_of
+        self._messages, self.number, self.request, self._piece_of = messages, number, request, piece_of
         self.counts, self._on_end = not request.trace, on_end
 
     def put(self, event: Shown) -> None:
         if self.request.max_new_tokens == 0:
             event = _without_text(event)
         if isinstance(event, TextAdded):
-            self._wire.send(self._text(event))
+            self._messages.send(self._text(event))
             return
         if self.counts:
             self._on_end(event)
@@ -136,7 +136,7 @@ class SentCompletion(Ticket):
         completion, decoding = event.completion, event.info
         queued_s = max(0.0, waited_s - completion.timings.total_s)
         decoded_with = decoding.method, decoding.version, decoding.why_plain
-        self._wire.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
+        self._messages.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
 
     def _text(self, text_added: TextAdded) -> AnswerText:
         has_logprobs = self.request.logprobs is not None
@@ -165,7 +165,7 @@ class SentCompletion(Ticket):
         elif isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
             error = InvalidInput(str(error), "method")  # The requested method cannot be used here or for this request.
         if error is not None:
-            self._wire.fail(self.number, error)
+            self._messages.fail(self.number, error)
 
 
 def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
@@ -184,7 +184,7 @@ class EngineHost:
     """Serves one model to the process that writes the lines."""
 
     def __init__(self, model: ServedModel, messages: MessageWriter) -> None:
-        self._wire = messages
+        self._messages = messages
 
         def loading(step: str) -> None:
             messages.send(Loading(step))
@@ -209,16 +209,16 @@ class EngineHost:
         self._jobs = EngineJobs(model, store, runtime, self.engine.turn) if model.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
         self._tickets: dict[int, SentCompletion] = {}
-        self._long = ThreadPoolExecutor(1, "long")
-        self._kept: LineWriter | None = None
-        self._keeping = threading.Lock()
+        self._long_texts = ThreadPoolExecutor(1, "long")
+        self._prompt_file: LineWriter | None = None
+        self._prompt_file_lock = threading.Lock()
         if model.keep_prompts is not None:
-            self._kept = LineWriter(Path(model.keep_prompts), what="prompts", option="--keep-prompts")
+            self._prompt_file = LineWriter(Path(model.keep_prompts), what="prompts", option="--keep-prompts")
 
     def run(self, lines: Iterator[bytes]) -> None:
         """Answer the lines of the input until it ends."""
         runtime = self.model.runtime
-        self._wire.send(
+        self._messages.send(
             Ready(
                 max_positions=runtime.max_positions,
                 fingerprint=runtime.info.fingerprint,
@@ -235,7 +235,7 @@ class EngineHost:
                     raise SystemExit(1)
                 self._handle(from_server(line), is_long=len(line) > LONG_LINE)
         finally:
-            self._long.shutdown(wait=False, cancel_futures=True)
+            self._long_texts.shutdown(wait=False, cancel_futures=True)
             if self._jobs is not None:
                 self._jobs.ending.set()
             self.engine.close()
@@ -249,7 +249,9 @@ class EngineHost:
             case Decode(request, number):
                 self._tickets = {id: ticket for id, ticket in self._tickets.items() if not ticket.is_done}
                 on_end = self.traffic.count if self.traffic is not None else _not_counted
-                ticket = self._tickets[number] = SentCompletion(self._wire, number, request, self._tokens.piece, on_end)
+                ticket = self._tickets[number] = SentCompletion(
+                    self._messages, number, request, self._tokens.piece, on_end
+                )
                 self._read(number, is_long, partial(self._decode, ticket))
             case Cancel(number):
                 if (cancelled := self._tickets.pop(number, None)) is not None:
@@ -261,7 +263,7 @@ class EngineHost:
             case Steer(verb, _, _, number):
                 if verb is not None and self.traffic is None:
                     problem = "this server learns nothing: start it without --no-tune to steer it"
-                    self._wire.fail(number, Conflict(problem))
+                    self._messages.fail(number, Conflict(problem))
                 else:
                     self.engine.call(partial(self._send_tuning, message))
 
@@ -272,23 +274,23 @@ class EngineHost:
             try:
                 tokenize()
             except Exception as error:
-                self._wire.fail(number, error)
+                self._messages.fail(number, error)
                 if (ticket := self._tickets.get(number)) is not None:
                     ticket.end()
 
         if is_long:
-            self._long.submit(tokenize_or_fail)
+            self._long_texts.submit(tokenize_or_fail)
         else:
             tokenize_or_fail()
 
     def _tokenize(self, number: int, request: CompletionRequest) -> None:
         session = Session(self.model.runtime, request.sampling, 1)
         ids = token_ids_of(session, request)
-        self._wire.send(PromptTokens(number, tuple(ids), session.runtime.max_positions))
+        self._messages.send(PromptTokens(number, tuple(ids), session.runtime.max_positions))
 
     def _detokenize(self, number: int, token_ids: Sequence[int]) -> None:
         check_vocabulary(token_ids, self.model.runtime, "tokens")
-        self._wire.send(TokensText(number, self.model.runtime.tokenizer.decode(token_ids)))
+        self._messages.send(TokensText(number, self.model.runtime.tokenizer.decode(token_ids)))
 
     def _refresh_plans(self) -> None:
         """Follow changes of the alias `best`; while the database is unreachable, keep the current plans."""
@@ -306,9 +308,9 @@ class EngineHost:
                     self.traffic.steer(steer.verb, steer.task, steer.way)
                 tuning = self.traffic.status()
         except Exception as error:
-            self._wire.fail(steer.id, error)
+            self._messages.fail(steer.id, error)
         else:
-            self._wire.send(TuningNow(steer.id, tuning))
+            self._messages.send(TuningNow(steer.id, tuning))
 
     def _decode(self, ticket: SentCompletion) -> None:
         request = ticket.request
@@ -360,19 +362,19 @@ class EngineHost:
         if request.messages and (end_of_thought := self._tokens.end_of_thought) is not None:
             in_thought = self._tokens.ends_in_thought(token_ids)
             prompt_read = replace(prompt_read, end_of_thought=end_of_thought, in_thought=in_thought)
-        self._wire.send(prompt_read)
+        self._messages.send(prompt_read)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:
         """Append the prompt to the file of prompts, if there is one and a stream's line can hold the prompt."""
         is_plain = all(set(message) == {"role", "content"} for message in request.messages)
-        if self._kept is None or request.token_ids or request.tools or not (is_plain and request.special_tokens):
+        if self._prompt_file is None or request.token_ids or request.tools or not (is_plain and request.special_tokens):
             return
         task, text = request.task or DEFAULT_TASK, None if request.messages else request.text
         line = stream_lines([Prompt(f"{time.time_ns()}-{number}", task, text, tuple(request.messages))])
         try:
             parse_stream([line.encode()], "a prompt", task)
-            with self._keeping:
-                self._kept.write(line.rstrip("\n"))
+            with self._prompt_file_lock:
+                self._prompt_file.write(line.rstrip("\n"))
         except StreamError:
             return
         except OutputError as error:

@@ -74,10 +74,10 @@ class JobWorker(Worker):
         self.context, self.store = context, store
         self.is_ending = False
         self._sigterm = threading.Event()  # Set in a child when it receives SIGTERM.
-        self._begun = (-1, -1)  # Pipe on which the child reports the id of each attempt that it begins.
+        self._begun_pipe = (-1, -1)  # Pipe on which the child reports the id of each attempt that it begins.
         self._reconciler = Reconciler(store.jobs, queue, context.name)
         self._pid = os.getpid()
-        self._tidied = self._beaten = time.monotonic()
+        self._maintained_s = self._heartbeat_s = time.monotonic()
 
     def _set_ip_address(self, connection: Redis) -> None:
         self.ip_address = "unknown"  # Skip rq's CLIENT command: Redis may be unreachable or forbid it.
@@ -98,8 +98,8 @@ class JobWorker(Worker):
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Record in Redis that the worker is alive, at most once per BEAT_S."""
         now_s = time.monotonic()
-        if pipeline is not None or now_s - self._beaten >= BEAT_S:
-            self._beaten = now_s
+        if pipeline is not None or now_s - self._heartbeat_s >= BEAT_S:
+            self._heartbeat_s = now_s
             super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: RqJob, queue: Queue) -> None:
@@ -120,13 +120,13 @@ class JobWorker(Worker):
     def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Fork with SIGTERM blocked until parent and child can handle it."""
         self.store.close()
-        self._begun = os.pipe()
+        self._begun_pipe = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             super().fork_work_horse(job, queue)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-            os.close(self._begun[1])
+            os.close(self._begun_pipe[1])
         if self.is_ending:
             self.handle_warm_shutdown_request()
 
@@ -147,7 +147,7 @@ class JobWorker(Worker):
         return True
 
     def _note(self, delivery: Delivery) -> None:
-        os.write(self._begun[1], f"{delivery.id}\n".encode())
+        os.write(self._begun_pipe[1], f"{delivery.id}\n".encode())
 
     def monitor_work_horse(self, job: RqJob, queue: Queue) -> None:
         """Send heartbeats until the child ends; ignore errors of Redis."""
@@ -156,7 +156,7 @@ class JobWorker(Worker):
                 self.maintain_heartbeats(job)
         pid, self._horse_pid = self._horse_pid, 0
         status, usage = exit_status
-        latest = _last_id(self._begun[0]) or job.id
+        latest = _last_id(self._begun_pipe[0]) or job.id
         if status != os.EX_OK:
             self.child_died(latest, pid, describe_death(status, usage.ru_maxrss))
 
@@ -175,8 +175,8 @@ class JobWorker(Worker):
         """Reconcile between two jobs; every TIDY_S also remove rq's records of processes that died."""
         self.last_cleaned_at = datetime.now(UTC)  # type: ignore[assignment]
         self._reconciler.try_step()
-        if time.monotonic() - self._tidied >= TIDY_S:
-            self._tidied = time.monotonic()
+        if time.monotonic() - self._maintained_s >= TIDY_S:
+            self._maintained_s = time.monotonic()
             self.clean_registries()  # type: ignore[no-untyped-call]
 
     def child_died(self, attempt: str, pid: int, reason: str) -> None:

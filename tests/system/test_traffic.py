@@ -84,7 +84,7 @@ def answers(
 
 def await_answers(traffic: Traffic) -> None:
     """Until the database has answered all that it was asked."""
-    while traffic._queries._open:
+    while traffic._queries._pending:
         time.sleep(0.01)
         traffic._queries.take()
 
@@ -373,13 +373,13 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     await_answers(with_more)
     store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
     with_more.task("code")
-    assert not with_more._queries._open  # it was looked up a moment ago
-    with_more._queries._asked["plan", "code"] -= REFRESH_S
+    assert not with_more._queries._pending  # it was looked up a moment ago
+    with_more._queries._asked_at_s["plan", "code"] -= REFRESH_S
     with_more.task("code")
     await_answers(with_more)
     assert task.version == 2
     store.rollback("tiny", "code")
-    with_more._queries._asked["plan", "code"] -= REFRESH_S
+    with_more._queries._asked_at_s["plan", "code"] -= REFRESH_S
     with_more.task("code")
     await_answers(with_more)
     assert task.version == 1, "what was rolled back is left"
@@ -465,7 +465,7 @@ def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
     assert [traffic.task(name).name for name in ("a", "b", "c", "a", "d", "a")] == ["a", "b", "c", "a", "d", "a"]
     assert {task.task for task in traffic.status().tasks} == {"a", "c", "d"}, "b was used least recently"
     await_answers(traffic)
-    assert {task for _, task in traffic._queries._asked} == {"a", "c", "d"}
+    assert {task for _, task in traffic._queries._asked_at_s} == {"a", "c", "d"}
     traffic.steer("pin", "c", "plain")
     traffic.task("a").word, traffic.task("d").version = "use", 3
     assert traffic.task("e").name == "default" and len(traffic.status().tasks) == 4, "all others are tuned"
@@ -502,7 +502,7 @@ def test_one_replica_at_a_time_searches_for_a_task(
     assert n_trials(first, "code") > 0 and n_trials(second, "code") == 0
     assert n_trials(second, "notes") > 0  # another task
     first.close()  # gives its search back
-    second._queries._asked.clear()  # what it was told holds for some seconds
+    second._queries._asked_at_s.clear()  # what it was told holds for some seconds
     second._has_lease("code")
     await_answers(second)
     assert second._has_lease("code")
@@ -539,7 +539,7 @@ def test_no_round_waits_for_the_database(
         with locked(tmp_path):
             for name in ("code", "notes"):
                 assert len(answers(traffic, model.runtime, name)) == len(TEXTS)
-            assert set(traffic._queries._open) == {("lease", "code"), ("plan", "notes")}
+            assert set(traffic._queries._pending) == {("lease", "code"), ("plan", "notes")}
             code, notes = (traffic._tasks[name] for name in ("code", "notes"))
             assert code.looked_up and not code.search.trials
             assert not notes.looked_up and notes.version is None and not notes.search.trials

@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import tiny_runtime
 
-from swiftopt.cli.compare import chosen_methods, parse_settings
+from swiftopt.cli.compare import parse_methods, parse_settings
 from swiftopt.core.errors import SettingsError, UnsupportedModel
 from swiftopt.core.requests import CompareRequest
 from swiftopt.core.types import Completion, Prompt, Sampling
@@ -190,9 +190,9 @@ def test_ctrl_c_keeps_what_is_finished() -> None:
 
 
 def test_all_means_every_method_and_plain_comes_first() -> None:
-    assert chosen_methods("all") == tuple(METHODS)
-    assert chosen_methods("spd,hf-plain, spd") == ("plain", "spd", "hf-plain")
-    assert not any(METHODS[name].lossy for name in chosen_methods("all", lossless=True))
+    assert parse_methods("all") == tuple(METHODS)
+    assert parse_methods("spd,hf-plain, spd") == ("plain", "spd", "hf-plain")
+    assert not any(METHODS[name].lossy for name in parse_methods("all", lossless=True))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_all_means_every_method_and_plain_comes_first() -> None:
 )
 def test_method_lists_are_refused_in_a_sentence(words: str, lossless: bool, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        chosen_methods(words, lossless)
+        parse_methods(words, lossless)
 
 
 @pytest.mark.wing("papers")

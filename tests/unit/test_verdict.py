@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftopt.bench.verdicts import Machine, Prompts, Stream, simulated
+from swiftopt.bench.verdicts import Machine, Prompts, Stream, simulate
 from swiftopt.decoding.work import exhaust
 from swiftopt.optimizer.verdict import (
     ERROR,
@@ -93,18 +93,18 @@ DISTURBED = Machine(0.05, disturbed=True)
 @pytest.mark.parametrize("n", [4, 6, 8, 32])
 def test_no_gain_seldom_says_use_over_all_looks(n: int) -> None:
     """2.5 % would be right."""
-    assert simulated(Stream(n), DISTURBED, 1.0, 800, seed=n).use < 0.04
+    assert simulate(Stream(n), DISTURBED, 1.0, 800, seed=n).use < 0.04
 
 
 @pytest.mark.parametrize("stream", [Stream(16), Stream(16, unscored=4)])
 def test_gain_of_a_third_is_told_from_none_at_a_spread_of_15_per_cent_on_sixteen_prompts(stream: Stream) -> None:
     n = 2500
-    assert simulated(stream, Machine(0.15), 1.3, 300).use >= 0.9
-    assert simulated(stream, Machine(0.15), 1.0, n, seed=1).use <= 0.029 + 2 * math.sqrt(0.029 * 0.971 / n)
+    assert simulate(stream, Machine(0.15), 1.3, 300).use >= 0.9
+    assert simulate(stream, Machine(0.15), 1.0, n, seed=1).use <= 0.029 + 2 * math.sqrt(0.029 * 0.971 / n)
 
 
 def test_gain_of_a_third_is_seen_on_four_held_out_prompts_where_runs_differ_by_5_per_cent() -> None:
-    assert simulated(Stream(8), DISTURBED, 1.3, 300).use > 0.8
+    assert simulate(Stream(8), DISTURBED, 1.3, 300).use > 0.8
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
