@@ -17,6 +17,7 @@ from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.types import Trial, check_task
 from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
+from ..models.stores import StoredModel, stored_models
 from ..terminal import commands, options, value_types
 from ..terminal.charts import Pictures, draw_layer_sets
 from ..terminal.commands import ConfiguredGroup
@@ -248,9 +249,11 @@ def models(store: Store) -> Result:
     """List the short names of models, which of them are on this machine, and what was loaded and tuned here.
 
     `here` is wheel or cached (by the hub's client); other models are downloaded at first use. Any folder of a saved
-    model, GGUF file or hub id of a supported architecture works as well.
+    model, GGUF file or hub id of a supported architecture works as well. Models that Ollama, LM Studio or the hub's
+    client keep on this machine are listed with the names that open them; nothing of them is copied.
     """
-    stored_models, records, copies = store.models(), store.layer_sets(), local_copies()
+    loaded_models, records, copies = store.models(), store.layer_sets(), local_copies()
+    kept_models = stored_models()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}
     report = {
         "schema": "swiftopt.models/1",
@@ -258,13 +261,15 @@ def models(store: Store) -> Result:
             {"alias": name, **dataclasses.asdict(alias), "here": copies[name]._asdict() if name in copies else None}
             for name, alias in ALIASES.items()
         ],
-        "stored": [model_info.to_json() for model_info in stored_models],
+        "stores": [{**dataclasses.asdict(model), "path": str(model.path)} for model in kept_models],
+        "stored": [model_info.to_json() for model_info in loaded_models],
         "tasks": tasks,
     }
+    in_stores: list[RenderableType] = ["", stores_table(kept_models)] if kept_models else []
     loaded_tables: list[RenderableType] = (
-        ["", stored_table(stored_models, tasks, console().width)] if stored_models else []
+        ["", stored_table(loaded_models, tasks, console().width)] if loaded_models else []
     )
-    return Result(report, [aliases_table(tasks, copies), *loaded_tables])
+    return Result(report, [aliases_table(tasks, copies), *in_stores, *loaded_tables])
 
 
 def aliases_table(tasks: Mapping[str, Sequence[str]], copies: Mapping[str, LocalCopy]) -> Table:
@@ -275,6 +280,20 @@ def aliases_table(tasks: Mapping[str, Sequence[str]], copies: Mapping[str, Local
         rows.append((name, source, alias.hub_id, str(alias.n_layers), size(alias.n_parameters), tuned_tasks))
     columns = [fixed("alias"), fixed("here"), fixed("hub id"), numeric("layers"), numeric("size"), folding("tuned")]
     return table(columns, rows)
+
+
+def stores_table(models: Sequence[StoredModel]) -> Table:
+    """List the models that other programs keep on this machine."""
+    rows = []
+    for model in models:
+        size = "" if model.problem else f"{model.n_bytes / 1e9:.2f} GB"
+        rows.append((model.name, size, model.problem or ""))
+    titled: dict[str, Any] = {
+        "title": "in stores on this machine",
+        "title_style": "bold",
+        "header_style": "table.header",
+    }
+    return table([folding("name"), numeric("size"), folding("cannot be opened")], rows, gap=2, **titled)
 
 
 def stored_table(models: Sequence[ModelInfo], tasks: Mapping[str, Sequence[str]], width: int) -> Table:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound
 from .gguf_reader import GgufFile
-from .saved import GGUF_WEIGHTS, LEFTOVERS, supported_config, weight_files
+from .saved import GGUF_WEIGHTS, LEFTOVERS, linked_gguf, supported_config, weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # Runs of values sampled per tensor.
@@ -56,8 +56,10 @@ def fingerprint(model: Any) -> str:
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
-    if (gguf := folder / GGUF_WEIGHTS) in files:  # Its reader reads the other parts of a split model, too.
-        tensors = {name: torch.from_numpy(stored.data) for name, stored in GgufFile(gguf.resolve()).tensors.items()}
+    if folder / GGUF_WEIGHTS in files:  # Its reader reads the other parts of a split model, too.
+        tensors = {
+            name: torch.from_numpy(stored.data) for name, stored in GgufFile(linked_gguf(folder)).tensors.items()
+        }
     else:
         tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
     return _digest(supported_config(folder), tensors)

@@ -32,6 +32,7 @@ from .saved import (
     OnStep,
     first_line,
     gguf_settings_folder,
+    linked_gguf,
     made_once,
     refuse_missing,
     supported_type,
@@ -82,7 +83,7 @@ def _write_settings(gguf: Path, folder: Path) -> None:
     generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for number, part in enumerate(parts_of(gguf)):
-        (folder / (GGUF_WEIGHTS if number == 0 else part.name)).symlink_to(part.resolve())
+        (folder / (GGUF_WEIGHTS if number == 0 else part.name)).symlink_to(part.absolute())
 
 
 def _parsed(file: GgufFile) -> tuple[Any, Any]:
@@ -162,7 +163,7 @@ def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool
 
     model, dtype_asked = empty_model(folder, dtype)
     chosen = kernels() if coded and dtype_asked == torch.bfloat16 else "codes are computed in bfloat16"
-    file = GgufFile((folder / GGUF_WEIGHTS).resolve())
+    file = GgufFile(linked_gguf(folder))
     reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
     reported = time.monotonic()
     names = [name for name, _ in model.named_parameters()]

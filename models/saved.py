@@ -146,6 +146,15 @@ def gguf_settings_folder(gguf: Path) -> Path:
     return cache_root() / "gguf-settings" / converted_folder(gguf).name
 
 
+def linked_gguf(folder: Path) -> Path:
+    """Return the GGUF file that a `gguf_settings_folder` links to, by the name that it was opened by.
+
+    The link is followed once: the file may itself be a link to a blob, beside which its other parts are not found.
+    """
+    link = folder / GGUF_WEIGHTS
+    return Path(os.readlink(link)) if link.is_symlink() else link
+
+
 def refuse_other_file(gguf: Path) -> None:
     """Raises: ModelNotFound: the file does not begin as a GGUF file, or cannot be read."""
     try:

@@ -1,4 +1,4 @@
-"""Resolves a model name (alias, folder, GGUF file or hub id) to a folder on this machine.
+"""Resolves a model name (alias, folder, GGUF file, hub id or name in a store) to what it means on this machine.
 
 A hub model is downloaded and a GGUF file converted, once; every model is then loaded from its folder alone, without the
 network. Nothing here needs torch before a folder has to be made.
@@ -33,6 +33,7 @@ from .saved import (
     supported_config,
     supported_type,
 )
+from .stores import STORES, StoredModel, find_stored, hub_ggufs, only
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N", "auto-map")
@@ -136,16 +137,18 @@ class Source:
 def resolve(name: str) -> Source:
     """Resolve a model's name, without torch and without the network.
 
-    Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias or hub id. UnsupportedModel: it is an
-        adapter's folder.
+    Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias, hub id or model of a store.
+        UnsupportedModel: it is an adapter's folder.
     """
     # Use os.path: it returns False for names on which pathlib raises (too long, or with a NUL).
     path = os.path.expanduser(name)
     if os.path.isfile(os.path.join(path, "config.json")):
         return _local(name, "folder", path)
+    if path.lower().endswith(".gguf") and os.path.isfile(path):
+        return _local(name, "gguf", path)
+    if (stored := find_stored(name)) is not None:
+        return _of_store(name, stored)
     if path.lower().endswith(".gguf"):
-        if os.path.isfile(path):
-            return _local(name, "gguf", path)
         raise ModelNotFound(f"there is no GGUF file {name}: check the path")
     alias = find_alias(name)
     if alias is not None:
@@ -159,6 +162,8 @@ def resolve(name: str) -> Source:
             raise UnsupportedModel(adapter)
         raise ModelNotFound(f"the folder {name} holds no config.json: name the folder of a saved model or a .gguf file")
     if _HUB_ID.fullmatch(name):
+        if ggufs := hub_ggufs(name):
+            return _of_store(name, only(name, ggufs, STORES["hub"], ggufs))
         aliases = [
             key
             for key, known_alias in ALIASES.items()
@@ -284,9 +289,18 @@ def _no_model(name: str, path: str) -> str:
     )
 
 
-def _local(name: str, kind: Literal["folder", "gguf"], path: str) -> Source:
+def _local(name: str, kind: Literal["folder", "gguf"], path: str, *names: str) -> Source:
     location = os.path.realpath(path)
-    return Source(name, kind, location, _distinct(name, location))
+    if kind == "gguf":
+        # Keep the file's own name: the hub's cache links names to blobs, and parts of a split file are found by name.
+        location = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    return Source(name, kind, location, _distinct(name, *names, location))
+
+
+def _of_store(name: str, stored: StoredModel) -> Source:
+    if stored.is_gguf:
+        return _local(name, "gguf", str(stored.path), stored.name)
+    return Source(name, "hub", stored.name, _distinct(name, stored.name))
 
 
 def _distinct(*names: str) -> tuple[str, ...]:
