@@ -27,13 +27,17 @@ WHERE_GIVEN: Any = {"exclude_if": lambda value: value is None}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo(Record):
-    """What the store must know of a model so that look-ups need no torch."""
+    """What the store must know of a model so that look-ups need no torch.
+
+    `earlier` are fingerprints that the same model had in other forms: what is stored under them becomes its own.
+    """
 
     fingerprint: str
     architecture: str
     n_layers: int
     n_parameters: int
     names: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = field(default=(), metadata={"exclude": True})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.families import is_parallel
-from ..models.fingerprint import fingerprint
+from ..models.fingerprint import earlier_fingerprints, fingerprint
 from ..models.loading import load
 from ..models.quantised import BITS, STORED_BITS
 from ..models.restacked import (
@@ -201,7 +201,8 @@ def planned_draft(found: FoundPlan, name: str, target: str, folder: Path, engine
     text = EngineDraft(found=found, name=name, target=target, kind="text", n_tokens=GUESSED_LENGTH)
     if layer_set is not None and (layer_set.n_skipped or (layer_set.formats and takes_bits)):
         model_id = fingerprint(folder)
-        if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in (None, model_id)):
+        known_ids = (None, model_id, *earlier_fingerprints(folder))
+        if layer_set.n_layers != n_layers or (record is not None and record.fingerprint not in known_ids):
             raise LayerSetError(
                 f"the layer set was tuned on another model than {name} ({model_id}): export it with the model that it"
                 " is of"

@@ -22,7 +22,7 @@ from ..core.records import FoundPlan, ModelInfo, Plan
 from ..core.settings import EngineName, n_threads
 from ..core.types import Prompt, Verdict
 from ..models.costs import device_name
-from ..models.fingerprint import fingerprint
+from ..models.fingerprint import earlier_fingerprints, fingerprint
 from ..models.gguf_files import gguf_of, stored_type
 from ..models.loading import info_of
 from ..models.saved import OnStep, no_step, quiet, supported_config
@@ -325,4 +325,4 @@ def model_info(folder: Path, source: Source) -> ModelInfo:
     auto: Any = AutoModelForCausalLM
     with quiet(), torch.device("meta"):
         model = auto.from_config(config)
-    return info_of(model, fingerprint(folder), source.names)
+    return info_of(model, fingerprint(folder), source.names, earlier=earlier_fingerprints(folder))

@@ -5,6 +5,9 @@ at fixed places. A folder is read as stored, a model in memory as it was cast: a
 folder, loaded in bfloat16 and loaded in float32, because that cast loses nothing. A model whose load did lose digits
 (float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load` therefore
 always takes the folder's.
+
+A GGUF file has one fingerprint, whatever its name and wherever it lies: of its architecture's settings and of bytes of
+each tensor at fixed places. A folder that it was converted to for other engines has the same.
 """
 
 from __future__ import annotations
@@ -19,9 +22,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.errors import InvalidInput, ModelNotFound
+from ..core.errors import InvalidInput, ModelNotFound, SwiftoptError
 from .gguf_reader import GgufFile
-from .saved import GGUF_WEIGHTS, LEFTOVERS, linked_gguf, supported_config, weight_files
+from .saved import (
+    GGUF_WEIGHTS,
+    LEFTOVERS,
+    converted_folder,
+    is_complete,
+    linked_gguf,
+    replacing,
+    supported_config,
+    weight_files,
+)
 
 VERSION = "v1"
 N_RUNS = 4  # Runs of values sampled per tensor.
@@ -40,6 +52,7 @@ _IGNORED = frozenset(
 # Base model prefixes, removed because files of GPT-2 on the hub lack them.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _HEAD = "lm_head.weight"
+OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint.
 
 
 def fingerprint(model: Any) -> str:
@@ -53,16 +66,54 @@ def fingerprint(model: Any) -> str:
     if not isinstance(model, str | Path):
         return _digest(model.config, model.state_dict())
     folder = Path(model)
+    if (folder / GGUF_WEIGHTS).is_file():
+        return _of_gguf(GgufFile(linked_gguf(folder)))
+    return _noted(folder) or _of_weights(folder)
+
+
+def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
+    """Return the fingerprints under which plans of this model may be stored besides `fingerprint`.
+
+    Before GGUF files were computed with as they are, their plans were stored under that of the converted weights.
+    """
+    try:
+        if (folder / GGUF_WEIGHTS).is_file():
+            folder = converted_folder(linked_gguf(folder))
+        elif _noted(folder) is None:
+            return ()
+        return (_of_weights(folder),) if is_complete(folder) else ()
+    except SwiftoptError:
+        return ()
+
+
+def note_gguf(folder: Path, gguf: Path) -> None:
+    """Write into a folder of converted weights which file they are of."""
+    with replacing(folder / OF_GGUF) as part:
+        part.write_text(json.dumps({"fingerprint": _of_gguf(GgufFile(gguf))}) + "\n", encoding="utf-8")
+
+
+def _noted(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / OF_GGUF).read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _of_weights(folder: Path) -> str:
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
-    if folder / GGUF_WEIGHTS in files:  # Its reader reads the other parts of a split model, too.
-        tensors = {
-            name: torch.from_numpy(stored.data) for name, stored in GgufFile(linked_gguf(folder)).tensors.items()
-        }
-    else:
-        tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
+    tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
     return _digest(supported_config(folder), tensors)
+
+
+def _of_gguf(file: GgufFile) -> str:
+    own = {"architecture": file.architecture, **file.own_settings()}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(file.tensors.items()):
+        digest.update(f"{name}{tensor.type_name}{list(tensor.shape)}".encode("utf-8", "surrogateescape"))
+        digest.update(_sample(name, torch.from_numpy(tensor.data)).to(torch.uint8).numpy().tobytes())
+    return f"{VERSION}:{digest.hexdigest()[:16]}"
 
 
 def _digest(config: Any, tensors: Mapping[str, Tensor]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 from ..core.errors import OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from .buffer import free_bytes
 from .families import FAMILIES, GgufForm
-from .fingerprint import fingerprint
+from .fingerprint import OF_GGUF, fingerprint, note_gguf
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile
 from .gguf_settings import FIELDS
@@ -63,8 +63,13 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
         for path in settings.iterdir():
             if path.name.startswith("tokenizer") or path.suffix == ".jinja" or path.name in TOKENIZER_FILES:
                 shutil.copy(path, unfinished)
+        note_gguf(unfinished, gguf)
 
-    return made_once(folder, lambda: _is_whole(folder), write)
+    made_once(folder, lambda: _is_whole(folder), write)
+    if not (folder / OF_GGUF).is_file():  # It was converted by an earlier version.
+        with suppress(OSError):
+            note_gguf(folder, gguf)
+    return folder
 
 
 def _check_room(gguf: Path) -> None:

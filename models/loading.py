@@ -24,7 +24,7 @@ from ..core.settings import n_threads
 from .buffer import free_bytes
 from .coded import CodedLinear
 from .costs import is_out_of_memory
-from .fingerprint import fingerprint
+from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
@@ -102,7 +102,8 @@ def load(
             model.generation_config = generation_config
         refuse_steering(model.generation_config, folder)
         collector.run()
-        info = info_of(model, fingerprint(folder), source.names, n_parameters)
+        identity = fingerprint(folder), source.names, n_parameters, earlier_fingerprints(folder)
+        info = info_of(model, *identity)
         runtime = Runtime(model, tokenizer, info)
     if speed != "eager":
         step("preparing the kernels")
@@ -110,10 +111,17 @@ def load(
     return runtime
 
 
-def info_of(model: Any, fingerprint: str, names: tuple[str, ...] = (), n_parameters: int | None = None) -> ModelInfo:
+def info_of(
+    model: Any,
+    fingerprint: str,
+    names: tuple[str, ...] = (),
+    n_parameters: int | None = None,
+    earlier: tuple[str, ...] = (),
+) -> ModelInfo:
     """Describe a model of transformers; `n_parameters`: what its own stand for, where these are coded."""
     n_own = sum(parameter.numel() for parameter in model.parameters()) if n_parameters is None else n_parameters
-    return ModelInfo(fingerprint, str(model.config.model_type), int(model.config.num_hidden_layers), n_own, names)
+    n_layers = int(model.config.num_hidden_layers)
+    return ModelInfo(fingerprint, str(model.config.model_type), n_layers, n_own, names, earlier)
 
 
 def use_expandable_segments() -> None:

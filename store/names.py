@@ -66,7 +66,7 @@ def list_models(session: Session) -> list[ModelInfo]:
     """Return the models that were loaded, oldest first; one known only from an imported set has no fingerprint yet."""
     names = names_of(session)
     model_rows = session.scalars(select(ModelRow).where(ModelRow.fingerprint.is_not(None)).order_by(ModelRow.id))
-    return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, [])))) for row in model_rows]
+    return [to_record(ModelInfo, row, names=tuple(sorted(names.get(row.id, []))), earlier=()) for row in model_rows]
 
 
 def names_of(session: Session) -> dict[int, list[str]]:
@@ -86,7 +86,8 @@ def list_names(session: Session) -> list[str]:
 def remember(session: Session, info: ModelInfo) -> None:
     """Insert or update a model; its names mean it from now on, and sets imported under them become its own.
 
-    Such a set keeps its version, unless the model has sets for the same task: then it is numbered after those.
+    All that is stored under its earlier fingerprints becomes its own, too, except measured costs. A set keeps its
+    version, unless the model has sets for the same task: then it is numbered after those.
     """
     row, mistaken_row = by_fingerprint(session, info.fingerprint), None
     if row is not None and row.n_layers != info.n_layers:
@@ -94,6 +95,15 @@ def remember(session: Session, info: ModelInfo) -> None:
         # the file belong to another model.
         row.fingerprint, mistaken_row, row = None, row, None
         session.flush()
+    for fingerprint in info.earlier:
+        earlier_row = by_fingerprint(session, fingerprint)
+        if earlier_row is None or earlier_row is row or earlier_row.n_layers != info.n_layers:
+            continue
+        if row is None:
+            earlier_row.fingerprint, row = info.fingerprint, earlier_row
+            session.flush()
+        else:
+            _merge(session, earlier_row, row)
     for name in info.names:
         row = _adopt(session, row, by_name(session, name), info.fingerprint, info.n_layers)
     row = row or _new_model(session, info.fingerprint, info.n_layers)
@@ -155,14 +165,19 @@ def _adopt(
     return row
 
 
-def _merge(session: Session, imported: ModelRow, target: ModelRow) -> None:
-    """Move an imported model's layer sets and plans to the loaded model, with version numbers after its own."""
+def _merge(session: Session, duplicate: ModelRow, target: ModelRow) -> None:
+    """Move what is stored for a second row of the same model to the first, with version numbers after its own."""
     lock(session, target)
-    for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == imported.id).distinct()).all():
+    for task in session.scalars(select(PlanRow.task).where(PlanRow.model_id == duplicate.id).distinct()).all():
         n_taken = next_version(session, PlanRow, target, task) - 1
         for table in (LayerSetRow, PlanRow):
-            versions = update(table).where(where_task(table, imported, task))
+            versions = update(table).where(where_task(table, duplicate, task))
             session.execute(versions.values(model_id=target.id, version=table.version + n_taken))
+    kinds = select(LearnedRow.task, LearnedRow.kind).where(LearnedRow.model_id == duplicate.id).distinct()
+    for task, kind in session.execute(kinds).all():
+        n_taken = next_version(session, LearnedRow, target, task, LearnedRow.kind == kind) - 1
+        weights = update(LearnedRow).where(where_task(LearnedRow, duplicate, task), LearnedRow.kind == kind)
+        session.execute(weights.values(model_id=target.id, version=LearnedRow.version + n_taken))
     for other_table in (MoveRow, NameRow, ComparisonRow):
-        session.execute(update(other_table).where(other_table.model_id == imported.id).values(model_id=target.id))
-    session.execute(delete(ModelRow).where(ModelRow.id == imported.id))
+        session.execute(update(other_table).where(other_table.model_id == duplicate.id).values(model_id=target.id))
+    session.execute(delete(ModelRow).where(ModelRow.id == duplicate.id))

@@ -164,10 +164,11 @@ class Recipes:
         self._weights[record.kind, record.task, record.version] = weights
 
     def _checked(self, record: LayerSetRecord) -> LayerSetRecord:
-        if record.fingerprint is not None and record.fingerprint != self.runtime.info.fingerprint:
+        info = self.runtime.info
+        if record.fingerprint not in (None, info.fingerprint, *info.earlier):
             raise LayerSetError(
                 f"the layer set was tuned on {record.model} ({record.fingerprint}), but this model is"
-                f" {self.runtime.info.fingerprint}: tune it first, or export a set of this model"
+                f" {info.fingerprint}: tune it first, or export a set of this model"
             )
         return record
 

@@ -71,6 +71,30 @@ def test_plan_comes_back_as_it_was_stored_with_its_layer_set_and_heads(store: St
         assert store.plan("smol", "code", found.version) == dataclasses.replace(found, alias="")
 
 
+def test_a_model_takes_over_what_is_stored_under_its_earlier_fingerprint(store: Store) -> None:
+    earlier, heads = store.add_plan("smol", "code", SPD), store.add_learned(HEADS, WEIGHTS)
+    now = dataclasses.replace(MODEL, fingerprint="now", names=("file.gguf",), earlier=(MODEL.fingerprint,))
+    store.remember_model(now)
+    assert store.lookup("now", "code", **HERE) == store.lookup("smol", "code", **HERE) == earlier
+    assert store.learned("now", "code", "heads") == dataclasses.replace(heads, fingerprint="now")
+    assert [info.fingerprint for info in store.models()] == ["now"]
+
+
+def test_versions_under_an_earlier_fingerprint_are_numbered_after_the_models_own(store: Store) -> None:
+    store.add_plan("smol", "code", SPD)
+    store.add_learned(HEADS, WEIGHTS)
+    now = dataclasses.replace(MODEL, fingerprint="now", names=("file.gguf",))
+    store.remember_model(now)
+    store.add_plan("now", "code", dataclasses.replace(SPD, method="plain"))
+    store.add_learned(dataclasses.replace(HEADS, fingerprint="now", model="file.gguf"), WEIGHTS)
+    for _ in range(2):
+        store.remember_model(dataclasses.replace(now, earlier=("unknown", MODEL.fingerprint)))
+        assert [one.plan.method for one in store.plan_versions("now", "code")] == ["plain", "spd"]
+        assert [store.plan("smol", "code", version).plan.method for version in (1, 2)] == ["plain", "spd"]
+        assert [(one.version, one.model) for one in store.learned_list("now")] == [(1, "file.gguf"), (2, "smol")]
+        assert [info.fingerprint for info in store.models()] == ["now"]
+
+
 def test_layer_sets_and_plans_of_a_task_share_one_sequence_of_versions(store: Store) -> None:
     assert [store.add_layer_set(SET).version, store.add_plan("smol", "code", SPD).version] == [1, 2]
     assert [store.add_layer_set(SET).version, store.add_plan("smol", "code", SPD).version] == [3, 4]
