@@ -7,9 +7,9 @@
 A file holds one object: {"date", "commit", "command", "note", "report"}, where `report` is what `swiftopt compare
 --json`, `swiftopt bench decode|peers|search|stream-shift --json` or a step of `make gpu` printed for `command`. Every
 row of every file is shown, those that lose among them, in one table for methods, one for rivals, one for searches and
-so on. The README has the rows that a file of rivals names as its `"headline"`, as a chart as well, and a chart of the
-newest file of `swiftopt bench serve`; the others are a link away. A chart is an SVG file that holds a digest of its
-data, for another matplotlib may draw the same data as other bytes.
+so on. The README has the rows that files of rivals name as their `"headline"`; those of the newest are a chart as well,
+and so is the newest file of `swiftopt bench serve`. The others are a link away. A chart is an SVG file that holds a digest of
+its data, for another matplotlib may draw the same data as other bytes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ManualChart:
 
 
 def charts(folder: Path = RESULTS) -> list[ManualChart]:
-    """The charts: the newest result of `bench serve`, and the headline's rows of rivals.
+    """The charts: the newest result of `bench serve`, and the rows of rivals that the newest headline names.
 
     Raises: InvalidInput: a file is no result.
     """
@@ -128,11 +128,10 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
     )
     if serving_reports := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
         manual_charts.append(ManualChart(SERVING_CHART, draw_serving, serving_reports[-1]))
-    for _, result in results:
-        if headline := result.get("headline"):
-            report = result["report"]
-            rows = [row for row in report["results"] if row["row"] in headline]
-            manual_charts.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
+    if headlines := [result for _, result in results if "headline" in result]:
+        report = headlines[-1]["report"]
+        rows = [row for row in report["results"] if row["row"] in headlines[-1]["headline"]]
+        manual_charts.append(ManualChart(RIVALS_CHART, draw_ratios, {**report, "results": rows}))
     return manual_charts
 
 
