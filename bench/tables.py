@@ -8,7 +8,7 @@ A file holds one object: {"date", "commit", "command", "note", "report"}, where 
 --json`, `swiftopt bench decode|peers|search|stream-shift --json` or a step of `make gpu` printed for `command`. Every
 row of every file is shown, those that lose among them, in one table for methods, one for rivals, one for searches and
 so on. The README has the rows that files of rivals name as their `"headline"`; those of the newest are a chart as well,
-and so is the newest file of `swiftopt bench serve`. The others are a link away. A chart is an SVG file that holds a digest of
+and so is the newest file of `swiftopt bench serve`. The others are a link away. A chart is an SVG file with a digest of
 its data, for another matplotlib may draw the same data as other bytes.
 """
 
