@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from ..core.errors import UnsupportedModel
 
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
@@ -20,12 +23,20 @@ class GgufForm:
 
     `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the weights
     of norms. `pre_tokenizer`: its words for how texts become words, for files that are written; None: none are.
+
+    `fields`: config fields by the names of settings, beside those of all architectures. `has_head_dim`: the config has
+    a field for the size of a head. `rotates_in_part`: it has one for how much of a head is rotated. `scalings` of
+    rotary positions that it takes.
     """
 
     architecture: str
     pre_tokenizer: str | None = None
     pairs_halves: bool = False
     adds_to_norms: float = 0.0
+    fields: Mapping[str, str] = field(default_factory=lambda: dict(_RMS))
+    has_head_dim: bool = False
+    rotates_in_part: bool = False
+    scalings: tuple[str, ...] = ("linear", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +90,13 @@ class Family:
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
+_LLAMA_FORM = GgufForm("llama", "smollm", pairs_halves=True, has_head_dim=True)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(gguf=GgufForm("llama", "smollm", pairs_halves=True), decilm_bias="configured"),
-    "mistral": Family(sliding="all", gguf=GgufForm("llama", "smollm", pairs_halves=True), decilm_bias="none"),
+    "llama": Family(gguf=_LLAMA_FORM, decilm_bias="configured"),
+    "mistral": Family(sliding="all", gguf=_LLAMA_FORM, decilm_bias="none"),
     "qwen2": Family(sliding="by_layer", gguf=GgufForm("qwen2", "qwen2"), decilm_bias="qkv"),
-    "qwen3": Family(sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2")),
+    "qwen3": Family(sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2", has_head_dim=True)),
     "gemma3_text": Family(
         rotary_by_type=True,
         head_norms=_HEAD_NORMS,
@@ -93,10 +105,20 @@ FAMILIES: dict[str, Family] = {
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
         sliding="by_layer",
-        gguf=GgufForm("gemma3", adds_to_norms=1.0),
+        gguf=GgufForm(
+            "gemma3",
+            adds_to_norms=1.0,
+            fields=_RMS | dict(zip(_SOFT_CAPS, _SOFT_CAPS, strict=True)),
+            has_head_dim=True,
+            scalings=("linear", "yarn"),
+        ),
     ),
     "phi3": Family(
-        projection="fused", qkv=("qkv_proj",), mlp_in=("gate_up_proj",), sliding="all", gguf=GgufForm("phi3")
+        projection="fused",
+        qkv=("qkv_proj",),
+        mlp_in=("gate_up_proj",),
+        sliding="all",
+        gguf=GgufForm("phi3", rotates_in_part=True, scalings=("longrope",)),
     ),
     "gpt2": Family(
         layers="transformer.h",
@@ -115,7 +137,7 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         transposed=True,
         fields={"hidden_act": "activation_function", "intermediate_size": "n_inner"},
-        gguf=GgufForm("gpt2"),
+        gguf=GgufForm("gpt2", fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}),
     ),
     "gpt_neox": Family(
         layers="gpt_neox.layers",

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,15 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
-from .families import FAMILIES, Family, GgufForm, family_of
+from .families import Family, GgufForm, family_of
 from .gguf_reader import FileTensor, GgufFile, parts_of
-from .gguf_settings import take_ends, take_settings, take_split
+from .gguf_settings import FACTORS, IDS, config_of, ends_of
+from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .saved import (
     GGUF_WEIGHTS,
     REPORT_S,
     OnStep,
-    first_line,
     gguf_settings_folder,
     linked_gguf,
     made_once,
@@ -38,8 +35,6 @@ from .saved import (
     supported_type,
 )
 
-HEAD = "output.weight"
-FACTORS = "rope_f"  # Name prefix of tensors with rotary frequency factors.
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
@@ -69,86 +64,14 @@ def _is_current(folder: Path, gguf: Path) -> bool:
 
 
 def _write_settings(gguf: Path, folder: Path) -> None:
-    from transformers import GenerationConfig
-
     file = GgufFile(gguf)
-    config, tokenizer = _parsed(file)
-    config.tie_word_embeddings = HEAD not in file.tensors
-    bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // file.n_values)
-    config.quantization_config = {"quant_method": "gguf", "bits": bits}
-    config.dtype = torch.bfloat16
-    generation_config = GenerationConfig.from_model_config(config)
-    take_ends(file.settings, tokenizer, generation_config)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2, default=str) + "\n", encoding="utf-8")
-    generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    config = config_of(file)
+    write_tokenizer(file, folder)
+    generation = {name: config[name] for name in IDS} | {"eos_token_id": ends_of(file)}
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     for number, part in enumerate(parts_of(gguf)):
         (folder / (GGUF_WEIGHTS if number == 0 else part.name)).symlink_to(part.absolute())
-
-
-def _parsed(file: GgufFile) -> tuple[Any, Any]:
-    """Return transformers' config and tokenizer of a file.
-
-    Raises: UnsupportedModel: its architecture, or a setting for which the config has no place. ModelNotFound: it cannot
-            be read.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
-    _refuse_scaled_rotation(file)
-    try:
-        with _parsed_once():
-            config = AutoConfig.from_pretrained(**where)
-            family_of(config)
-            take_settings(file.own_settings(), config, file.path)
-            family_of(config)  # Check again: the GGUF settings may have made the config unsupported.
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            take_split(file.settings, tokenizer, file.path)
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # transformers raises many exception types for unreadable files.
-        if "is not supported" in str(error):
-            supported = ", ".join(sorted(FAMILIES))
-            raise UnsupportedModel(
-                f"{file.path} is of an architecture that is not supported: use one of {supported}"
-            ) from error
-        raise ModelNotFound(f"{file.path} cannot be read ({first_line(error)}): download it again") from error
-    return config, tokenizer
-
-
-def _refuse_scaled_rotation(file: GgufFile) -> None:
-    rotary = {name.removeprefix("rope."): value for name, value in file.own_settings().items() if "rope." in name}
-    # A factor without a scaling type means linear scaling.
-    factor = rotary.get("scaling.factor", rotary.get("scale_linear", 1.0))
-    scaling = rotary.get("scaling.type", "none" if factor in (0.0, 1.0) else "linear")
-    factors = (numbers(tensor) for name, tensor in file.tensors.items() if name.startswith(FACTORS))
-    if scaling not in ("none", "") or any(bool((values != 1).any()) for values in factors):
-        raise UnsupportedModel(
-            f"{file.path} scales its rotary positions, which transformers drops when it reads GGUF: use the model's hub"
-            " id"
-        )
-
-
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Let transformers parse the file once for config and tokenizer, not once for each.
-
-    The reader slices the file as a plain array: a memmap takes five times as long for that.
-    """
-    import gguf as gguf_library
-
-    library: Any = gguf_library
-    reader = library.GGUFReader
-
-    class Reader(reader):  # type: ignore[misc, valid-type]  # `reader` is Any.
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
-
-    try:
-        library.GGUFReader = cache(Reader)
-        yield
-    finally:
-        library.GGUFReader = reader
 
 
 def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool = True) -> tuple[Any, int]:
@@ -224,7 +147,8 @@ class _Reading:
 
         Raises: as `load_gguf`.
         """
-        unread = [name for name in self.file.tensors if name not in self._read and not name.startswith(FACTORS)]
+        factors = FACTORS if self.family.rotary is not None else ()  # The config has them.
+        unread = [name for name in self.file.tensors if name not in self._read and name not in factors]
         if unread:
             raise UnsupportedModel(
                 f"{self.file.path} has a tensor {sorted(unread)[0]!r}, for which a model of type"

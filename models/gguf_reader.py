@@ -45,6 +45,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
+LENGTH = struct.Struct("<Q")  # The length in bytes before every string.
 MOST_DIMENSIONS = 4
 LONGEST_NAME = 64  # Characters of a name shown in a message: GGUF's maximum for tensor names.
 DEEPEST_ARRAY = 2  # Deepest nesting of arrays that is read: GGUF allows any, but no writer nests them.
@@ -115,7 +116,22 @@ class _Header:
             return np.frombuffer(self.content, form, n_values, at).tolist()
         if n_values > len(self.content) - self.at:  # A string or array takes at least eight bytes.
             raise _Damaged("ends in its header")
-        return [self.value(of_kind, depth + 1) for _ in range(n_values)]
+        return self._texts(n_values) if of_kind == STRING else [self.value(of_kind, depth + 1) for _ in range(n_values)]
+
+    def _texts(self, n_values: int) -> list[str]:
+        """Read strings one after the other: `text` in one loop, as a vocabulary has hundreds of thousands."""
+        content, at, end, length_at = self.content, self.at, len(self.content), LENGTH.unpack_from
+        texts: list[str] = []
+        for _ in range(n_values):
+            if at + LENGTH.size > end:
+                raise _Damaged("ends in its header")
+            start = at + LENGTH.size
+            at = start + length_at(content, at)[0]
+            if at > end:
+                raise _Damaged("ends in its header")
+            texts.append(content[start:at].decode("utf-8", "surrogateescape"))
+        self.at = at
+        return texts
 
 
 class GgufFile:

@@ -1,21 +1,31 @@
-"""Applies GGUF settings that transformers drops: config fields, pre-tokenizer, end-of-turn tokens.
+"""Makes a model's config of a GGUF file's settings.
 
-It reads some settings and leaves out all others without a word, such as Phi-3's sliding window. One that says what is
-computed and has no place in the config is refused.
+Every setting of the architecture must be taken by a field of the config, or say what is computed anyhow: a setting that
+is left is refused, because the model would compute something else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import pre_tokenizers
+import numpy as np
 
-from ..core.errors import UnsupportedModel
-from .families import FAMILIES
+from ..core.errors import ModelNotFound, UnsupportedModel
+from .families import FAMILIES, Family, GgufForm, family_of
+from .gguf_reader import GgufFile
 
+HEAD = "output.weight"
+# Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
+FREQUENCY_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+THETA = 10_000.0  # Base of the rotary frequencies where a file names none.
+PATTERN = 6  # Gemma 3: each sixth layer attends without a window where a file says nothing else.
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp's and transformers' values where none are given.
+LAYERS_27B = 62  # Gemma 3's largest model scales its scores by the width of a head of the embedding.
+MOST = 1 << 31  # Larger counts are refused before anything is made of that size.
 # GGUF settings common to all architectures, by name without the architecture's prefix, and their config fields.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -27,152 +37,261 @@ FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-MORE_FIELDS = {
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_theta of sliding attention",
-    "rope.dimension_count": "rotary width",
-}
-CHECKED = "rope.scal"  # Name prefix of the rotary scaling settings, which gguf_model.py checks.
-NOTES = ("tensor_data_layout",)  # Settings without effect on what the model computes.
-TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-)  # End-of-turn tokens of usual chat templates, for files that name none.
-# Pre-tokenizer names (`tokenizer.ggml.pre`) that llama.cpp splits by GPT-2's regular expression (LIKE_GPT2), or by
-# single digits and then by that expression (DIGITS_APART).
-LIKE_GPT2 = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0")
-DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+NEEDED = tuple(FIELDS)[:5]
+NOTES = ("tensor_data_layout", "rope.scaling.finetuned")  # Settings without effect on what the model computes.
 # Settings without a config field, and their values that do not change what the model computes.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
 }
 NOTHING = (0, False, "", "none")
+IDS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2}  # Ids that llama.cpp takes where such a file names none.
+TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+# End-of-turn tokens of usual chat templates, for files that name none.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 
 
-def take_settings(settings: Mapping[str, Any], config: Any, gguf: Path) -> None:
-    """Correct a transformers config where it differs from the file's settings.
+class _Settings:
+    """An architecture's settings; each is taken once, by its name without the architecture's prefix."""
 
-    Args:   settings: those of its architecture, by their names behind that.
-    Raises: UnsupportedModel: the config has no field for one of them.
+    def __init__(self, file: GgufFile) -> None:
+        self.path, self._left = file.path, file.own_settings()
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return a setting; of values by layer the one that all layers share."""
+        given = self._left.pop(name, default)
+        return given[0] if isinstance(given, list) and given and given == given[:1] * len(given) else given
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """Return a setting that is a number; a whole one if `default` is.
+
+        Raises: UnsupportedModel: it differs by layer. ModelNotFound: it is none.
+        """
+        value = self.take(name, default)
+        if isinstance(value, list):
+            raise self.refusal(name, value)
+        plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST
+        if value is not None and not plain:
+            raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a setting that is a whole number above 0.
+
+        Raises: as `number`; ModelNotFound: it is missing.
+        """
+        value = self.number(name, default)
+        if not isinstance(value, int) or value == 0:
+            raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
+        return value
+
+    def refusal(self, name: str, value: Any) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self.path} has the setting {name} = {_shown(value)}, for which its architecture has no place here: use"
+            " the model's hub id"
+        )
+
+    def refuse_left(self) -> None:
+        """Raises: UnsupportedModel: a setting was not taken, and changes what the model computes."""
+        for name in list(self._left):
+            value = self.take(name)
+            if name not in NOTES and value not in NEUTRAL.get(name, NOTHING):
+                raise self.refusal(name, value)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 and text.isprintable() else ascii(text[:40])
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return the content of a config.json for transformers, of weights that keep the file's codes.
+
+    Raises: UnsupportedModel: its architecture, or a setting for which the config has no place. ModelNotFound: a
+            setting is missing, or not what it should be.
     """
-    fields = {**FIELDS, **MORE_FIELDS}
-    # Apply in the order of the table: a setting may depend on earlier ones.
-    in_order = [name for name in fields if name in settings]
-    for name in (*in_order, *(name for name in settings if name not in fields)):
-        if name in NOTES or name.startswith(CHECKED):
-            continue
-        given, field = settings[name], fields.get(name)
-        value = given[0] if isinstance(given, list) and given and given == given[:1] * len(given) else given
-        if field is None:
-            if value not in NEUTRAL.get(name, NOTHING):
-                raise _no_place(gguf, name, value, config)
-        elif not _is_equal(_known(config, field), value) and not _set(config, field, value):
-            raise _no_place(gguf, name, value, config)
+    model_type, family, form = _family(file)
+    if not file.tensors:
+        raise ModelNotFound(f"{file.path} has no tensors: download it again")
+    settings = _Settings(file)
+    given = {FIELDS[name]: settings.size(name) for name in NEEDED}
+    vocab = file.settings.get("tokenizer.ggml.tokens")
+    given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
+    config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
+    for name, field in form.fields.items():
+        if (value := settings.number(name)) is not None:
+            config[field] = value
+    if family.rotary is not None:
+        heads = given["num_attention_heads"]
+        head_dim = _head_dim(settings, form, given["hidden_size"], heads)
+        config |= {"head_dim": head_dim} if form.has_head_dim else {}
+        config["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
+        rotation = _rotation(file, settings, form, head_dim, given["max_position_embeddings"])
+        config["rope_parameters"] = rotation
+        if (
+            "original_max_position_embeddings" in rotation
+        ):  # Phi-3's config also has it outside, which takes precedence.
+            config["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
+        if family.rotary_by_type:
+            config["rope_parameters"] = {
+                "full_attention": rotation,
+                "sliding_attention": _rotation_in_windows(settings),
+            }
+            config |= _windows_by_layer(settings, given["num_hidden_layers"])
+            is_27b = given["num_hidden_layers"] == LAYERS_27B
+            config["query_pre_attn_scalar"] = given["hidden_size"] // heads if is_27b else head_dim
+        elif family.sliding == "all":
+            config["sliding_window"] = settings.number("attention.sliding_window") or None
+    settings.refuse_left()
+    family_of(SimpleNamespace(model_type=model_type, **config))
+    bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // file.n_values)
+    return {
+        "model_type": model_type,
+        **config,
+        **token_ids(file),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "gguf", "bits": bits},
+    }
 
 
-def _no_place(gguf: Path, name: str, value: Any, config: Any) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{gguf} has the setting {name} = {value}, for which a model of type {config.model_type} has no place when"
-        " transformers reads GGUF: use the model's hub id"
+def _family(file: GgufFile) -> tuple[str, Family, GgufForm]:
+    for model_type, family in FAMILIES.items():
+        if family.gguf is not None and family.gguf.architecture == file.architecture:
+            return model_type, family, family.gguf
+    known = sorted({family.gguf.architecture for family in FAMILIES.values() if family.gguf is not None})
+    raise UnsupportedModel(
+        f"{file.path} is of the architecture {_shown(file.architecture)}, which is not supported: use one of"
+        f" {', '.join(known)}"
     )
 
 
-def _is_equal(known: Any, value: Any) -> bool:
-    if isinstance(known, int | float) and isinstance(value, int | float):
-        return math.isclose(known, value, rel_tol=1e-6)  # GGUF stores floats in 32 bits.
-    return known == value or (known is None and value == 0)
+def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> int:
+    """Return how many values a head has; keys and values have as many."""
+    usual = hidden // heads
+    size = settings.size("attention.key_length", usual)
+    of_values = settings.size("attention.value_length", size)
+    if of_values != size:
+        raise settings.refusal("attention.value_length", of_values)
+    if size != usual and not form.has_head_dim:
+        raise settings.refusal("attention.key_length", size)
+    return size
 
 
-def _known(config: Any, field: str) -> Any:
-    """Return the config's value of a field, or the value derived from other fields."""
-    n_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    if field == "head_dim":
-        return head_dim
-    if field == "num_key_value_heads":
-        return getattr(config, field, None) or n_heads
-    if field == "intermediate_size":
-        return FAMILIES[config.model_type].setting(config, field) or 4 * config.hidden_size
-    rotary = dict(_rotary(config))
-    if field == "rotary width":
-        factors = [part.get("partial_rotary_factor") or 1.0 for part in rotary.values()]
-        return int(head_dim * factors[0]) if factors else None
-    if field == "rope_theta":
-        return rotary.get("full_attention", {}).get("rope_theta")
-    if field == "rope_theta of sliding attention":
-        return rotary.get("sliding_attention", {}).get("rope_theta")
-    return getattr(config, field, None)
+def _rotation(file: GgufFile, settings: _Settings, form: GgufForm, head_dim: int, context: int) -> dict[str, Any]:
+    """Return transformers' rotary parameters; `context`: positions that the file says the model has."""
+    parameters: dict[str, Any] = {"rope_theta": float(settings.number("rope.freq_base", THETA))}
+    width = settings.size("rope.dimension_count", head_dim)
+    if width != head_dim:
+        parameters["partial_rotary_factor"] = width / head_dim
+        if not form.rotates_in_part or int(head_dim * parameters["partial_rotary_factor"]) != width:
+            raise settings.refusal("rope.dimension_count", width)
+    kind = settings.take("rope.scaling.type") or "none"
+    older = settings.number("rope.scale_linear", 1.0)
+    factor = settings.number("rope.scaling.factor", older) or 1.0
+    trained = settings.number("rope.scaling.original_context_length", context) or context
+    attention = settings.number("rope.scaling.attn_factor", 1.0) or 1.0
+    factors = {name: _factors(file, name, width) for name in FACTORS if name in file.tensors}
+    is_scaled = any(value != 1.0 for values in factors.values() for value in values)
+    if kind == "none":  # Files name no type where tensors hold the factors, and did not before there were types.
+        kind = "longrope" if is_scaled else "linear" if factor != 1.0 else "default"
+    scaling: dict[str, Any] = {}
+    if kind == "longrope" and is_scaled:
+        scaling = {**_long_rotation(file, factors, trained, context), "attention_factor": attention}
+    elif kind == "linear":
+        scaling = {"factor": factor}
+    elif kind == "yarn":
+        scaling = {"factor": factor, "original_max_position_embeddings": trained}
+        scaling |= {name: settings.number(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN.items()}
+        scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
+    if (is_scaled or kind == "longrope") and "long_factor" not in scaling:
+        raise settings.refusal("rope.scaling.type", kind)
+    if kind not in ("default", *form.scalings):
+        raise settings.refusal("rope.scaling.type", kind)
+    if attention != 1.0 and "attention_factor" not in scaling:
+        raise settings.refusal("rope.scaling.attn_factor", attention)
+    return {"rope_type": kind, **parameters, **scaling}
 
 
-def _rotary(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rotary parameters of each type of layer; "full_attention" where all layers share them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = {name: part for name, part in parameters.items() if isinstance(part, dict)}
-    yield from (nested or ({"full_attention": parameters} if parameters else {})).items()
+def _long_rotation(file: GgufFile, factors: dict[str, list[float]], trained: int, context: int) -> dict[str, Any]:
+    """Return parameters of the scaling by factors, which transformers calls "longrope".
 
-
-def _set(config: Any, field: str, value: Any) -> bool:
-    """Set a field; False where the config has none."""
-    if field in ("rope_theta", "rope_theta of sliding attention"):
-        kind = "full_attention" if field == "rope_theta" else "sliding_attention"
-        part = dict(_rotary(config)).get(kind)
-        if part is None:
-            return False
-        part["rope_theta"] = value
-        return True
-    family = FAMILIES[config.model_type]
-    name = family.fields.get(field, field)
-    if not hasattr(config, name) or isinstance(value, list):
-        return False
-    if field == "sliding_window" and family.sliding == "by_layer" and "sliding_attention" not in config.layer_types:
-        return False
-    setattr(config, name, value or None if field == "sliding_window" else value)
-    return True
-
-
-def take_split(settings: Mapping[str, Any], tokenizer: Any, gguf: Path) -> None:
-    """Set the pre-tokenizer that the file names; transformers uses GPT-2's for names that it does not know.
-
-    Raises: UnsupportedModel: the way is not known here either.
+    Llama 3's factors hold at any length: they are those of any context up to the model's own, and of longer ones.
     """
-    model, split = (settings.get(key) for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"))
-    if model != "gpt2" or split is None or split in LIKE_GPT2:
-        return
-    if split in DIGITS_APART:
-        digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
-    elif split not in _splits_of_transformers(split):
-        raise UnsupportedModel(
-            f"{gguf} cuts texts into words by {split!r}, which transformers does not know when it reads GGUF: use the"
-            " model's hub id"
+    if FREQUENCY_FACTORS in factors:
+        short = long = factors[FREQUENCY_FACTORS]
+        trained = context
+    elif SHORT_FACTORS in factors and LONG_FACTORS in factors:
+        short, long = factors[SHORT_FACTORS], factors[LONG_FACTORS]
+    else:
+        raise ModelNotFound(f"{file.path} lacks {SHORT_FACTORS} or {LONG_FACTORS}: download it again")
+    return {
+        "short_factor": short,
+        "long_factor": long,
+        "factor": context / trained,
+        "original_max_position_embeddings": trained,
+    }
+
+
+def _factors(file: GgufFile, name: str, width: int) -> list[float]:
+    tensor = file.tensors[name]
+    if tensor.type_name != "F32" or tensor.shape != (width // 2,):
+        raise ModelNotFound(
+            f"{name} in {file.path} is {tensor.type_name} of the shape {list(tensor.shape)}, and a model of its"
+            f" settings has F32 of [{width // 2}] there: download it again"
         )
+    values = tensor.data.view(np.dtype("<f4"))
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ModelNotFound(f"{name} in {file.path} has values that are no factors: download it again")
+    return [float(value) for value in values]
 
 
-def _splits_of_transformers(split: str) -> Collection[str]:
-    """Return the pre-tokenizers that transformers knows; before 5.23 it chooses them by architecture."""
-    try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping
-    except ImportError:
-        return (split,)
-    return getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", (split,))
+def _rotation_in_windows(settings: _Settings) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": float(settings.number("rope.freq_base_swa", THETA))}
 
 
-def take_ends(settings: Mapping[str, Any], tokenizer: Any, generation_config: Any) -> None:
-    """Add end-of-turn tokens to the stop tokens: transformers reads only the end-of-text token."""
-    named = [settings[key] for key in TURN_KEYS if key in settings]
-    vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template)
-    named += [vocab[text] for text in TURN_ENDS if text in template and text in vocab]
-    eos = generation_config.eos_token_id
-    ends = [eos] if isinstance(eos, int) else list(eos or ())
-    if not set(named) <= set(ends):
-        generation_config.eos_token_id = list(dict.fromkeys(ends + named))
+def _windows_by_layer(settings: _Settings, n_layers: int) -> dict[str, Any]:
+    """Return the window and the type of each layer; without a window all layers see everything before them."""
+    window = settings.number("attention.sliding_window") or None
+    pattern = settings.take("attention.sliding_window_pattern", PATTERN)
+    if isinstance(pattern, bool):  # All layers of a list said the same.
+        pattern = [pattern] * n_layers
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
+    if not isinstance(pattern, list) or len(pattern) != n_layers:
+        raise settings.refusal("attention.sliding_window_pattern", pattern)
+    slides = [window is not None and bool(has_window) for has_window in pattern]
+    types = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
+    return {"sliding_window": window, "layer_types": types}
+
+
+def token_ids(file: GgufFile) -> dict[str, int | None]:
+    """Return the ids of special tokens, by transformers' names; None where the file names none.
+
+    Raises: ModelNotFound: one is no token of the file.
+    """
+    usual = SENTENCEPIECE if file.settings.get("tokenizer.ggml.model") == "llama" else {}
+    given = {name: file.settings.get(key, usual.get(name)) for name, key in IDS.items()}
+    n_tokens = len(file.settings.get("tokenizer.ggml.tokens", ()))
+    for name, number in given.items():
+        if number is not None and not (type(number) is int and 0 <= number < n_tokens):
+            raise ModelNotFound(
+                f"{file.path} has the setting {IDS[name]} = {_shown(number)}, which is none of its {n_tokens} tokens:"
+                " download it again"
+            )
+    return given
+
+
+def ends_of(file: GgufFile) -> int | list[int] | None:
+    """Return the tokens that end a text or a turn, of which the key of the end names only one."""
+    tokens, template = file.settings["tokenizer.ggml.tokens"], str(file.settings.get("tokenizer.chat_template"))
+    ids = [token_ids(file)["eos_token_id"], *(file.settings.get(key) for key in TURN_KEYS)]
+    ids += [tokens.index(text) for text in TURN_ENDS if text in template and text in tokens]
+    ends = list(dict.fromkeys(number for number in ids if type(number) is int and 0 <= number < len(tokens)))
+    return ends if len(ends) > 1 else next(iter(ends), None)

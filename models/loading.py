@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
@@ -34,6 +34,7 @@ from .quantised_checkpoints import check_library, is_by_library, load_packed, ta
 from .row_invariant import make_row_invariant
 from .runtime import Runtime
 from .saved import (
+    GGUF_WEIGHTS,
     OnStep,
     check_files,
     files_of,
@@ -308,7 +309,11 @@ def load_tokenizer(folder: Path) -> Any:
     """
     try:
         with _reading(f"the tokenizer in {folder}", folder, "cpu"):
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            # For some architectures transformers prefers a class with rules of its own to the tokenizer of a GGUF file.
+            is_gguf = (folder / GGUF_WEIGHTS).exists()
+            return (PreTrainedTokenizerFast if is_gguf else AutoTokenizer).from_pretrained(
+                folder, local_files_only=True
+            )
     except ModelNotFound as error:
         if (folder / "tokenizer.json").is_file():
             raise

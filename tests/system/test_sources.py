@@ -466,7 +466,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},  # head_dim is half of what transformers takes for it
-    "gemma3": {"layer_types": ["sliding_attention"] * 4},  # each sixth layer sees all, which no setting says
+    # Each sixth layer sees all, and scores are scaled by the size of a head, which no setting says.
+    "gemma3": {"layer_types": ["sliding_attention"] * 4, "query_pre_attn_scalar": 16},
     "phi3": {},
     "phi3-window": {},
     "gpt2": {"n_inner": 80},  # and n_positions is not 1024
@@ -487,17 +488,19 @@ def test_a_gguf_files_settings_are_those_of_its_model(family: str, cache: Path, 
 
 
 LOST: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
-    "rotary scaling": (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "rotary"),
-    "rotary scaling without a type": (lambda w: w.add_float32("llama.rope.scaling.factor", 4.0), "rotary"),
-    "old rotary scaling": (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rotary"),
-    "rotary factors": (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2, np.float32)), "rotary"),
+    "rotary scaling without its factors": (
+        lambda w: w.add_string("llama.rope.scaling.type", "longrope"),
+        r"setting rope\.scaling\.type = longrope",
+    ),
+    "an unknown rotary scaling": (lambda w: w.add_string("llama.rope.scaling.type", "su"), "rope.scaling.type = su"),
+    "scaled scores": (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "attn_factor = 1.5"),
     "a bias": (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), r"tensor 'blk\.0\.attn_q\.bias'"),
     "a window": (lambda w: w.add_uint32("llama.attention.sliding_window", 8), r"setting attention\.sliding_window = 8"),
     "attention to what follows": (lambda w: w.add_bool("llama.attention.causal", False), "attention.causal = False"),
     "experts": (lambda w: w.add_uint32("llama.expert_count", 4), r"setting expert_count = 4"),
     "soft-capped scores": (lambda w: w.add_float32("llama.attn_logit_softcapping", 50.0), "attn_logit_softcapping"),
     "partial rotation": (lambda w: w.add_uint32("llama.rope.dimension_count", 4), "rope.dimension_count = 4"),
-    "another way to cut words": (lambda w: w.add_tokenizer_pre("deepseek-coder"), "cuts texts .* by 'deepseek-coder'"),
+    "another way to cut words": (lambda w: w.add_tokenizer_pre("kimi-k2"), "cuts texts .* by 'kimi-k2'"),
     "what nobody knows": (lambda w: w.add_string("llama.attention.kind", "linear"), "attention.kind = linear"),
 }
 
