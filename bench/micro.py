@@ -183,7 +183,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
         search = Search("bench", runtime.n_layers, settings, SKIP_RATIO, None)
         search.batch = batch
         runs[f"steps of {batch}"] = partial(score, search)
-    ms = timed(runs)
+    ms = measure_ms(runs)
     per_step = {str(batch): round(ms[f"steps of {batch}"] / batch, 3) for batch in batches}
     draft_passes = {batch: round(share_of_pass / ms["draft pass"], 3) for batch, share_of_pass in per_step.items()}
     about = {"schema": "swiftopt.bench-step/1", "model": model, "device": machine_name(runtime)}
@@ -199,7 +199,7 @@ def context_of(session: Session, ids: list[int], n_generated: int) -> Context:
     return Context(runtime, buffer, session.rule(), ids, len(ids) - n_generated)
 
 
-def timed(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+def measure_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(STEP_REPEATS + 1):
         for name, run in runs.items():

@@ -50,14 +50,14 @@ from .charts import draw_search
 SCHEMA = "swiftopt.bench-search/1"
 AT_ONCE = 4  # Layer sets evaluated together in one pass.
 # In a race of layer sets: windows between comparisons, and the deficit in objective at which a set drops out.
-LAP, BEHIND = 4, 0.02
+WINDOWS_PER_LAP, MAX_DEFICIT = 4, 0.02
 GOAL = 0.95  # A strategy reaches the goal at this share of the best final objective.
 BASE = "swift"  # Strategy whose final objective is the second goal.
 PAIRS = 96  # Pairs of sub-layer flips tried before a layer set counts as a local optimum.
 KICK = 4  # Random sub-layer flips that leave a local optimum.
 SEARCHES = ("published", "swift", "random", *SIZE_CHOOSING)  # Default of --strategies.
 # Settings under which a search ends only when its passes are used up.
-ENDLESS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
+ENDLESS_SETTINGS = {"max_steps": 10**6, "patience": 10**6, "target_matchness": 1.0, "deterministic": True}
 SPENT = {"passes": 0, "seconds": 1}  # Cost of a search -> decimal places shown in tables.
 
 OnGain = Callable[[str, float, float], None]  # Called with strategy, passes and objective.
@@ -163,19 +163,19 @@ class Bench:
     def race(self, layer_sets: Sequence[LayerSet], current_set: LayerSet) -> dict[LayerSet, float]:
         """Return each set's objective divided by that of `current_set`, over the windows on which the set was judged.
 
-        A set more than `BEHIND` worse after some windows drops out; a ratio above 1 always covers all windows.
+        A set more than `MAX_DEFICIT` worse after some windows drops out; a ratio above 1 always covers all windows.
         """
         self._score_missing([current_set], self.n_windows)
         ratios = {}
         for batch_start in range(0, len(layer_sets), AT_ONCE):
             running = list(layer_sets[batch_start : batch_start + AT_ONCE])
-            for n in (*range(LAP, self.n_windows, LAP), self.n_windows):
+            for n in (*range(WINDOWS_PER_LAP, self.n_windows, WINDOWS_PER_LAP), self.n_windows):
                 self._score_missing(running, n)
                 for layer_set in running:
                     ratios[layer_set] = (
                         self._objective_and_replay(layer_set, n)[0] / self._objective_and_replay(current_set, n)[0]
                     )
-                running = [layer_set for layer_set in running if ratios[layer_set] > 1 - BEHIND]
+                running = [layer_set for layer_set in running if ratios[layer_set] > 1 - MAX_DEFICIT]
         return ratios
 
     def _score_missing(self, layer_sets: Sequence[LayerSet], n: int) -> None:
@@ -312,7 +312,7 @@ def with_long_search(bench: Bench, report: dict[str, Any], max_judged: int, on_g
 
 
 class LongSearch:
-    """Iterated local search that judges at most `most` layer sets.
+    """Iterated local search that judges at most `max_judged` layer sets.
 
     Every set is judged on all recorded windows, or until it is well behind, to exclude chance. Single sub-layers are
     flipped first, then pairs, the most promising first. At a local optimum a few random sub-layers of the best set are
@@ -320,7 +320,7 @@ class LongSearch:
     """
 
     def __init__(self, bench: Bench, start_set: LayerSet, max_judged: int, on_gain: OnGain) -> None:
-        self.bench, self.most, self.on_gain = bench, max_judged, on_gain
+        self.bench, self.max_judged, self.on_gain = bench, max_judged, on_gain
         self.current = self.best = start_set
         self.n_judged, self.n_peaks, self.interrupted = 0, 0, False
         self._random = random.Random(bench.settings.seed)
@@ -328,7 +328,7 @@ class LongSearch:
     def run(self) -> dict[str, Any]:
         started_at = self._value(self.best)
         try:
-            while self.n_judged < self.most and self.best.n_searched:
+            while self.n_judged < self.max_judged and self.best.n_searched:
                 self._climb()
                 n = self.best.n_searched
                 self.current = self._flip(self.best, self._random.sample(range(n), min(KICK, n)))
@@ -343,8 +343,8 @@ class LongSearch:
         }
 
     def _climb(self) -> None:
-        """Improve the current set until no flip of one or two sub-layers helps, or `most` sets were judged."""
-        while self.n_judged < self.most:
+        """Improve the current set until no flip of one or two sub-layers helps, or `max_judged` sets were judged."""
+        while self.n_judged < self.max_judged:
             singles = {(sublayer,): self._flip(self.current, [sublayer]) for sublayer in range(self.current.n_searched)}
             ratios = self._race(list(singles.values()))
             ratio_by_flip = {flip: ratios[layer_set] for flip, layer_set in singles.items() if layer_set in ratios}
@@ -357,7 +357,7 @@ class LongSearch:
                     if self._race([flipped]).get(flipped, 0.0) > 1:
                         self._take(flipped)
             elif not self._try_pairs(ratio_by_flip):
-                self.n_peaks += self.n_judged < self.most
+                self.n_peaks += self.n_judged < self.max_judged
                 return
 
     def _try_pairs(self, ratio_by_flip: Mapping[tuple[int], float]) -> bool:
@@ -381,7 +381,7 @@ class LongSearch:
 
     def _race(self, layer_sets: Sequence[LayerSet]) -> dict[LayerSet, float]:
         """Race the sets against the current one, cut to the number that may still be judged."""
-        layer_sets = layer_sets[: max(0, self.most - self.n_judged)]
+        layer_sets = layer_sets[: max(0, self.max_judged - self.n_judged)]
         ratios = self.bench.race(layer_sets, self.current)
         self.n_judged += len(layer_sets)
         return ratios
@@ -454,7 +454,7 @@ def command(
     if stream is None and not is_recorded:
         raise NotFound("there is nothing to search on: give --stream, or a --record that was written before")
     prompts = [] if stream is None else read_stream(stream, None, limit)
-    request, settings = decoding_request(values), inputs.pick(SwiftSettings, {**values, **ENDLESS})
+    request, settings = decoding_request(values), inputs.pick(SwiftSettings, {**values, **ENDLESS_SETTINGS})
     lengths = [prompt.max_new_tokens or request.max_new_tokens for prompt in prompts]
     if not is_recorded and max(lengths) < settings.context_window:
         raise InvalidInput(

@@ -39,7 +39,7 @@ from .charts import draw_stream_shift
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
 SETTLED_AFTER = 10  # Prompts of a new task within which acceptance must recover.
-WITHIN = 0.05  # Largest allowed gap to the acceptance rate of the task's own layer set.
+MAX_GAP = 0.05  # Largest allowed gap to the acceptance rate of the task's own layer set.
 RUNS = ("own", "kept", "adapted")  # Layer set: each task's own, the first task's, one that adapts.
 STREAM = "stream"  # Task name of all prompts in the run that adapts.
 
@@ -111,7 +111,7 @@ class StreamShift:
             "strategy": self.settings.strategy,
             "max_new_tokens": self.max_new_tokens,
             "settled_after": SETTLED_AFTER,
-            "goal": WITHIN,
+            "goal": MAX_GAP,
             "shifts": self.shifts,
             "candidates": self.n_trials,
             "results": results,
@@ -170,9 +170,9 @@ class StreamShift:
 
 
 def _gap(best: float | None, reached: float | None) -> dict[str, float | bool | None]:
-    """Return acceptance with the task's own set minus the acceptance reached, and whether it is within `WITHIN`."""
+    """Return acceptance with the task's own set minus the acceptance reached, and whether it is within `MAX_GAP`."""
     gap = None if best is None or reached is None else best - reached
-    return {"gap": gap, "within": None if gap is None else gap <= WITHIN}
+    return {"gap": gap, "within": None if gap is None else gap <= MAX_GAP}
 
 
 # --- command line

@@ -49,7 +49,7 @@ SERVING_CHART, RIVALS_CHART = ROOT / "docs" / "served.svg", ROOT / "docs" / "riv
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 BASE = "1 (base)"
-NOTHING = "No measurement is published yet."
+NO_RESULTS = "No measurement is published yet."
 
 
 def table(folder: Path = RESULTS) -> str:
@@ -70,7 +70,7 @@ def table(folder: Path = RESULTS) -> str:
             )
             lines = _markdown((*kind.header, "device" if kind is PEERS_TABLE else "device, dtype", "file"), rows)
             sections.append("\n".join([*title, *lines, "", *(_origin(path, result) for path, result in of_kind)]))
-    return "\n\n".join(sections) or NOTHING
+    return "\n\n".join(sections) or NO_RESULTS
 
 
 def short_table(folder: Path = RESULTS) -> str:
@@ -81,12 +81,12 @@ def short_table(folder: Path = RESULTS) -> str:
     sections = []
     for path, result in _results(folder):
         if headline := result.get("headline"):
-            cells_by_row = {cells[1]: cells for cells in _peers(result["report"]) if cells[1] in headline}
+            cells_by_row = {cells[1]: cells for cells in _peer_rows(result["report"]) if cells[1] in headline}
             sections.append(f"{_text(result['report'])}, {_where(result['report'])} ({_link(path, result, README)}):")
             sections.append(
                 "\n".join(_markdown(("", *PEERS_TABLE.header[2:]), (cells[1:] for cells in cells_by_row.values())))
             )
-    return "\n\n".join(sections) or NOTHING
+    return "\n\n".join(sections) or NO_RESULTS
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def out_of_date() -> list[Path]:
     Raises: InvalidInput: a file is no result, or a page lacks its marks.
     """
     texts = ((page, page.read_text(encoding="utf-8"), body) for page, body in _pages())
-    pages = [page for page, text, body in texts if refreshed(text, body) != text]
+    pages = [page for page, text, body in texts if refresh(text, body) != text]
     return [*pages, *(chart.path for chart in charts() if not chart.is_current)]
 
 
@@ -168,7 +168,7 @@ def _link(path: Path, result: dict[str, Any], page: Path) -> str:
     return f"[{result['commit']}]({folder}/{path.name})"
 
 
-def refreshed(text: str, body: str) -> str:
+def refresh(text: str, body: str) -> str:
     """Return `text` with `body` inserted between its marker comments.
 
     Raises: InvalidInput: the markers are missing, repeated or out of order.
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(result)
 
 
-def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _method_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of `bench decode` and `compare`; the file has the reasons of methods that did not run."""
     options = _options(report["command"])
     task = _text(report, options.task or Path(options.stream).stem)
@@ -220,7 +220,7 @@ def _methods(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (report["model"], task, ", ".join((name, *settings)), *figures)
 
 
-def _peers(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _peer_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of `bench peers`, fastest first, those without a result last."""
     for row in sorted(report["results"], key=lambda row: -(row["tok_s"] or 0)):
         figures: tuple[str, ...] = ("–", "–", "–", "–", f"not run: {row.get('reason')}")
@@ -236,7 +236,7 @@ def _peers(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (_text(report), row["row"], *figures)
 
 
-def _searched(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _search_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         yield (
             report["model"],
@@ -250,7 +250,7 @@ def _searched(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _shift_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         rates = (number(row[run]["settled"]) for run in ("own", "kept", "adapted"))
         gap_cell = "–" if row["gap"] is None else f"{row['gap']:+.3f}"
@@ -259,7 +259,7 @@ def _shifted(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (report["model"], f"{report['method']}, {report['draft_format']}", row["task"], *rates, gap_cell, *speeds)
 
 
-def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _throughput_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in sorted(report["results"], key=lambda row: int(row["concurrency"])):
         plain, drafting = row["plain"], row["drafting"]
         times = (mode["per_token_s"][p] for mode in (plain, drafting) for p in ("p50", "p95"))
@@ -268,7 +268,7 @@ def _throughput(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (_text(report), str(row["concurrency"]), *speeds, *per_token, f"{row['equal']}/{row['compared']}")
 
 
-def _tuned(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _tuning_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for variant, figures in report["ways"].items():
         seconds = [run["search_s"] for run in report["results"] if run["way"] == variant]
         text = f"{report['model']}, tuned on {report['prompts']} prompts, timed on {report['unseen']}"
@@ -277,7 +277,7 @@ def _tuned(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (text, variant, str(len(seconds)), *speeds, *share_cells, f"{sum(seconds) / len(seconds):.0f}")
 
 
-def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _serving_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     text = f"{report['model']}, {report['prompts']} requests, {report['max_new_tokens']} tokens"
     runs, (task, *_) = report["results"], report["tuning"]["tasks"]
     speeds = (sum(run["tokens"] for run in runs) / sum(run[key] for run in runs) for key in ("plain_s", "served_s"))
@@ -286,7 +286,7 @@ def _served(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal)
 
 
-def _on_gpu(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _gpu_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     plain, passes, draft = report["plain"], report["pass_ms"], report["draft"]
     verify, loads = passes["verify"], report["load"]
     drafts = [
@@ -316,15 +316,15 @@ class Kind:
         return self.columns.split(" | ")
 
 
-METHODS_TABLE = Kind("", "model | task | method | tok/s | ratio [95 %] | α | M | identical", _methods)
+METHODS_TABLE = Kind("", "model | task | method | tok/s | ratio [95 %] | α | M | identical", _method_rows)
 PEERS_TABLE = Kind(
     "Beside other engines: the same token ids, greedy, by turns",
     "model, text | row | tok/s | decoding alone | ratio [95 %] | memory | tokens equal to",
-    _peers,
+    _peer_rows,
 )
 
 
-def _parity(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _parity_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     options = _options(report["command"])
     for drafts, identical in report["identical"].items():
         reference_words = "our own plain decoding" if report["against"] == "plain" else "transformers' generate"
@@ -339,40 +339,40 @@ KINDS = {
         "Searches: candidate passes until 95 % of the best objective, and of SWIFT's own",
         "model | windows | strategy | objective | of a long search's | left out | passes | to 95 % of the best"
         " | to 95 % of swift's",
-        _searched,
+        _search_rows,
     ),
     TUNE_SCHEMA: Kind(
         "Ways of tuning: the plans that they find, timed on prompts that none has seen",
         "model, text | way | runs | to plain, mean | lowest | highest | of the best plan, mean | worst | search s",
-        _tuned,
+        _tuning_rows,
     ),
     PARITY_SCHEMA: Kind(
         "Parity: prompts whose drafted tokens are all equal to those of greedy decoding",
         "model, text | drafts | equal to | prompts",
-        _parity,
+        _parity_rows,
     ),
     SERVE_SCHEMA: Kind(
         "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
         "model, text | at once | plain tok/s | served | of each ten | search | equal",
-        _served,
+        _serving_rows,
     ),
     THROUGHPUT_SCHEMA: Kind(
         "Several requests at once: drafting beside plain batching",
         "model, text | at once | plain tok/s | drafting tok/s | ratio | plain ms/token p50 | p95 | drafting p50 | p95"
         " | equal",
-        _throughput,
+        _throughput_rows,
     ),
     GPU_SCHEMA: Kind(
         "A random model of a real one's shape on a GPU",
         "model | speed | plain tok/s, of what bandwidth allows | pass over 1 / 4 / 16 rows, ms | drafts: pass, ratio"
         " | at once: plain tok/s, ratio",
-        _on_gpu,
+        _gpu_rows,
     ),
     SHIFT_SCHEMA: Kind(
         "Streams that change: acceptance after the first ten prompts of each task",
         "model | drafts | task | α own set | α first task's | α one stream | missing | expected, own set"
         " | expected, one stream",
-        _shifted,
+        _shift_rows,
     ),
 }
 
@@ -421,7 +421,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(table())
             return 0
         for page, body in _pages():
-            page.write_text(refreshed(page.read_text(encoding="utf-8"), body), encoding="utf-8")
+            page.write_text(refresh(page.read_text(encoding="utf-8"), body), encoding="utf-8")
         for chart in charts():
             if not chart.is_current:
                 chart.write()

@@ -109,7 +109,7 @@ class WayRun:
         }
 
 
-def thinned(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, DraftPlan]]:
+def thin_out(plans: Sequence[tuple[float, DraftPlan]]) -> list[tuple[float, DraftPlan]]:
     """Return at most `MOST_POINTS` plans, evenly spaced, including the first and the last."""
     n = min(len(plans), MOST_POINTS)
     return [plans[round(i * (len(plans) - 1) / max(1, n - 1))] for i in range(n)]
@@ -199,7 +199,7 @@ class TuningBench:
         run.decode_s = decoding + prefill
         run.seconds = perf_counter() - started_s - run.decode_s
         run.use(run.seconds, DraftPlan(*final_plan))
-        run.plans = thinned(run.plans)
+        run.plans = thin_out(run.plans)
         self.on_step(f"{label}: {run.n_candidates} candidates in {run.seconds:.0f} s of searching")
         return run
 

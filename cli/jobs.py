@@ -174,7 +174,7 @@ def _tune_through_queue(
         if job_end.tasks:
             pictures.draw(draw_tuning, job_end.tasks)
         return tune_result(
-            submitted_request, job_end, client.database, backend, changed(submitted_request), str(output_path)
+            submitted_request, job_end, client.database, backend, changed_placement(submitted_request), str(output_path)
         )
 
 
@@ -188,7 +188,7 @@ def _submitted_result(client: JobClient, backend: Backend, job_id: str, is_new: 
     return Result(report, [f"job {job_id}{remark}: watch it with {backend.command('jobs', 'watch', job_id)}"])
 
 
-def changed(request: TuneRequest) -> list[str]:
+def changed_placement(request: TuneRequest) -> list[str]:
     """Return those options of PLACEMENT whose values differ from the defaults."""
     return [name for name in options.PLACEMENT if getattr(request, name) != commands.default_of(TuneRequest, name)]
 
@@ -288,7 +288,7 @@ def watch(job: str, backend: Backend) -> Result:
             return Result(job_end.job.to_json(), [f"job {job} has succeeded"])
         request = TuneRequest.from_json(job_end.job.request)
         fetch = backend.command("jobs", "outputs", job, "--out", "FILE")
-        return tune_result(request, job_end, client.database, backend, changed(request), None, fetch)
+        return tune_result(request, job_end, client.database, backend, changed_placement(request), None, fetch)
 
 
 def _why_waiting(client: JobClient, job: Job) -> list[str]:

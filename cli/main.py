@@ -41,7 +41,15 @@ MODULES = {  # Module of each command, in the order of --help; wings insert thei
 TOML_FILE = "swiftopt.toml"
 PREFIX = "SWIFTOPT_"
 # Variables read directly by the code that uses them, so `ProgramSettings` has no fields for them.
-OTHERS = ("API_KEY", "API_KEYS", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "DATABASE_URL_FILE", "REDIS_URL_FILE")
+OTHER_VARIABLES = (
+    "API_KEY",
+    "API_KEYS",
+    "API_KEYS_FILE",
+    "CACHE_DIR",
+    "STREAM_FOLDERS",
+    "DATABASE_URL_FILE",
+    "REDIS_URL_FILE",
+)
 LIKE = 0.8  # Name similarity (0 to 1) from which an unknown variable counts as misspelt.
 LONG_NAMES = {"db": "SWIFTOPT_DATABASE_URL", "redis": "SWIFTOPT_REDIS_URL", "server": "SWIFTOPT_SERVER_URL"}
 
@@ -115,9 +123,9 @@ def load_settings() -> dict[str, Any]:
         ) from error
 
 
-def misspelt(environment: Iterable[str]) -> Iterator[str]:
+def warn_misspelt(environment: Iterable[str]) -> Iterator[str]:
     """Yield a warning for each variable whose name is close to a known one, since it would be ignored."""
-    names = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHERS]
+    names = [*(name.removeprefix(PREFIX) for name in LONG_NAMES.values()), *OTHER_VARIABLES]
     names += [name.upper() for name in ProgramSettings.model_fields]
     for name in sorted(environment):
         unprefixed = name.removeprefix(PREFIX)
@@ -166,7 +174,7 @@ class LazyGroup(ConfiguredGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         ctx.default_map = load_settings()
-        for remark in misspelt(os.environ):
+        for remark in warn_misspelt(os.environ):
             note(f"note: {remark}")
         return super().invoke(ctx)
 

@@ -39,7 +39,7 @@ FRESH_S = 60.0  # Seconds since the last heartbeat after which a worker counts a
 LOADING = re.compile("engine=(loading|ready)")  # Log records hidden while the live line shows the same.
 BEATS_S = 20.0  # Seconds within which a live worker has sent a heartbeat.
 # Run in a separate process, because CUDA initialised here would not work in the worker's forked children.
-ASK_TORCH = """
+DEVICE_PROBE = """
 import sys
 from swiftopt.core.errors import SwiftoptError
 from swiftopt.models.sources import check_device
@@ -380,7 +380,7 @@ def check_start(context: WorkerContext) -> None:
 
 def _check_cuda(device: str) -> None:
     """Check that this machine has the CUDA device, without which all jobs would fail."""
-    probe = subprocess.run([sys.executable, "-c", ASK_TORCH, device], capture_output=True, text=True)
+    probe = subprocess.run([sys.executable, "-c", DEVICE_PROBE, device], capture_output=True, text=True)
     if probe.returncode:
         reason = probe.stderr.strip().split("\n")[-1] or f"torch ended with {probe.returncode}"
         raise SettingsError(f"a worker for {device} cannot run on this machine: {reason}")

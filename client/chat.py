@@ -21,7 +21,7 @@ SILENCE_S = 600.0
 SESSION = "X-Session-ID"  # Header by which load balancers route all requests of a chat to one replica.
 DONE = "[DONE]"  # Data of the event that ends a stream.
 # Errors raised when a response does not have the expected fields.
-OTHER_FORM = (AttributeError, KeyError, TypeError)
+MALFORMED_ANSWER = (AttributeError, KeyError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ChatClient(ServerConnection):
     def models(self) -> ServedModels:
         """Return what the server decodes with; a server of ours without an engine has no names."""
         cards = self._json("GET", "/v1/models", again=True)
-        with self._reading(*OTHER_FORM):
+        with self._reading(*MALFORMED_ANSWER):
             return ServedModels(tuple(str(model["id"]) for model in cards.get("data", ())), "schema" in cards)
 
     def answer(self, model: str, messages: Sequence[Mapping[str, str]], **fields: Any) -> Iterator[str | Answered]:
@@ -71,10 +71,10 @@ class ChatClient(ServerConnection):
         answer_so_far = _AnswerSoFar()
         with closing(self._send("POST", "/v1/chat/completions", again=True, stream=True, json=body)) as response:
             for chunk in self._chunks(response):
-                with self._reading(*OTHER_FORM):
+                with self._reading(*MALFORMED_ANSWER):
                     texts = answer_so_far.take(chunk)
                 yield from filter(None, texts)
-        with self._reading(*OTHER_FORM):
+        with self._reading(*MALFORMED_ANSWER):
             figures = answer_so_far.answered()
         yield figures
 

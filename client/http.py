@@ -41,13 +41,13 @@ FIRST_S = 3.0
 # Seconds after which an open connection counts as an answer, even without an event.
 LIVED_S = 1.0
 RETRY_S, MAX_RETRY_S = 0.2, 5.0  # Seconds before `follow` reconnects, doubled each time, and their maximum.
-PASSING = (429, 502, 503, 504)  # HTTP statuses of temporary failures.
+RETRY_STATUSES = (429, 502, 503, 504)  # HTTP statuses of temporary failures.
 ERRORS: dict[int, type[SwiftoptError]] = {
     **dict.fromkeys((400, 405, 413, 415, 422), errors.InvalidInput),
     404: errors.NotFound,
     409: errors.Conflict,
 }
-NAMED: dict[str, type[SwiftoptError]] = {
+ERRORS_BY_TYPE: dict[str, type[SwiftoptError]] = {
     "layer-set-not-found": errors.LayerSetNotFound,
     "stream-error": errors.StreamError,
     "settings-error": errors.SettingsError,
@@ -104,7 +104,7 @@ class ServerConnection:
             response = self._http.send(built_request, stream=stream)
             if not response.is_success:
                 response.read()
-            if response.status_code in PASSING and again:
+            if response.status_code in RETRY_STATUSES and again:
                 raise RefusedAnswer(response)
             return response
 
@@ -176,7 +176,7 @@ class ServerConnection:
             )
         if status == 429:
             raise ServiceUnreachable(f"the server {address} gets too many requests: {_sentence(problem)}")
-        if status in PASSING:
+        if status in RETRY_STATUSES:
             raise ServiceUnreachable(f"the server {address} is not ready: {_sentence(problem)}")
         raise error_of(problem)
 
@@ -347,7 +347,7 @@ class Client(ServerConnection):
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         timeout = httpx2.Timeout(self._http.timeout.connect, read=SILENCE_S)
         with self._http.stream("GET", self.url + _path(job, "events"), headers=headers, timeout=timeout) as response:
-            if response.status_code in PASSING:
+            if response.status_code in RETRY_STATUSES:
                 raise RefusedAnswer(response)
             if not response.is_success:
                 response.read()
@@ -409,7 +409,7 @@ def _pause(state: RetryCallState) -> float:
 
 def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
     """Return the error of a problem object: by its type where it names a class of ours, else by its status."""
-    kind, status = NAMED.get(str(problem.get("type")).rpartition(":")[2]), str(problem.get("status"))
+    kind, status = ERRORS_BY_TYPE.get(str(problem.get("type")).rpartition(":")[2]), str(problem.get("status"))
     return (kind or ERRORS.get(int(status) if status.isdecimal() else 0, SwiftoptError))(_sentence(problem))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..bench.micro import RANK_SCHEMA
 from ..bench.stream_shift import SCHEMA as SHIFT_SCHEMA
-from ..bench.tables import RESULTS, ROOT, refreshed
+from ..bench.tables import RESULTS, ROOT, refresh
 from ..core.errors import SwiftoptError
 from ..core.types import now
 from .ablations import SCHEMA as ABLATION_SCHEMA
@@ -295,7 +295,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/papers.md of the results that are there")
     options = parser.parse_args(args)
     if options.write:
-        PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+        PAGE.write_text(refresh(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
         return 0
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     commit = git.stdout.strip() or "unknown"

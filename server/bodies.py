@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema
 from ..core.json_schemas import Place
 from ..core.serialization import dotted, schemas_in
 
-OF_PROMPT = frozenset(  # Fields that determine a prompt's tokens.
+PROMPT_FIELDS = frozenset(  # Fields that determine a prompt's tokens.
     [
         *("model", "prompt", "messages", "tools", "tool_choice"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
@@ -33,7 +33,7 @@ NAMES = {  # Field of the engine's request -> field in the client's request.
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"},
     **{"task": "swiftopt.task", "version": "swiftopt.plan"},
 }
-INSTEAD = {  # Unsupported field -> field to use instead.
+REPLACEMENTS = {  # Unsupported field -> field to use instead.
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), "response_format"),
     **{"guided_grammar": "response_format", "functions": "tools", "function_call": "tool_choice"},
     **{"bad_words": "logit_bias", "allowed_token_ids": "logit_bias"},

@@ -42,8 +42,8 @@ from .middleware import Shared, State, sse
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
 
 PING_S = 15
-DONE = ServerSentEvent("[DONE]")
-GONE = 499  # Status in the log when the client closed the connection early, as in nginx.
+LAST_EVENT = ServerSentEvent("[DONE]")
+CLIENT_CLOSED_REQUEST = 499  # Status in the log when the client closed the connection early, as in nginx.
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Choice, str]]  # (choice, its new text); `choice.done` is set with the last text.
@@ -58,7 +58,7 @@ class Exchange(ABC):
             as the engines raise it.
     """
 
-    WORD: ClassVar[str]  # Prefix of response ids.
+    ID_PREFIX: ClassVar[str]  # Prefix of response ids.
     SPLITS_THOUGHTS: ClassVar[bool] = False  # Whether thoughts are separated from the answer's text.
 
     def __init__(self, app: State, http_request: Request, body: AskedChat | AskedText) -> None:
@@ -76,7 +76,7 @@ class Exchange(ABC):
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(self._requests))
         self.ignored = body.ignored
-        self.id, self.created = f"{self.WORD}-{secrets.token_hex(12)}", int(time.time())
+        self.id, self.created = f"{self.ID_PREFIX}-{secrets.token_hex(12)}", int(time.time())
         self._deadline_s, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
         self.choices: list[Choice] = []
         self._is_begun = False  # Set once a part of the stream was sent.
@@ -109,7 +109,7 @@ class Exchange(ABC):
         first_output: Awaitable[Any] = anext(events) if self.body.stream else self._collect_answer()
         output = await _await_unless_disconnected(self._request, first_output)
         if output is None:
-            return Response(status_code=GONE)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         if not self.body.stream:
             return JSONResponse(output, headers=headers)
         return EventSourceResponse(
@@ -280,7 +280,7 @@ async def _prepend(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 class ChatExchange(Exchange):
     """A chat, whose stream has chunks of the same form, and ends with `[DONE]`."""
 
-    WORD = "chatcmpl"
+    ID_PREFIX = "chatcmpl"
     SPLITS_THOUGHTS = True
     # `object` of a whole answer and of a stream's chunk.
     OBJECTS: ClassVar = ("chat.completion", "chat.completion.chunk")
@@ -311,10 +311,10 @@ class ChatExchange(Exchange):
         if has_usage:
             figures = {"usage": self.usage(), **self._statistics(), **self.explanation()}
             yield sse({**self._head(self.OBJECTS[1]), "choices": [], **figures})
-        yield DONE
+        yield LAST_EVENT
 
     def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
-        return [sse(error), DONE]
+        return [sse(error), LAST_EVENT]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
@@ -405,7 +405,7 @@ class ChatExchange(Exchange):
 class TextExchange(ChatExchange):
     """A completion of texts: the same in the older form."""
 
-    WORD = "cmpl"
+    ID_PREFIX = "cmpl"
     OBJECTS = ("text_completion", "text_completion")
 
     def _content(self, choice: Choice) -> dict[str, Any]:
@@ -465,7 +465,7 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
             )
         prompt_tokens = await _call_engine(app, request, body.model, Tokenize(prompt), PromptTokens)
     if prompt_tokens is None:
-        return Response(status_code=GONE)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     values = {
         "tokens": prompt_tokens.token_ids,
         "count": len(prompt_tokens.token_ids),
@@ -479,7 +479,7 @@ async def detokenize(app: Shared, request: Request, body: AskedDetokenized) -> R
     """The text of token ids."""
     tokens_text = await _call_engine(app, request, body.model, Detokenize(tuple(body.tokens)), TokensText)
     if tokens_text is None:
-        return Response(status_code=GONE)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse({"prompt": tokens_text.text}, headers=ignored_header(body.ignored))
 
 

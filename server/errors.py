@@ -77,7 +77,7 @@ BODY_CODES = {  # pydantic's error type -> OpenAI's code; {} stands for integer 
 }
 WRONG_TYPES = ("_type", "_parsing", "_from_float")  # Suffixes of pydantic's error types for wrong types.
 # Path prefixes of routes that OpenAI's API does not have.
-OWN = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")
+PATHS_WITH_OWN_ERRORS = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")
 
 
 class Problem(BaseModel):
@@ -136,7 +136,7 @@ class Refused(HTTPException):
 
 def has_openai_errors(path: str) -> bool:
     """Return whether the errors of a route have OpenAI's form, as those of unknown routes do."""
-    return path == "/v1" or (path.startswith(GUARDED) and not path.startswith(OWN))
+    return path == "/v1" or (path.startswith(GUARDED) and not path.startswith(PATHS_WITH_OWN_ERRORS))
 
 
 def as_problem(status: int, kind: str, detail: str) -> dict[str, Any]:

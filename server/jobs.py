@@ -40,7 +40,7 @@ from .schemas import Depth, Task, Word
 from .settings import MIB
 
 # O_NONBLOCK: opening a named pipe without a writer must not block.
-OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 POLL_S = 0.5  # Seconds between two queries for new events.
 OUTAGE_S = 2.0  # Seconds between two queries while the database is unreachable.
 PAGE = 500
@@ -213,7 +213,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for component in real_path.relative_to(folder).parts:
         try:
-            next_descriptor = os.open(component, OPENED, dir_fd=descriptor)
+            next_descriptor = os.open(component, OPEN_FLAGS, dir_fd=descriptor)
         finally:
             os.close(descriptor)
         descriptor = next_descriptor

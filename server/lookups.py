@@ -105,9 +105,9 @@ class CachedAnswer:
 
 
 class LookupCache:
-    """Calls `find` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
+    """Calls `find_answer` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
-    Raises: SwiftoptError: any other error of `find`; it is not cached.
+    Raises: SwiftoptError: any other error of `find_answer`; it is not cached.
     """
 
     def __init__(self, find_answer: Callable[[LookupQuery], dict[str, Any]]) -> None:

@@ -35,9 +35,9 @@ COUNTERS = (
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 SUCCESS, ERROR = "vllm:request_success", "error"
-ENDINGS = ("stop", "length", ERROR)
+FINISH_REASONS = ("stop", "length", ERROR)
 # Gauges per task: (name, help text, value; None if not known yet).
-OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
+TASK_GAUGES: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
     ("drafts", "1 where a task's requests are decoded with drafts, 0 where plainly.", lambda of: of.in_use == "drafts"),
     ("version", "The stored plan in use.", lambda of: of.version),
     ("ratio", "Plain seconds / drafted seconds, as measured.", lambda of: of.ratio),
@@ -48,7 +48,7 @@ OF_TASK: tuple[tuple[str, str, Callable[[TaskTuning], float | None]], ...] = (
     ("saved_seconds", "That plain decoding would have taken longer, since the start.", lambda of: of.all_saved_s),
 )
 # Counters per task since the start of the engine's process.
-SINCE_START: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
+TASK_COUNTERS: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
     ("requests", "Requests that have ended.", lambda of: of.requests),
     ("tokens", "Tokens of these.", lambda of: of.tokens),
     ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
@@ -242,7 +242,7 @@ class EngineMetrics(Collector):
         metric_options["labelnames"] = ["model_name", "finished_reason"]
         self._ended_counter = Counter(SUCCESS, "Requests that ended.", **metric_options)
         # Create each counter at 0, so that Prometheus' rate() sees the first failure as an increase.
-        for name, reason in product(engines, ENDINGS):
+        for name, reason in product(engines, FINISH_REASONS):
             self._ended_counter.labels(name, reason)
 
     def collect(self) -> Iterator[Metric]:
@@ -258,7 +258,7 @@ class EngineMetrics(Collector):
         yield metric(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that wait.", label, waiting)
         yield metric(CounterMetricFamily, "swiftopt_engine_starts", "Starts of an engine.", label, starts)
         tasks = [(name, task) for name, engine in engines for task in engine.tuning.tasks]
-        for kind, figures in ((GaugeMetricFamily, OF_TASK), (CounterMetricFamily, SINCE_START)):
+        for kind, figures in ((GaugeMetricFamily, TASK_GAUGES), (CounterMetricFamily, TASK_COUNTERS)):
             for figure_name, help, value_of in figures:
                 values = [([name, task.task], value_of(task)) for name, task in tasks]
                 samples = [(labels, float(value)) for labels, value in values if value is not None]

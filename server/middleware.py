@@ -37,11 +37,11 @@ POLLS = ("/livez", "/readyz", "/health", "/metrics")
 LOOKUPS = "/v1/layer-sets/"  # Path prefix of single look-ups. They are cached and exempt from the rate limit.
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
-TAKE_JSON = (
+JSON_PATHS = (
     *("/v1/jobs", "/v1/layer-sets:lookup", "/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/tokenize", "/detokenize", "/v1/tuning:pause", "/v1/tuning:resume", "/v1/tuning:pin"),
 )
-BODIES = {"/v1/streams": LINES, **dict.fromkeys(TAKE_JSON, JSON)}  # Route -> accepted content types.
+BODIES = {"/v1/streams": LINES, **dict.fromkeys(JSON_PATHS, JSON)}  # Route -> accepted content types.
 
 access = logging.getLogger("swiftopt.access")
 

@@ -37,17 +37,20 @@ from .storage import StorageCheck
 router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
 
-OF_TASK = ["model", "task"]
+TASK_LABELS = ["model", "task"]
 COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
-    "drafts": (("swiftopt_spec_decode_num_drafts", "Rounds that drafted."), OF_TASK),
-    "draft_tokens": (("swiftopt_spec_decode_num_draft_tokens", "Draft steps."), OF_TASK),
-    "accepted_tokens": (("swiftopt_spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."), OF_TASK),
+    "drafts": (("swiftopt_spec_decode_num_drafts", "Rounds that drafted."), TASK_LABELS),
+    "draft_tokens": (("swiftopt_spec_decode_num_draft_tokens", "Draft steps."), TASK_LABELS),
+    "accepted_tokens": (
+        ("swiftopt_spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+        TASK_LABELS,
+    ),
     "accepted_per_position": (
         ("swiftopt_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft, from 0."),
-        [*OF_TASK, "position"],
+        [*TASK_LABELS, "position"],
     ),
-    "trials": (("swiftopt_trials", "Candidates that were scored."), OF_TASK),
-    "trial_seconds": (("swiftopt_trial_seconds", "Seconds that scoring took."), OF_TASK),
+    "trials": (("swiftopt_trials", "Candidates that were scored."), TASK_LABELS),
+    "trial_seconds": (("swiftopt_trial_seconds", "Seconds that scoring took."), TASK_LABELS),
     "attempts": (("swiftopt_job_attempts", "Attempts of jobs, by how they ended (started: all)."), ["outcome"]),
     "reconciled": (("swiftopt_reconciler_actions", "What the reconciler mended."), ["action"]),
 }

@@ -23,16 +23,22 @@ from .schemas import MOST_MESSAGES, AskedChat, CommonFields
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
-NOT_HERE = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
-FIXED = {"truncation": "disabled", "store": False, "background": False, "service_tier": "default", "top_logprobs": 0}
+UNSUPPORTED_FIELDS = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
+ONLY_VALUES = {
+    "truncation": "disabled",
+    "store": False,
+    "background": False,
+    "service_tier": "default",
+    "top_logprobs": 0,
+}
 STORED = ("previous_response_id", "conversation", "background", "prompt")  # Fields that would need stored responses.
-PLACES = {  # Pattern of a field's path in a chat -> its path in a request to /v1/responses.
+RESPONSE_PATHS = {  # Pattern of a field's path in a chat -> its path in a request to /v1/responses.
     r"messages\b": "input",
     r"max_tokens\b": "max_output_tokens",
     r"response_format(\.json_schema)?\b": "text.format",
     r"(tools\[\d+\]|tool_choice)\.function\b": r"\1",
 }
-REASONING = {"reasoning_text": "text"}  # Part types of reasoning items.
+REASONING_TYPES = {"reasoning_text": "text"}  # Part types of reasoning items.
 
 
 class TextOptions(Lenient):
@@ -86,7 +92,7 @@ class AskedResponse(CommonFields):
             return match[0]
 
         text = re.sub(r"\bmessages\[\d+\](\.\w+|\[\d+\])*", own, text)
-        for pattern, path in PLACES.items():
+        for pattern, path in RESPONSE_PATHS.items():
             text = re.sub(rf"\b{pattern}", path, text)
         return text
 
@@ -94,7 +100,7 @@ class AskedResponse(CommonFields):
         """Return the fields of the request that its response repeats, with their defaults."""
         blank = {"description": None, "parameters": None, "strict": None}
         return {
-            **dict.fromkeys(NOT_HERE),
+            **dict.fromkeys(UNSUPPORTED_FIELDS),
             **self.model_dump(include={"instructions", "max_output_tokens"}),
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -105,7 +111,7 @@ class AskedResponse(CommonFields):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
             "metadata": self.extra.get("metadata") or {},
-            **FIXED,
+            **ONLY_VALUES,
         }
 
     def chat(self) -> AskedChat:
@@ -182,7 +188,7 @@ class Messages:
                 else:
                     self.add(message, path)
             case "reasoning":
-                thought = text_of(item.get("content") or (), f"{path}.content", REASONING)
+                thought = text_of(item.get("content") or (), f"{path}.content", REASONING_TYPES)
                 if not thought:
                     problem = f"{path} has no text of its thought, and none is stored here: leave it out"
                     raise InvalidInput(problem, f"{path}.content")
@@ -215,7 +221,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 class ResponseExchange(Exchange):
     """A response, whose stream names the items that it has: one message, and the calls."""
 
-    WORD = "resp"
+    ID_PREFIX = "resp"
 
     def __init__(self, app: State, request: Request, body: AskedResponse) -> None:
         body.check()

@@ -25,7 +25,7 @@ from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, dotted
 from ..core.streams import text_of
 from ..core.types import Sampling
-from .bodies import INSTEAD, NAMES, OF_PROMPT, Lenient, Strict
+from .bodies import NAMES, PROMPT_FIELDS, REPLACEMENTS, Lenient, Strict
 from .chat_fields import Message, NamedTool, Tool, plain_messages
 
 # No control characters: PostgreSQL cannot store NUL, and names must fit on one line.
@@ -39,7 +39,7 @@ MOST_MESSAGES = 1 << 14  # Most messages of a chat. Checking them blocks the eve
 MOST_STOPS = 128  # Most stop strings: each is searched for after every token.
 MOST_SEED = 9223372036854776000  # Largest seed in OpenAI's API reference: 2**63 - 1, rounded.
 TEXT_TOKENS = 16  # Default of max_tokens for /v1/completions, as in OpenAI's API.
-RESERVED = frozenset(  # Arguments of apply_chat_template itself, which clients cannot pass to the template.
+RESERVED_ARGUMENTS = frozenset(  # Arguments of apply_chat_template itself, which clients cannot pass to the template.
     [
         *("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
         *("return_dict", "return_tensors", "sanitize_control_tokens"),
@@ -172,14 +172,14 @@ class CommonFields(Lenient):
             if value is not None and not any(
                 type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted
             ):
-                advice = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
+                advice = f"use {REPLACEMENTS[name]}" if name in REPLACEMENTS else "leave it out"
                 kind = UnsupportedValue if accepted else UnsupportedField
                 raise kind(f"{name} is not supported here: {advice}", name)
 
     @property
     def beside_prompt(self) -> list[str]:
         """The fields that were given and do not change the tokens of the prompt."""
-        fields_set = self.model_fields_set & type(self).model_fields.keys() - OF_PROMPT
+        fields_set = self.model_fields_set & type(self).model_fields.keys() - PROMPT_FIELDS
         return sorted(name for name in fields_set if getattr(self, name) is not None)
 
     @contextmanager
@@ -344,7 +344,7 @@ class AskedChat(GenerationFields):
         if self.continue_final_message and self.add_generation_prompt:
             problem = "continue_final_message and add_generation_prompt exclude each other: choose one"
             raise InvalidInput(problem, "continue_final_message")
-        for name in sorted(RESERVED & set(template_values)):
+        for name in sorted(RESERVED_ARGUMENTS & set(template_values)):
             path = f"chat_template_kwargs.{name}"
             raise InvalidInput(f"{path} is no value of a template: leave it out", path)
         if self.continue_final_message:

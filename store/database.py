@@ -33,7 +33,7 @@ WAL_TRIES, WAL_PAUSE_S = 100, 0.02
 LOCK_WAIT_S = 30  # Longest wait of a SQLite write for another process's write, in seconds.
 
 # SQLSTATE codes with which PostgreSQL aborts a transaction in favour of another: serialization failure, deadlock.
-GAVE_WAY = ("40001", "40P01")
+CONFLICT_SQLSTATES = ("40001", "40P01")
 
 # libpq options that apply unless the URL sets them. Their timeouts detect a vanished server before a job's lease
 # expires.
@@ -73,7 +73,7 @@ ADVICE = {
 UNSTORABLE = r"\bnul \(0x00\)|integer out of range|bigint out of range|index row size|string or blob too big"
 
 # As ADVICE, but for temporary errors, which are raised as StoreUnavailable.
-PASSING = {
+TEMPORARY_PROBLEMS = {
     "database is locked": "stays locked by another process: wait until that one is done, or end it",
     "too many (clients|connections)|connection slots are reserved|queuepool limit": (
         "has no free connection left: try again, or run fewer clients"
@@ -144,7 +144,7 @@ def _translate(error: SQLAlchemyError, url: str) -> SwiftoptError:
     lower_message = message.lower()
     if re.search(UNSTORABLE, lower_message):
         return _unstorable(message)
-    for kind, advice_by_pattern in ((StoreError, ADVICE), (StoreUnavailable, PASSING)):
+    for kind, advice_by_pattern in ((StoreError, ADVICE), (StoreUnavailable, TEMPORARY_PROBLEMS)):
         advice = next(
             (advice for pattern, advice in advice_by_pattern.items() if re.search(pattern, lower_message, re.DOTALL)),
             None,
@@ -308,7 +308,7 @@ def _begin(connection: Connection) -> None:
 
 def _conflicts(error: BaseException) -> bool:
     """Return whether a write failed because of a concurrent one: both inserted the same row, or they deadlocked."""
-    gave_way = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) in GAVE_WAY
+    gave_way = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) in CONFLICT_SQLSTATES
     return gave_way or isinstance(error, IntegrityError | StaleDataError)
 
 

@@ -59,15 +59,15 @@ def _select_moves(move_ids: Select[int]) -> Select[MoveRow]:
 
 
 # Built once: SQLAlchemy takes longer to build these statements than the database takes to run them.
-LATEST = _select_moves(_STANDING.order_by(_NEWEST).limit(2))
-LATEST_HERE = _select_moves(
+LATEST_MOVES = _select_moves(_STANDING.order_by(_NEWEST).limit(2))
+LATEST_ON_DEVICE = _select_moves(
     _STANDING.where(_MOVE.device.is_not_distinct_from(_DEVICE), _MOVE.dtype.is_not_distinct_from(_DTYPE))
     .order_by(_NEWEST)
     .limit(1)
 )
 # Prefers the newest move for the same device and dtype, then for the device, then for the dtype, then any.
 _DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _DTYPE, 0), else_=1))
-NEAREST = _select_moves(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
+NEAREST_MOVE = _select_moves(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
 
 
 # --- layer sets ---
@@ -261,7 +261,7 @@ def lookup(
     """
     row = find_model(session, model)
     for candidate in dict.fromkeys((task, DEFAULT_TASK)):
-        for found_move in _moves(session, NEAREST, row, candidate, alias, device=device, dtype=dtype):
+        for found_move in _moves(session, NEAREST_MOVE, row, candidate, alias, device=device, dtype=dtype):
             return found_plan(found_move.plan, alias, _difference(found_move, task, device, dtype))
     raise _not_found(session, model, task, alias)
 
@@ -286,7 +286,7 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
     row = find_model(session, model)
     if row is not None:
         lock(session, row)
-    latest_moves = _moves(session, LATEST, row, task, alias)
+    latest_moves = _moves(session, LATEST_MOVES, row, task, alias)
     if not latest_moves:
         raise _not_found(session, model, task, alias)
     if len(latest_moves) == 1:
@@ -313,7 +313,7 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
     """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
     lock(session, plan.owner)
-    latest_moves = _moves(session, LATEST, plan.owner, plan.task, alias)
+    latest_moves = _moves(session, LATEST_MOVES, plan.owner, plan.task, alias)
     if not latest_moves or latest_moves[0].plan_id != plan.id:
         session.add(_move_row(plan, alias))
     return found_plan(plan, alias)
@@ -322,14 +322,16 @@ def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
 def offer(session: Session, plan: PlanRow) -> None:
     """Move `best` to a tuned plan, unless a faster plan of another method holds it for this device and dtype."""
     lock(session, plan.owner)
-    current_moves = _moves(session, LATEST_HERE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype)
+    current_moves = _moves(
+        session, LATEST_ON_DEVICE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype
+    )
     if not current_moves or not _is_better(current_moves[0].plan, plan):
         move(session, plan, "best")
 
 
 def has_best(session: Session, plan: PlanRow) -> bool:
     """Return whether `best` means anything for the plan's model and task."""
-    return bool(_moves(session, LATEST, plan.owner, plan.task, "best"))
+    return bool(_moves(session, LATEST_MOVES, plan.owner, plan.task, "best"))
 
 
 def _is_better(current: PlanRow, new: PlanRow) -> bool:

@@ -31,7 +31,7 @@ BACKOFF_S, MAX_BACKOFF_S = (
     2.0,
     60.0,
 )  # Seconds until a job is retried after its first failed attempt (doubled after each further one), and the maximum.
-RAN_OUT = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
+HAS_EXPIRED = or_(JobRow.lease_until < clock_s(), JobRow.lease_until.is_(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def redeliver(session: Session, lost_delivery: Delivery) -> Delivery | None:
 
 def expired(session: Session) -> list[tuple[Lease, str | None]]:
     """Return the running attempts whose lease ran out, with their workers."""
-    query = select(JobRow.id, JobRow.attempt, JobRow.worker).where(JobRow.state == "running", RAN_OUT)
+    query = select(JobRow.id, JobRow.attempt, JobRow.worker).where(JobRow.state == "running", HAS_EXPIRED)
     return [(Lease(job, attempt), worker) for job, attempt, worker in session.execute(query)]
 
 
@@ -124,7 +124,7 @@ class LostAttempt(NamedTuple):
 def expire(session: Session, lease: Lease, worker: str | None) -> LostAttempt | None:
     """End an attempt as `attempt_failed` does; None if its lease was renewed meanwhile."""
     reason = f"worker {worker or 'unknown'} sent no heartbeat in time"
-    job_id = session.scalar(select(JobRow.id).where(at_attempt(lease), RAN_OUT).with_for_update())
+    job_id = session.scalar(select(JobRow.id).where(at_attempt(lease), HAS_EXPIRED).with_for_update())
     state = None if job_id is None else attempt_failed(session, lease, reason)
     if state is None:
         return None

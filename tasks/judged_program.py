@@ -11,11 +11,11 @@ import struct
 import sys
 
 MEMORY = 2**30
-NOBODY = 65534
+NOBODY_UID = 65534
 NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38  # PR_SET_NO_NEW_PRIVS of prctl(2).
 CREATE_RULESET, RESTRICT_SELF = 444, 446  # System call numbers of landlock_create_ruleset and landlock_restrict_self.
-CHANGES = 0b1111111110010  # Landlock access rights (ABI version 1) to write, remove and create files.
+WRITE_RIGHTS = 0b1111111110010  # Landlock access rights (ABI version 1) to write, remove and create files.
 
 
 def confine(seconds: int) -> None:
@@ -23,12 +23,12 @@ def confine(seconds: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if os.getuid() == 0:
         libc.unshare(NEW_NETWORK | NEW_IPC)
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(NOBODY_UID)
+        os.setuid(NOBODY_UID)
     else:
         libc.unshare(NEW_USER | NEW_NETWORK | NEW_IPC)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    rules = struct.pack("Q", CHANGES)
+    rules = struct.pack("Q", WRITE_RIGHTS)
     ruleset = libc.syscall(CREATE_RULESET, rules, len(rules), 0)
     # A ruleset without rules denies the rights in CHANGES on every path. A negative result means: no Landlock.
     if ruleset >= 0:

@@ -245,7 +245,7 @@ class MakingRecipes(Recipes):
         # At most half a completion, so that short completions can be scored.
         window = min(settings.context_window, max(1, self.session.max_new_tokens // 2))
         settings = replace(settings, context_window=window)
-        search = searched(self.session, self.prompts, settings, budget_s)
+        search = run_search(self.session, self.prompts, settings, budget_s)
         n_tried = len(search.trials)
         description = (
             f"{n_tried} candidates" if n_tried else "evenly spaced, for the completions are too short to search on"
@@ -335,7 +335,7 @@ def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **r
     return stamp(record, device=machine_name(runtime), dtype=runtime.dtype_name, **record_fields)
 
 
-def searched(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
+def run_search(session: Session, prompts: Sequence[Prompt], settings: SwiftSettings, budget_s: float) -> Search:
     """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return the ended search."""
     runtime, started_s = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)

@@ -40,7 +40,7 @@ from ..tasks.job import (
     with_retries,
 )
 from .engine_locks import as_request, engine_lock, model_of
-from .queue import SPARE_S, JobService, RedisQueue
+from .queue import EXPIRY_PAUSE_S, JobService, RedisQueue
 
 if TYPE_CHECKING:
     from ..models.runtime import Runtime
@@ -51,9 +51,9 @@ HOLD_S = 30.0  # Lifetime of an engine's lock, which keeps this machine's worker
 # Seconds after SIGTERM to reach a new checkpoint. Then the process exits, and the job is requeued at its last one.
 HAND_BACK_S = 5.0
 NOOP_STEP_S = 0.05
-ENDING = "its worker is ending"
+WORKER_ENDS = "its worker is ending"
 # Errors that a retry may fix: on a worker with the device, or once the hub is back.
-PASSING = (DeviceMissing, HubUnreachable)
+TEMPORARY_ERRORS = (DeviceMissing, HubUnreachable)
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +215,8 @@ class Attempts:
             if is_done.wait(HAND_BACK_S):
                 return
             try:
-                if state := service.store.jobs.hand_back(lease, ENDING):
-                    log_state(lease, state, reason=ENDING)
+                if state := service.store.jobs.hand_back(lease, WORKER_ENDS):
+                    log_state(lease, state, reason=WORKER_ENDS)
                     service.deliver(service.store.jobs.get(lease.job))
             except SwiftoptError as error:
                 # The job could not be handed back. It is retried when its lease runs out.
@@ -264,7 +264,7 @@ class EngineJobs(Attempts):
             except SwiftoptError as error:
                 # The database cannot be reached, or the job no longer exists.
                 # Like the reconciler, expire no leases right after an outage.
-                self._spare_until = time.monotonic() + SPARE_S
+                self._spare_until = time.monotonic() + EXPIRY_PAUSE_S
                 logger.warning("engine=no look for jobs reason=%r", str(error))
             self.ending.wait(LOOK_S)
 
@@ -322,7 +322,7 @@ def _outcome(jobs: Jobs, lease: Lease, run_claim: Callable[[], None]) -> Attempt
     try:
         run_claim()
     except (HandedBack, Cancelled):
-        return AttemptOutcome(partial(jobs.hand_back, lease, ENDING), reason=ENDING)
+        return AttemptOutcome(partial(jobs.hand_back, lease, WORKER_ENDS), reason=WORKER_ENDS)
     except Paused:
         # `hand_back` pauses the job, or requeues it if it was resumed in the meantime.
         return AttemptOutcome(partial(jobs.hand_back, lease, "resumed before it rested"), reason="on request")
@@ -330,7 +330,7 @@ def _outcome(jobs: Jobs, lease: Lease, run_claim: Callable[[], None]) -> Attempt
         return AttemptOutcome(lambda: None, reason=str(error))
     except Exception as error:
         reason = describe(error)
-        if isinstance(error, InvalidInput | NotFound) and not isinstance(error, PASSING):
+        if isinstance(error, InvalidInput | NotFound) and not isinstance(error, TEMPORARY_ERRORS):
             # Do not retry: another attempt would fail in the same way.
             return AttemptOutcome(partial(jobs.end, lease, "failed", reason), error, reason)
         return AttemptOutcome(partial(jobs.attempt_failed, lease, reason), error, reason)

@@ -55,7 +55,7 @@ LOCK_S = 15.0  # Lifetime of the reconciler's lock: another process takes over t
 # Seconds from leaving the queue to the claim, after which an attempt counts as lost. A worker needs far less.
 CLAIM_S = 8.0
 # Seconds after a database outage in which no lease is expired, so that workers can renew theirs.
-SPARE_S = 15.0
+EXPIRY_PAUSE_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class Reconciler:
             self.step()
         except (StoreError, ServiceUnreachable) as error:
             if isinstance(error, StoreError):
-                self._spare_until = time.monotonic() + SPARE_S
+                self._spare_until = time.monotonic() + EXPIRY_PAUSE_S
             logger.warning("reconciler=waiting reason=%r", str(error))
 
     def _deliver(self, delivery: Delivery) -> None:

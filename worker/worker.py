@@ -43,7 +43,7 @@ BEAT_S = 1.0  # Minimum seconds between two heartbeats that rq's loop sends.
 LONGEST_WAIT_S = 5.0  # Longest wait between two attempts to reconnect to Redis.
 RESTART_S = 1.0  # Wait before a restart after rq has given up on Redis.
 TIDY_S = 600.0  # Seconds between two clean-ups of rq's registries.
-ENDING = (signal.SIGTERM, signal.SIGINT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # Option of prctl(2): signal sent to a child when its parent dies.
 POLL_S = 0.02  # Polling interval for a child's end where pidfd_open is missing.
 
@@ -121,11 +121,11 @@ class JobWorker(Worker):
         """Fork with SIGTERM blocked until parent and child can handle it."""
         self.store.close()
         self._begun_pipe = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
             super().fork_work_horse(job, queue)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
             os.close(self._begun_pipe[1])
         if self.is_ending:
             self.handle_warm_shutdown_request()
@@ -135,7 +135,7 @@ class JobWorker(Worker):
         die_with(self._pid)
         signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
     def perform_job(self, job: RqJob, queue: Queue) -> bool:
         """Run the attempt, and following ones for the same model, in the child."""

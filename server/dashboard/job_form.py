@@ -104,8 +104,8 @@ def options_of(record_type: type, prefix: str = "", names: Sequence[str] = ()) -
     return options
 
 
-FIRST = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
-REST = {
+FIRST_OPTIONS = options_of(TuneRequest, names=("limit", "max_new_tokens", "concurrency"))
+OTHER_OPTIONS = {
     "The model": [
         *options_of(TuneRequest, names=("device", "dtype", "speed")),
         Option("queue", DEFAULT_QUEUE, "text"),
@@ -113,7 +113,9 @@ REST = {
     "The search and its drafts": options_of(TuningSettings, "settings."),
     "Sampling": options_of(Sampling, "sampling."),
 }
-OPTIONS = {option.name: option for option in (*FIRST, *(each for group in REST.values() for each in group))}
+OPTIONS = {
+    option.name: option for option in (*FIRST_OPTIONS, *(each for group in OTHER_OPTIONS.values() for each in group))
+}
 
 
 def _form_text(form: FormData, name: str) -> str:
@@ -172,10 +174,10 @@ def form_values(app: State, form: FormData, errors: Sequence[tuple[str, str]]) -
         "typed": {name: _form_text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
         "wrong": errors,
         "wrong_at": {name for name, _ in errors},
-        "first": FIRST,
-        "rest": REST,
+        "first": FIRST_OPTIONS,
+        "rest": OTHER_OPTIONS,
         "opened": any(
-            name not in ("", "model", "task", "stream", *(field.name for field in FIRST)) for name, _ in errors
+            name not in ("", "model", "task", "stream", *(field.name for field in FIRST_OPTIONS)) for name, _ in errors
         ),
         "models": list(models_known)[:NAMES_OFFERED],
         "streams": api.stream_names(folders)[:NAMES_OFFERED],

@@ -42,7 +42,7 @@ OUTPUTS_SHOWN = 5
 WORKERS_SHOWN = 200
 TEXT_SHOWN = 300  # Characters shown of a completion.
 ENGINE = "-engine"  # Suffix of the worker names of engines of served models.
-WANTED = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
+STATE_BY_VERB = {"pause": "running, to pause at its next step", "stop": "running, to stop at its next step"}
 
 router = pages()
 
@@ -52,7 +52,7 @@ router = pages()
 
 def state_shown(job: Job) -> str:
     """Return the job's state, and what it will do next on request."""
-    return WANTED.get(job.wanted or "", job.state) if job.state == "running" else job.state
+    return STATE_BY_VERB.get(job.wanted or "", job.state) if job.state == "running" else job.state
 
 
 def place_shown(job: Job, standing: JobStanding | None) -> str:
@@ -171,7 +171,7 @@ def event_words(event: JobEvent, n_prompts: int) -> str:
             return event_line(payload, n_prompts) or event.type
 
 
-def listed_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
+def describe_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
     """Return events with their times, in words: the beginning of a prompt only until there is its end."""
     ended_prompts = {prompt_end.index for event in events if isinstance(prompt_end := event.event, PromptFinished)}
     listed = [
@@ -317,7 +317,7 @@ def show(app: Shared, job: JobId, known: bool = False) -> dict[str, Any]:
         "attempts": [
             (change.created_at, new_state) for change in changes if isinstance(new_state := change.event, StateChanged)
         ],
-        "events": listed_events(events, shown_job.n_prompts),
+        "events": describe_events(events, shown_job.n_prompts),
         "has_older": len(events) == EVENTS_SHOWN,
         "outputs": outputs,
         "outputs_problem": problem,

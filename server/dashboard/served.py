@@ -39,7 +39,7 @@ POSITIONS = 8  # Draft positions whose acceptance rate is shown.
 MOST_TRIES = 32  # Most playground runs in memory.
 MOST_TOKENS = 1024  # Most tokens of a completion in the playground.
 PERIOD_S = 0.2  # Seconds between two updates of a running completion.
-FIRST = {"form": "chat", "tokens": "128", "temperature": "0"}  # Default values of the playground's form.
+DEFAULT_FIELDS = {"form": "chat", "tokens": "128", "temperature": "0"}  # Default values of the playground's form.
 PLANS = ("adaptive", "prompt-lookup", "swift")  # Methods that the form suggests besides stored versions.
 SOURCES: Mapping[TokenSource, str] = {
     "target": "the model itself",
@@ -389,7 +389,7 @@ def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str
     """Return the form's fields as they were typed; those that were not have their defaults."""
     model = next(iter(app.engines.of), "")
     names = ("model", "task", "plan", "prompt", "form", "tokens", "temperature", "after")
-    defaults = {**dict.fromkeys(names, ""), **FIRST, "model": model}
+    defaults = {**dict.fromkeys(names, ""), **DEFAULT_FIELDS, "model": model}
     if (
         "form" not in submitted_fields
         and (engine := app.engines.of.get(str(submitted_fields.get("model", model)))) is not None

@@ -15,7 +15,7 @@ from rq import Queue
 from rq.worker import Worker as RqWorker
 from sqlalchemy import create_engine, text
 
-from swiftopt.cli.main import misspelt, run
+from swiftopt.cli.main import run, warn_misspelt
 from swiftopt.cli.services import OneLineErrors
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.core.requests import Job, JobSpec, TuneRequest
@@ -176,4 +176,4 @@ def test_variable_that_is_nearly_one_of_ours_is_told(
 def test_variables_of_ours_and_of_others_are_not_misspelt() -> None:
     ours = ("DATABASE_URL", "DB", "REDIS_URL", "API_KEY", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "TOP_P")
     others = ("KEYS_DIR", "STREAMS_DIR", "SECRETS_DIR", "PORT", "VERSION", "VALKEY_MEMORY", "TEST_REDIS_URL")
-    assert not list(misspelt([f"SWIFTOPT_{name}" for name in (*ours, *others)] + ["HOME", "SWIFTOPT"]))
+    assert not list(warn_misspelt([f"SWIFTOPT_{name}" for name in (*ours, *others)] + ["HOME", "SWIFTOPT"]))

@@ -10,7 +10,7 @@ import pytest
 from tiny_files import save
 
 from swiftopt.bench import search
-from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reached, command
+from swiftopt.bench.search import Bench, LongSearch, TextRecord, _reaches_goal, command
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, searchable
 from swiftopt.models.loading import load
@@ -153,9 +153,9 @@ def test_long_search_ends_at_a_set_that_no_flip_betters(
 
 def test_goal_counts_from_where_it_is_kept() -> None:
     curve = [[1, 0.1, 0.5], [5, 0.5, 1.0], [9, 0.9, 0.8], [12, 1.2, 0.97]]
-    assert _reached(curve, 0.9) == {"passes": 12, "seconds": 1.2}
-    assert _reached(curve, 0.5) == {"passes": 1, "seconds": 0.1}
-    assert _reached(curve, 0.99) is None
+    assert _reaches_goal(curve, 0.9) == {"passes": 12, "seconds": 1.2}
+    assert _reaches_goal(curve, 0.5) == {"passes": 1, "seconds": 0.1}
+    assert _reaches_goal(curve, 0.99) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_files import save
 
-from swiftopt.bench.tunings import MOST_POINTS, DraftPlan, TuningBench, WayRun, settings_of, thinned
+from swiftopt.bench.tunings import MOST_POINTS, DraftPlan, TuningBench, WayRun, settings_of, thin_out
 from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings, TuningSettings, presets
 from swiftopt.core.types import LayerSet
@@ -53,14 +53,14 @@ def test_ways_are_tuned_by_turns_and_what_they_find_is_timed(
 def test_ways_are_words_and_ctrl_c_times_what_was_found(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tuned = TuningBench.tuned
+    tuned = TuningBench.tune_once
 
     def interrupted(bench: TuningBench, way: str, seed: int) -> WayRun:
         if way == "random":
             raise KeyboardInterrupt
         return tuned(bench, way, seed)
 
-    monkeypatch.setattr(TuningBench, "tuned", interrupted)
+    monkeypatch.setattr(TuningBench, "tune_once", interrupted)
     assert run(words) == 130
     out, _ = capsys.readouterr()
     assert "default" in out and "preset swift" in out and "random" not in out
@@ -84,5 +84,5 @@ def test_way_is_the_defaults_a_preset_or_another_strategy() -> None:
 @pytest.mark.parametrize("n", range(1, 10))
 def test_curve_keeps_its_ends(n: int) -> None:
     plan = DraftPlan(LayerSet(8), SwiftSettings())
-    times = [at for at, _ in thinned([(float(at), plan) for at in range(n)])]
+    times = [at for at, _ in thin_out([(float(at), plan) for at in range(n)])]
     assert len(times) == min(n, MOST_POINTS) and (times[0], times[-1]) == (0, n - 1) and times == sorted(set(times))

@@ -385,7 +385,7 @@ def test_chat_that_outgrows_the_context_keeps_no_prompt_behind_it_from_being_dec
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(chatting(tmp_path, TURNS, max_position_embeddings=40), Sampling(), 15)
-    monkeypatch.setattr("swiftopt.tasks.generate.opened", lambda *values: session)
+    monkeypatch.setattr("swiftopt.tasks.generate.open_session", lambda *values: session)
     prompts = [Prompt("long", "t", turns=tuple(map(words, [3, 4, 5]))), Prompt("last", "t", turns=(words(7),))]
     request, finished = GenerateRequest("tiny", method="plain"), []
     with pytest.raises(ContextOverflow, match="'long#3'"):

@@ -30,13 +30,13 @@ from swiftopt.bench.decode import SCHEMA
 from swiftopt.bench.tables import (
     BEGIN,
     END,
-    NOTHING,
+    NO_RESULTS,
     PAGE,
     README,
     charts,
     main,
     out_of_date,
-    refreshed,
+    refresh,
     short_table,
     table,
 )
@@ -406,7 +406,7 @@ def put(folder: Path, name: str, value: Any) -> Path:
 )
 def test_table_agrees_with_the_result_files(page: Path, made: Callable[[], str]) -> None:
     text = page.read_text(encoding="utf-8")
-    assert refreshed(text, made()) == text, "run: python -m swiftopt.bench.tables --write, or bench.papers --write"
+    assert refresh(text, made()) == text, "run: python -m swiftopt.bench.tables --write, or bench.papers --write"
 
 
 @pytest.mark.parametrize("entry", papers.PAPERS, ids=lambda entry: entry.key)
@@ -477,7 +477,7 @@ def test_short_table_has_the_rows_that_a_headline_names(tmp_path: Path) -> None:
         "| swiftopt/best | 22.8 | – | 1.10x [1.00-1.20] | ",
         "| swiftopt/plain | 8.9 | – | 1.10x [1.00-1.20] | ",
     ]
-    assert short_table(tmp_path / "absent") == NOTHING
+    assert short_table(tmp_path / "absent") == NO_RESULTS
 
 
 def test_table_takes_the_task_from_the_command_and_says_when_a_search_ran(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_table_names_the_file_of_a_given_layer_set(tmp_path: Path) -> None:
 
 
 def test_table_of_no_files_says_so(tmp_path: Path) -> None:
-    assert table(tmp_path) == table(tmp_path / "absent") == NOTHING
+    assert table(tmp_path) == table(tmp_path / "absent") == NO_RESULTS
 
 
 @pytest.mark.parametrize(
@@ -521,14 +521,14 @@ def test_table_names_a_file_that_is_no_result(content: Any, words: str, tmp_path
 
 
 def test_refreshing_replaces_what_is_between_the_marks_and_nothing_else() -> None:
-    once = refreshed(f"head\n{BEGIN}\nold\n{END}\ntail\n", "new")
-    assert once == f"head\n{BEGIN}\nnew\n{END}\ntail\n" and refreshed(once, "new") == once
+    once = refresh(f"head\n{BEGIN}\nold\n{END}\ntail\n", "new")
+    assert once == f"head\n{BEGIN}\nnew\n{END}\ntail\n" and refresh(once, "new") == once
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, END, END + BEGIN, BEGIN + BEGIN + END, BEGIN + END + END])
 def test_refreshing_refuses_a_page_without_its_marks(text: str) -> None:
     with pytest.raises(InvalidInput, match="once each"):
-        refreshed(text, "new")
+        refresh(text, "new")
 
 
 def test_table_is_printed_by_its_module(capsys: pytest.CaptureFixture[str]) -> None:

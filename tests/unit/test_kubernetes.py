@@ -16,7 +16,7 @@ from rq import Queue
 from rq.registry import StartedJobRegistry
 
 import swiftopt
-from swiftopt.cli.main import LONG_NAMES, OTHERS, PREFIX, ProgramSettings, misspelt
+from swiftopt.cli.main import LONG_NAMES, OTHER_VARIABLES, PREFIX, ProgramSettings, warn_misspelt
 from swiftopt.cli.main import swiftopt as program
 from swiftopt.client.chat import SESSION
 from swiftopt.core.errors import SettingsError
@@ -32,7 +32,10 @@ COMPOSE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker/compose.yaml
 ]
 DOCKERFILE = (ROOT / "docker/Dockerfile.cpu").read_text(encoding="utf-8")
 CUSTOM = {"keda.sh/v1alpha1": "ScaledObject", "monitoring.coreos.com/v1": "PodMonitor"}  # which no schema here knows
-KNOWN = {*LONG_NAMES.values(), *(PREFIX + name for name in (*OTHERS, *map(str.upper, ProgramSettings.model_fields)))}
+KNOWN = {
+    *LONG_NAMES.values(),
+    *(PREFIX + name for name in (*OTHER_VARIABLES, *map(str.upper, ProgramSettings.model_fields))),
+}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the files are read a hundred times
 Object = dict[str, Any]
 
@@ -220,7 +223,7 @@ def test_redis_runs_what_compose_runs() -> None:
 @pytest.mark.parametrize("template", ours())
 def test_variables_are_read_and_secrets_lie_where_they_point(template: Object) -> None:
     found = environment(template)
-    assert list(misspelt(found)) == []
+    assert list(warn_misspelt(found)) == []
     assert template["spec"]["enableServiceLinks"] is False  # else SWIFTOPT_PORT and others would come beside them
     files = {value for name, value in found.items() if name.endswith("_FILE")}
     assert files == set(mounted(template))
