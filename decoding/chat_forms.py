@@ -1,8 +1,8 @@
 """Rewriting a chat into a form of which the model's template drops nothing.
 
-Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What one does
-not read, it leaves out in silence. So a probe of the chat, with a marker in place of each text, is rendered in one form
-after the other, until all markers are there. Forms are remembered by the shape of the chat.
+Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What a template
+does not read, it drops without an error. So a probe of the chat, with a marker in place of each text, is rendered in
+one form after another until all markers appear. The form found is cached by the shape of the chat.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core.requests import CALL_BEGINS, CALL_ENDS
 Message = Mapping[str, Any]
 Change = Callable[[Message], list[Message]]  # Rewrites one message as one or more messages.
 
-MOST_FORMS = 512  # Maximum forms cached per tokenizer.
-MOST_CHANGES = 3  # Maximum changes combined in one form.
+MAX_FORMS = 512  # Maximum forms cached per tokenizer.
+MAX_CHANGES = 3  # Maximum changes combined in one form.
 ID_LENGTH = 9  # Length of a tool call's id that Mistral's templates demand.
 # Errors that a template raises to refuse a chat; TypeError for an unexpected value.
 REFUSALS = (TemplateError, TypeError, ValueError)
@@ -45,7 +45,7 @@ class Chat:
     messages: Sequence[Message]
     values: Mapping[str, Any]
 
-    def rendered(self) -> str:
+    def render(self) -> str:
         """Return the chat rendered by the template.
 
         Raises: one of `REFUSALS`.
@@ -53,7 +53,7 @@ class Chat:
         values = {"add_generation_prompt": True, **self.values, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(list(self.messages), **values))
 
-    def changed(self, form: Sequence[Change]) -> Chat:
+    def apply(self, form: Sequence[Change]) -> Chat:
         chat = self
         for change in form:
             chat = replace(chat, messages=list(chain.from_iterable(map(change, chat.messages))))
@@ -67,13 +67,14 @@ _FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = Weak
 def remembered_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
     """Return changes after which the template drops nothing of the chat, or what it drops in every form.
 
-    Where it refuses every form, that is none: the chat itself shows why.
+    If the template refuses every form, no changes are returned: rendering the chat itself then raises the template's
+    error.
     """
     forms, shape = _FORMS.setdefault(chat.tokenizer, {}), _shape(chat)
     form = forms.pop(shape, None)
-    forms[shape] = form = _form(chat) if form is None else form  # Reinsert as the most recently used.
-    for other in list(forms)[:-MOST_FORMS]:
-        forms.pop(other, None)
+    forms[shape] = form = _find_form(chat) if form is None else form  # Reinsert as the most recently used.
+    for oldest_shape in list(forms)[:-MAX_FORMS]:
+        forms.pop(oldest_shape, None)
     return form
 
 
@@ -81,9 +82,11 @@ def _shape(chat: Chat) -> bytes:
     """Return a digest of all that a template may branch on: everything but the texts."""
 
     def row(message: Message) -> Any:
-        calls = [(_kind(call["function"]["arguments"]), len(str(call.get("id")))) for call in _calls(message)]
-        content = type(message.get("content")) if says(message) else message.get("content")
-        return message["role"], content, calls, len(str(message.get("tool_call_id"))), sorted(message)
+        call_shapes = [
+            (_arguments_kind(call["function"]["arguments"]), len(str(call.get("id")))) for call in _calls(message)
+        ]
+        content_shape = type(message.get("content")) if has_text(message) else message.get("content")
+        return message["role"], content_shape, call_shapes, len(str(message.get("tool_call_id"))), sorted(message)
 
     values = {**chat.values, "tools": bool(chat.values.get("tools"))}
     shape = (
@@ -94,23 +97,27 @@ def _shape(chat: Chat) -> bytes:
     return hashlib.sha256(repr(shape).encode(errors="replace")).digest()
 
 
-def _kind(arguments: Any) -> tuple[type, bool]:
+def _arguments_kind(arguments: Any) -> tuple[type, bool]:
     return type(arguments), bool(arguments)
 
 
-def _form(chat: Chat) -> tuple[Change, ...] | LeftOut:
-    probe, furthest = _Probe(chat), None
-    changes = [change for change in CHANGES if probe.chat.changed([change]) != probe.chat]
-    forms = (form for n in range(MOST_CHANGES + 1) for form in combinations(changes, n))
+def _find_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
+    probe, latest_left_out = _Probe(chat), None
+    changes = [change for change in CHANGES if probe.chat.apply([change]) != probe.chat]
+    forms = (form for n in range(MAX_CHANGES + 1) for form in combinations(changes, n))
     for form in sorted(forms, key=lambda form: (_with_written_calls in form, len(form))):
         try:
-            left_out = probe.left_out(form)
+            left_out = probe.find_left_out(form)
         except REFUSALS:
             continue
         if left_out is None:
             return form
-        furthest = left_out if furthest is None else max(furthest, left_out, key=lambda each: each.message)
-    return () if furthest is None else furthest
+        latest_left_out = (
+            left_out
+            if latest_left_out is None
+            else max(latest_left_out, left_out, key=lambda candidate: candidate.message)
+        )
+    return () if latest_left_out is None else latest_left_out
 
 
 class _Probe:
@@ -118,80 +125,91 @@ class _Probe:
 
     def __init__(self, chat: Chat) -> None:
         self.places: dict[str, LeftOut] = {}
-        messages = [self._marked(i, message) for i, message in enumerate(chat.messages)]
+        messages = [self._mark_message(i, message) for i, message in enumerate(chat.messages)]
         values = {**chat.values, "continue_final_message": False}  # Handled by transformers; no template sees it.
         self.chat = replace(chat, messages=messages, values=values)
 
-    def _marked(self, i: int, message: Message) -> Message:
-        marked = dict(message)
-        if says(message):
-            marked["content"] = self._marker(i, "content")
+    def _mark_message(self, message_index: int, message: Message) -> Message:
+        marked_message = dict(message)
+        if has_text(message):
+            marked_message["content"] = self._new_marker(message_index, "content")
         if calls := _calls(message):
-            marked["tool_calls"] = [self._marked_call(i, j, call) for j, call in enumerate(calls)]
-        return marked
+            marked_message["tool_calls"] = [
+                self._mark_call(message_index, call_index, call) for call_index, call in enumerate(calls)
+            ]
+        return marked_message
 
-    def _marked_call(self, i: int, j: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        place, arguments = f"tool_calls[{j}]", call["function"]["arguments"]
+    def _mark_call(self, message_index: int, call_index: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        part_name, arguments = f"tool_calls[{call_index}]", call["function"]["arguments"]
         match arguments:
             case {} if arguments:
-                arguments = {"key": self._marker(i, place)}
+                arguments = {"key": self._new_marker(message_index, part_name)}
             case [_, *_]:
-                arguments = [self._marker(i, place)]
+                arguments = [self._new_marker(message_index, part_name)]
             case str() if arguments:
-                arguments = self._marker(i, place)
-        return {**call, "function": {**call["function"], "name": self._marker(i, place), "arguments": arguments}}
+                arguments = self._new_marker(message_index, part_name)
+        return {
+            **call,
+            "function": {
+                **call["function"],
+                "name": self._new_marker(message_index, part_name),
+                "arguments": arguments,
+            },
+        }
 
-    def _marker(self, i: int, part: str) -> str:
+    def _new_marker(self, message_index: int, part: str) -> str:
         marker = f"Qz{len(self.places)}zQ"
-        self.places[marker] = LeftOut(i, part)
+        self.places[marker] = LeftOut(message_index, part)
         return marker
 
-    def left_out(self, form: Sequence[Change]) -> LeftOut | None:
+    def find_left_out(self, form: Sequence[Change]) -> LeftOut | None:
         """Return what the template drops of the chat in a form; None if nothing.
 
         Raises: one of `REFUSALS`: the template does not take the form.
         """
-        chat = self.chat.changed(form)
-        text = chat.rendered()
-        if any(literal in text for literal in _as_python(chat.messages)):
+        chat = self.chat.apply(form)
+        text = chat.render()
+        if any(literal in text for literal in _type_error_texts(chat.messages)):
             raise TypeError("the template writes a value of another type than it expects")
-        kept = {place.message for marker, place in self.places.items() if marker in text}
-        for marker, (i, part) in self.places.items():
+        kept_messages = {message_part.message for marker, message_part in self.places.items() if marker in text}
+        for marker, (message_index, part) in self.places.items():
             if marker not in text:
-                return LeftOut(i, part if i in kept else "role")
+                return LeftOut(message_index, part if message_index in kept_messages else "role")
         roles = {message["role"] for message in chat.messages if _is_empty(message)} - {*MAY_BE_EMPTY}
         for role in sorted(roles):
-            others = [message for message in chat.messages if message["role"] != role or not _is_empty(message)]
+            other_messages = [message for message in chat.messages if message["role"] != role or not _is_empty(message)]
             try:
-                vanishes = bool(others) and replace(chat, messages=others).rendered() == text
+                vanishes = bool(other_messages) and replace(chat, messages=other_messages).render() == text
             except REFUSALS:
                 # The template refuses the chat without the empty message, so it needs that message for the order of
                 # roles.
                 continue
             if vanishes:
-                empty = (
-                    i for i, message in enumerate(self.chat.messages) if message["role"] == role and _is_empty(message)
+                empty_indices = (
+                    message_index
+                    for message_index, message in enumerate(self.chat.messages)
+                    if message["role"] == role and _is_empty(message)
                 )
-                return LeftOut(next(empty), "content")
+                return LeftOut(next(empty_indices), "content")
         return None
 
 
-def _as_python(messages: Sequence[Message]) -> Iterator[str]:
+def _type_error_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield renderings of non-text values that show that a template took them for texts."""
     for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            yield from (str(part), json.dumps(part))
+        for content_part in message["content"] if isinstance(message.get("content"), list) else ():
+            yield from (str(content_part), json.dumps(content_part))
         arguments = (call["function"]["arguments"] for call in _calls(message))
         yield from (str(argument) for argument in arguments if argument and isinstance(argument, Mapping | list))
 
 
-def says(message: Message) -> bool:
+def has_text(message: Message) -> bool:
     """Return whether a message has a text that is not blank."""
     return isinstance(content := message.get("content"), str) and bool(content.strip())
 
 
 def _is_empty(message: Message) -> bool:
-    return not (says(message) or _calls(message) or isinstance(message.get("content"), list))
+    return not (has_text(message) or _calls(message) or isinstance(message.get("content"), list))
 
 
 def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
@@ -201,11 +219,11 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
 # --- changes
 
 
-def with_arguments(message: Message, read: Callable[[Any], Any]) -> Message:
-    """Return a message whose calls' arguments are replaced by `read` of them."""
+def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Return a message whose calls' arguments are replaced by `convert` of them."""
     if not (calls := _calls(message)):
         return message
-    functions = ({**call["function"], "arguments": read(call["function"].get("arguments"))} for call in calls)
+    functions = ({**call["function"], "arguments": convert(call["function"].get("arguments"))} for call in calls)
     return {
         **message,
         "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions, strict=True)],
@@ -223,28 +241,32 @@ def _as_json(arguments: Any) -> str:
 
 def _with_objects(message: Message) -> list[Message]:
     """Wrap arguments that are not an object into one, for templates that iterate over keys."""
-    return [with_arguments(message, lambda own: own if isinstance(own, Mapping) else {"arguments": own})]
+    return [
+        with_arguments(
+            message, lambda arguments: arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+        )
+    ]
 
 
 def _with_short_ids(message: Message) -> list[Message]:
     """Shorten the ids of calls; equal ids stay equal."""
-    changed = dict(message)
+    new_message = dict(message)
     if "tool_call_id" in message:
-        changed["tool_call_id"] = _short(message["tool_call_id"])
+        new_message["tool_call_id"] = _short_id(message["tool_call_id"])
     if calls := _calls(message):
-        changed["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
-    return [changed]
+        new_message["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+    return [new_message]
 
 
-def _short(call_id: Any) -> str:
+def _short_id(call_id: Any) -> str:
     text = str(call_id)
     is_short = len(text) == ID_LENGTH and text.isalnum()
     return text if is_short else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:ID_LENGTH]
 
 
-def _apart(message: Message) -> list[Message]:
+def _separate_text(message: Message) -> list[Message]:
     """Move text beside calls into a message of its own, for templates that drop text in messages with calls."""
-    if not (says(message) and _calls(message)):
+    if not (has_text(message) and _calls(message)):
         return [message]
     return [_without_calls(message), {**message, "content": ""}]
 
@@ -253,23 +275,23 @@ def _without_calls(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _singly(message: Message) -> list[Message]:
+def _split_calls(message: Message) -> list[Message]:
     """Split calls into one message each, for templates that read only one call per message."""
     if len(calls := _calls(message)) < 2:
         return [message]
-    others = ({**message, "content": "", "tool_calls": [call]} for call in calls[1:])
-    return [{**message, "tool_calls": calls[:1]}, *others]
+    later_messages = ({**message, "content": "", "tool_calls": [call]} for call in calls[1:])
+    return [{**message, "tool_calls": calls[:1]}, *later_messages]
 
 
 def _with_written_calls(message: Message) -> list[Message]:
     """Write calls into the content as Qwen and Hermes do, for templates without tool calls."""
     if not (calls := _calls(message)) or message["role"] != "assistant":
         return [message]
-    said = [message["content"]] if says(message) else []
-    return [{**_without_calls(message), "content": "\n".join([*said, *map(_written, calls)])}]
+    texts = [message["content"]] if has_text(message) else []
+    return [{**_without_calls(message), "content": "\n".join([*texts, *map(_call_text, calls)])}]
 
 
-def _written(call: Mapping[str, Any]) -> str:
+def _call_text(call: Mapping[str, Any]) -> str:
     name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
     return f'{CALL_BEGINS}\n{{"name": {name}, "arguments": {_as_json(arguments)}}}\n{CALL_ENDS}'
 
@@ -281,6 +303,6 @@ def _with_parts(message: Message) -> list[Message]:
 
 
 CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
-    *(_with_json, _with_objects, _with_short_ids, _apart, _singly),
+    *(_with_json, _with_objects, _with_short_ids, _separate_text, _split_calls),
     *(_with_parts, _with_written_calls),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..models.prompts import no_template
-from .chat_forms import REFUSALS, Chat, LeftOut, Message, remembered_form, says, with_arguments
+from .chat_forms import REFUSALS, Chat, LeftOut, Message, has_text, remembered_form, with_arguments
 from .control_tokens import Literals, encode
 
 
@@ -27,7 +27,7 @@ class ChatPrompt:
         template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise no_template("this")
-        messages = [with_arguments(message, _read) for message in messages]
+        messages = [with_arguments(message, _parse_arguments) for message in messages]
         if "developer" not in str(template):
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
@@ -35,24 +35,24 @@ class ChatPrompt:
         chat = Chat(tokenizer, messages, values)
         form = remembered_form(chat)
         if isinstance(form, LeftOut):
-            raise _left_out(chat, form)
+            raise _left_out_error(chat, form)
         self._tokenizer, self._literals = tokenizer, Literals(tokenizer)
-        self._rendered = self._render(chat.changed(form))
+        self._rendered = self._render(chat.apply(form))
 
     def _render(self, chat: Chat) -> str:
         """Return the rendered text, with placeholder words for texts that spell a control token."""
-        hidden = self._literals.hidden
-        messages = [hidden(message, is_answer=message["role"] == "assistant") for message in chat.messages]
-        values = {name: hidden(value) for name, value in chat.values.items()}
+        hide = self._literals.hide
+        messages = [hide(message, is_answer=message["role"] == "assistant") for message in chat.messages]
+        values = {name: hide(value) for name, value in chat.values.items()}
         try:
-            return replace(chat, messages=messages, values=values).rendered()
+            return replace(chat, messages=messages, values=values).render()
         except REFUSALS as error:
-            words = f"the chat does not suit this model's chat template ({error}): change its messages"
-            raise InvalidInput(words, _refused_role(chat, error)) from error
+            message_text = f"the chat does not suit this model's chat template ({error}): change its messages"
+            raise InvalidInput(message_text, _refused_role(chat, error)) from error
 
     @property
     def text(self) -> str:
-        return self._literals.shown(self._rendered)
+        return self._literals.restore(self._rendered)
 
     def encode(self) -> list[int]:
         """Return the token ids: transformers' own of the chat, where no text spells a control token.
@@ -62,34 +62,34 @@ class ChatPrompt:
         return encode(self._tokenizer, self._rendered, self._literals)
 
 
-def _read(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     """Parse a call's JSON; return invalid JSON, such as a truncated object, unchanged."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        value = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return {} if value is None else value
+    return {} if parsed is None else parsed
 
 
-def _left_out(chat: Chat, left_out: LeftOut) -> InvalidInput:
-    message, place = chat.messages[left_out.message], f"messages[{left_out.message}].{left_out.part}"
+def _left_out_error(chat: Chat, left_out: LeftOut) -> InvalidInput:
+    message, part_name = chat.messages[left_out.message], f"messages[{left_out.message}].{left_out.part}"
     if left_out.part == "role":
-        words = f"what messages[{left_out.message}] says in the role {message['role']!r}: use a role that it knows"
+        advice = f"what messages[{left_out.message}] says in the role {message['role']!r}: use a role that it knows"
     elif left_out.part == "content":
-        words = f"{place}: " + ("send it in a message of its own" if says(message) else "write something")
+        advice = f"{part_name}: " + ("send it in a message of its own" if has_text(message) else "write something")
     else:
-        words = f"{place}: leave it out, too"
-    return InvalidInput(f"this model's chat template leaves out {words}", place)
+        advice = f"{part_name}: leave it out, too"
+    return InvalidInput(f"this model's chat template leaves out {advice}", part_name)
 
 
 def _refused_role(chat: Chat, error: Exception) -> str | None:
     """Return the JSON path of the first role that the template refuses; None if its error is not about a role."""
 
-    def is_refused(n: int) -> bool:
+    def is_refused(n_messages: int) -> bool:
         try:
-            replace(chat, messages=chat.messages[:n]).rendered()
+            replace(chat, messages=chat.messages[:n_messages]).render()
         except REFUSALS:
             return True
         return False

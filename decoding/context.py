@@ -34,7 +34,7 @@ from .grammar import GrammarMask
 from .load import Load
 
 # Processors that depend on the scores alone, not on the earlier tokens.
-_BLIND = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
+_TEXT_INDEPENDENT = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
 KEPT_NOISES = 64  # Maximum positions whose noise is cached; 0.6 MB each at 152,000 tokens.
 Drafted = Sequence[int] | Sequence[Tensor]  # Token ids, or tensors (1,) that their device may still be computing.
 _SMALLEST_DIVISOR = 1e-15  # Minimum temperature and repetition penalty: dividing by less overflows float32.
@@ -63,13 +63,13 @@ class TopP(TopPLogitsWarper):
             return cast(Tensor, super().__call__(cast(Any, input_ids), cast(Any, scores)))
         probs = scores[0].softmax(dim=-1)
         # Tokens too improbable to survive top_p, even together.
-        small = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))
-        others = (~small).nonzero()[:, 0]
-        values, order = probs[others].sort()
-        kept = values.cumsum(dim=0) + probs.where(small, 0.0).sum() > 1 - self.top_p
-        kept[-1] = True
-        index = others[order[kept]]
-        return torch.full_like(scores, -math.inf).index_copy_(1, index, scores[:, index])
+        is_improbable = probs < probs.max().clamp(max=(1 - self.top_p) / len(probs))
+        probable_ids = (~is_improbable).nonzero()[:, 0]
+        sorted_probs, order = probs[probable_ids].sort()
+        is_kept = sorted_probs.cumsum(dim=0) + probs.where(is_improbable, 0.0).sum() > 1 - self.top_p
+        is_kept[-1] = True
+        kept_ids = probable_ids[order[is_kept]]
+        return torch.full_like(scores, -math.inf).index_copy_(1, kept_ids, scores[:, kept_ids])
 
 
 class TokenRule:
@@ -86,7 +86,7 @@ class TokenRule:
     ) -> None:
         """Args: drafting: the processors that also apply to drafts; None: all.
 
-        Any other sees the target's scores alone, once for each token that is committed, in the order of the text.
+        The other processors see only the target's scores, once per committed token, in the order of the text.
         """
         self.greedy = sampling.greedy
         self._seed = sampling.seed % 2**64
@@ -96,7 +96,7 @@ class TokenRule:
         self.in_order = len(self.drafting) < len(processors)  # Whether scores must be computed token by token.
         self.grammar = next((processor for processor in processors if isinstance(processor, GrammarMask)), None)
         # Whether any processor depends on the earlier tokens.
-        self.reads_text = any(not _is_blind(processor) for processor in processors)
+        self.reads_text = any(not _ignores_text(processor) for processor in processors)
         # Three independent streams keep the target's draws unaffected by drafting and acceptance. Their seeds differ in
         # the low 32 bits because a CPU generator uses only those.
         self._streams = [
@@ -166,10 +166,11 @@ class TokenRule:
     def _noise(self, position: int, scores: Tensor) -> Tensor:
         noise = self._noises.get(position)
         if noise is None or noise.shape != scores.shape or noise.device != scores.device:
-            bits = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
-            drawn = np.random.Generator(bits).standard_exponential(scores.shape[-1])
-            drawn = np.maximum(drawn, np.finfo(np.float64).tiny)  # Avoid infinite noise, which would beat any score.
-            noise = uploaded(-np.log(drawn), scores.device, scores.dtype)
+            bit_generator = np.random.PCG64(np.random.SeedSequence((self._seed, position)))
+            exponentials = np.random.Generator(bit_generator).standard_exponential(scores.shape[-1])
+            # Avoid infinite noise, which would beat any score.
+            exponentials = np.maximum(exponentials, np.finfo(np.float64).tiny)
+            noise = uploaded(-np.log(exponentials), scores.device, scores.dtype)
             if len(self._noises) >= KEPT_NOISES:
                 del self._noises[min(self._noises)]
             self._noises[position] = noise
@@ -177,7 +178,9 @@ class TokenRule:
 
     def forget_before(self, position: int) -> None:
         """Drop the cached noise of earlier positions."""
-        self._noises = {at: noise for at, noise in self._noises.items() if at >= position}
+        self._noises = {
+            noise_position: noise for noise_position, noise in self._noises.items() if noise_position >= position
+        }
 
     def probs(self, scores: Tensor) -> Tensor:
         """Return the token distribution of `scores` (vocab,): float64 (vocab,); one-hot if greedy."""
@@ -192,7 +195,7 @@ class TokenRule:
         """
         if self._peeked is None:
             self._peeked = self._uniform(0)
-        return inverted(probs, self._peeked)
+        return invert_cdf(probs, self._peeked)
 
     def spend(self) -> None:
         """Consume the random number that `peek` used."""
@@ -200,10 +203,10 @@ class TokenRule:
 
     def draw_drafts(self, probs: Tensor) -> Tensor:
         """Draw a token of each of `probs` (…, vocab), by inversion, from the draft's stream: int64 (…, 1), there."""
-        numbers = [self._uniform(1) for _ in range(math.prod(probs.shape[:-1]))]
+        uniforms = [self._uniform(1) for _ in range(math.prod(probs.shape[:-1]))]
         if probs.dim() == 1:
-            return inverted(probs, numbers[0])
-        return inverted(probs, uploaded(numbers, probs.device, torch.float64).view(*probs.shape[:-1], 1))
+            return invert_cdf(probs, uniforms[0])
+        return invert_cdf(probs, uploaded(uniforms, probs.device, torch.float64).view(*probs.shape[:-1], 1))
 
     def accept(self, probability: float) -> bool:
         """Return True with that probability, using the acceptance stream of random numbers."""
@@ -212,15 +215,15 @@ class TokenRule:
     @property
     def n_drawn(self) -> tuple[int, ...]:
         """Count of numbers consumed from each random stream."""
-        first, *others = self._n_drawn
-        return first - (self._peeked is not None), *others
+        n_target_draws, *other_counts = self._n_drawn
+        return n_target_draws - (self._peeked is not None), *other_counts
 
     def skip(self, n_drawn: Sequence[int]) -> None:
         """Skip the numbers that an interrupted rule of the same seed had consumed."""
-        for stream, n in enumerate(n_drawn):
+        for stream, n_numbers in enumerate(n_drawn):
             # Advance the generator as n single draws would.
-            torch.rand(n, generator=self._streams[stream], dtype=torch.float64)
-            self._n_drawn[stream] += n
+            torch.rand(n_numbers, generator=self._streams[stream], dtype=torch.float64)
+            self._n_drawn[stream] += n_numbers
 
     def _uniform(self, stream: int) -> float:
         self._n_drawn[stream] += 1
@@ -233,14 +236,14 @@ class TokenRule:
     def confidences(self, scores: Tensor) -> list[tuple[int, float]]:
         """Return `confidence` of each row of `scores` (rows, vocab), in one transfer: on a GPU each synchronises."""
         token_ids, logprobs = likeliest(scores).tolist()
-        return [(int(token_id), math.exp(value)) for token_id, value in zip(token_ids, logprobs, strict=True)]
+        return [(int(token_id), math.exp(logprob)) for token_id, logprob in zip(token_ids, logprobs, strict=True)]
 
     def candidates(self, scores: Tensor, token_id: int, n: int) -> tuple[int, ...]:
         """Return the `n` most probable tokens, `token_id` first; fewer if other tokens have probability 0."""
         if n == 1:
             return (token_id,)
-        others, their_scores = most_probable(scores, n).tolist()
-        return offered(token_id, others, their_scores, n)
+        other_ids, other_scores = most_probable(scores, n).tolist()
+        return possible_candidates(token_id, other_ids, other_scores, n)
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -248,30 +251,34 @@ def likeliest(scores: Tensor) -> Tensor:
 
     float64 (2, rows), on the device, which may still be computing them.
     """
-    top, token_ids = scores.max(-1)
-    return torch.stack((token_ids.double(), (top - scores.logsumexp(-1)).double()))
+    top_scores, token_ids = scores.max(-1)
+    return torch.stack((token_ids.double(), (top_scores - scores.logsumexp(-1)).double()))
 
 
 def most_probable(scores: Tensor, n: int) -> Tensor:
     """Return the `n` most probable tokens by `scores` (vocab,), and their scores: float64 (2, n), on the device."""
-    values, token_ids = scores.topk(min(n, scores.shape[-1]))
-    return torch.stack((token_ids.double(), values.double()))
+    top_scores, token_ids = scores.topk(min(n, scores.shape[-1]))
+    return torch.stack((token_ids.double(), top_scores.double()))
 
 
-def offered(token_id: int, others: Sequence[float], scores: Sequence[float], n: int) -> tuple[int, ...]:
-    """Return up to `n` tokens: `token_id`, then those of `others` with nonzero probability, most probable first."""
-    possible = [int(t) for t, score in zip(others, scores, strict=True) if score > float("-inf") and t != token_id]
-    return (token_id, *possible[: n - 1])
+def possible_candidates(token_id: int, other_ids: Sequence[float], scores: Sequence[float], n: int) -> tuple[int, ...]:
+    """Return up to `n` tokens: `token_id`, then those of `other_ids` with nonzero probability, most probable first."""
+    possible_ids = [
+        int(other_id)
+        for other_id, score in zip(other_ids, scores, strict=True)
+        if score > float("-inf") and other_id != token_id
+    ]
+    return (token_id, *possible_ids[: n - 1])
 
 
-def _is_blind(processor: LogitsProcessor) -> bool:
+def _ignores_text(processor: LogitsProcessor) -> bool:
     """Whether a processor ignores the text and depends on the scores alone."""
     if isinstance(processor, SequenceBiasLogitsProcessor):
         return all(len(token_ids) == 1 for token_ids in processor.sequence_bias)
-    return isinstance(processor, _BLIND)
+    return isinstance(processor, _TEXT_INDEPENDENT)
 
 
-def inverted(probs: Tensor, uniform: float | Tensor) -> Tensor:
+def invert_cdf(probs: Tensor, uniform: float | Tensor) -> Tensor:
     """Return the index of each of `probs` (…, n) whose share of [0, 1) holds `uniform`: int64 (…, 1)."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:].contiguous()
@@ -387,11 +394,13 @@ class Context:
         return self._text
 
     def confidences(self, logits: Tensor) -> list[tuple[int, float]]:
-        """Return `TokenRule.confidences` of a draft's `logits` (rows, vocab), where the rule takes the largest."""
-        native = self.runtime.native
-        if native is None or logits.dtype != self.runtime.dtype:
+        """Return `TokenRule.confidences` of a draft's `logits` (rows, vocab); only for a rule that takes the argmax."""
+        native_passes = self.runtime.native
+        if native_passes is None or logits.dtype != self.runtime.dtype:
             return self.rule.confidences(logits.float())
-        return [(token_id, math.exp(value)) for token_id, value in zip(*native.likeliest(logits), strict=True)]
+        return [
+            (token_id, math.exp(logprob)) for token_id, logprob in zip(*native_passes.likeliest(logits), strict=True)
+        ]
 
     def scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
         """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones.
@@ -400,8 +409,8 @@ class Context:
         """
         if not self.rule.reads_text:
             return self.rule.scores((), logits, of_target)
-        late = len(drafted) > 0 and isinstance(drafted[0], Tensor)
-        token_tensors: Any = drafted if late else [uploaded(drafted, logits.device)]
+        is_on_device = len(drafted) > 0 and isinstance(drafted[0], Tensor)
+        token_tensors: Any = drafted if is_on_device else [uploaded(drafted, logits.device)]
         return self.rule.scores(torch.cat((self.text(logits.device), *token_tensors)), logits, of_target)
 
     def noisy_scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
@@ -431,40 +440,40 @@ class Ending:
     to_text: Callable[[Sequence[int]], str] | None = field(default=None, repr=False)
     min_new_tokens: int = 0
 
-    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Return `block` up to the completion's end, and the finish reason; None if it continues."""
+    def crop(self, generated: Sequence[int], new_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Return `new_ids` up to the completion's end, and the finish reason; None if it continues."""
         room = self.max_new_tokens - len(generated)
-        for n, token_id in enumerate(block[:room], 1):
-            if len(generated) + n <= self.min_new_tokens:
+        for n_new, token_id in enumerate(new_ids[:room], 1):
+            if len(generated) + n_new <= self.min_new_tokens:
                 continue
             if token_id in self.stop_token_ids:
-                return list(block[:n]), "stop"
-            if self.stop_strings and self._has_stop([*generated, *block[:n]]):
-                return list(block[:n]), "stop_string"
-        return list(block[:room]), "length" if len(block) >= room else None
+                return list(new_ids[:n_new]), "stop"
+            if self.stop_strings and self._has_stop([*generated, *new_ids[:n_new]]):
+                return list(new_ids[:n_new]), "stop_string"
+        return list(new_ids[:room]), "length" if len(new_ids) >= room else None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the completion as text, cut where the first stop string that counts begins; "" without a tokenizer."""
         if self.to_text is None:
             return ""
         text = self.to_text(token_ids)
-        return text[: self._find(text, token_ids[: self.min_new_tokens])]
+        return text[: self._find_stop(text, token_ids[: self.min_new_tokens])]
 
-    def _find(self, text: str, free: Sequence[int]) -> int | None:
-        """Return where the first stop string begins that does not end within the text of the tokens `free`."""
-        n_free = 0
-        if self.stop_strings and free:
+    def _find_stop(self, text: str, ignored_ids: Sequence[int]) -> int | None:
+        """Return where the first stop string begins; one that ends within the text of `ignored_ids` does not count."""
+        n_ignored = 0
+        if self.stop_strings and ignored_ids:
             assert self.to_text is not None
-            n_free = len(self.to_text(free))
-        places = [text.find(stop, max(0, n_free - len(stop) + 1)) for stop in self.stop_strings]
-        return min((place for place in places if place >= 0), default=None)
+            n_ignored = len(self.to_text(ignored_ids))
+        stop_positions = [text.find(stop, max(0, n_ignored - len(stop) + 1)) for stop in self.stop_strings]
+        return min((position for position in stop_positions if position >= 0), default=None)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         """Return whether the end of the text holds a stop string that counts, which its last token has completed."""
         assert self.to_text is not None
         # Each visible token has at least one byte of UTF-8. Add 8 for special tokens and for characters cut at the
         # start.
-        reach = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
-        tail = token_ids[-reach:]
-        n_free = max(0, self.min_new_tokens - (len(token_ids) - len(tail)))
-        return self._find(self.to_text(tail), tail[:n_free]) is not None
+        n_tail = max(len(stop.encode(errors="surrogatepass")) for stop in self.stop_strings) + 8
+        tail_ids = token_ids[-n_tail:]
+        n_ignored = max(0, self.min_new_tokens - (len(token_ids) - len(tail_ids)))
+        return self._find_stop(self.to_text(tail_ids), tail_ids[:n_ignored]) is not None

@@ -30,23 +30,25 @@ class Literals:
     def __init__(self, tokenizer: Any) -> None:
         self.words: dict[str, str] = {}  # Token -> word that stands for it in the rendered text.
         template = str(getattr(tokenizer, "chat_template", None))
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = tuple(token.content for token in added if token.special)
-        written = (token.content for token in added if token.content in template and not token.content.isspace())
-        self._special, self._control = any_of(special), any_of((*special, *written))
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special_words = tuple(token.content for token in added_tokens if token.special)
+        template_words = (
+            token.content for token in added_tokens if token.content in template and not token.content.isspace()
+        )
+        self._special, self._control = any_of(special_words), any_of((*special_words, *template_words))
 
-    def hidden(self, value: Any, is_answer: bool = False) -> Any:
+    def hide(self, value: Any, is_answer: bool = False) -> Any:
         """Return a JSON value whose texts and keys have placeholder words instead of control tokens."""
         if isinstance(value, str):
             pattern = self._special if is_answer else self._control
             return pattern.sub(lambda match: self.words.setdefault(match[0], f"q{secrets.token_hex(8)}q"), value)
         if isinstance(value, Mapping):
-            return {self.hidden(key, is_answer): self.hidden(part, is_answer) for key, part in value.items()}
+            return {self.hide(key, is_answer): self.hide(inner, is_answer) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hidden(part, is_answer) for part in value]
+            return [self.hide(inner, is_answer) for inner in value]
         return value
 
-    def shown(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """Return a rendered text with the placeholder words turned back into control tokens."""
         for token, word in self.words.items():
             text = text.replace(word, token)
@@ -60,65 +62,71 @@ def encode(tokenizer: Any, rendered: str, literals: Literals) -> list[int]:
     """
     if not literals.words:
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    control = {tokenizer.convert_tokens_to_ids(token): token for token in literals.words}
+    control_ids = {tokenizer.convert_tokens_to_ids(token): token for token in literals.words}
     ids = list[int]()
-    for text, has_literal in _runs(tokenizer, rendered, literals):
+    for run, has_literal in _split_at_added(tokenizer, rendered, literals):
         if not has_literal:
-            ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += tokenizer(run, add_special_tokens=False)["input_ids"]
             continue
-        plain = _encode_plain(tokenizer, literals.shown(text), is_first=not ids)
-        if not control.keys().isdisjoint(plain):
+        plain_ids = _encode_plain(tokenizer, literals.restore(run), is_first=not ids)
+        if not control_ids.keys().isdisjoint(plain_ids):
             # The vocabulary has the control token as an ordinary word, too: encode the text in parts that do not form
             # it.
-            plain = [i for part in _parts(text, literals) for i in _encode_plain(tokenizer, part, is_first=not ids)]
-        if (spelled := next((control[i] for i in plain if i in control), None)) is not None:
-            words = f"a text spells {spelled!r}, which is a control token to this model's tokenizer and no text"
-            raise InvalidInput(f"{words}: leave it out")
-        ids += plain
+            plain_ids = [
+                token_id
+                for text_part in _split_literals(run, literals)
+                for token_id in _encode_plain(tokenizer, text_part, is_first=not ids)
+            ]
+        if (
+            spelled := next((control_ids[token_id] for token_id in plain_ids if token_id in control_ids), None)
+        ) is not None:
+            message = f"a text spells {spelled!r}, which is a control token to this model's tokenizer and no text"
+            raise InvalidInput(f"{message}: leave it out")
+        ids += plain_ids
     return ids
 
 
-def _runs(tokenizer: Any, rendered: str, literals: Literals) -> Iterator[tuple[str, bool]]:
+def _split_at_added(tokenizer: Any, rendered: str, literals: Literals) -> Iterator[tuple[str, bool]]:
     """Yield the text in runs, and whether a run has a literal; such a run lies between two added tokens."""
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     words = set(literals.words.values())
     pieces = [*any_of((*words, *added)).split(rendered), ""]  # Alternates: text, token or word, text, …, text, "".
-    waiting = run = ""
-    has_literal, before = False, None
+    joined = run_text = ""
+    has_literal, token_before = False, None
     for text, delimiter in zip(pieces[::2], pieces[1::2], strict=True):
-        run += text
+        run_text += text
         if delimiter in words:
-            run, has_literal = run + delimiter, True
+            run_text, has_literal = run_text + delimiter, True
             continue
-        after = added.get(delimiter)
+        token_after = added.get(delimiter)
         if has_literal:
-            run = run.lstrip() if before is not None and before.rstrip else run
-            run = run.rstrip() if after is not None and after.lstrip else run
-            yield from [(waiting, False)] if waiting else []
-            yield run, True
-            waiting = run = ""
-        waiting, run, has_literal, before = waiting + run + delimiter, "", False, after
-    if waiting:
-        yield waiting, False
+            run_text = run_text.lstrip() if token_before is not None and token_before.rstrip else run_text
+            run_text = run_text.rstrip() if token_after is not None and token_after.lstrip else run_text
+            yield from [(joined, False)] if joined else []
+            yield run_text, True
+            joined = run_text = ""
+        joined, run_text, has_literal, token_before = joined + run_text + delimiter, "", False, token_after
+    if joined:
+        yield joined, False
 
 
-def _parts(text: str, literals: Literals) -> Iterator[str]:
+def _split_literals(text: str, literals: Literals) -> Iterator[str]:
     """Yield a text in parts, split after the first character of each literal control token."""
     tokens = {word: token for token, word in literals.words.items()}
-    pieces, begun = any_of(tuple(tokens)).split(text), ""
+    pieces, carried = any_of(tuple(tokens)).split(text), ""
     for i in range(0, len(pieces), 2):
         token = tokens[pieces[i + 1]] if i + 1 < len(pieces) else ""
-        yield from filter(None, [begun + pieces[i] + token[:1]])
-        begun = token[1:]
+        yield from filter(None, [carried + pieces[i] + token[:1]])
+        carried = token[1:]
 
 
 def _encode_plain(tokenizer: Any, text: str, is_first: bool) -> list[int]:
     """Tokenize a text without recognising added tokens in it."""
     if not is_first:
-        before = _without_added(tokenizer, NEWLINE)
+        newline_ids = _without_added(tokenizer, NEWLINE)
         ids = _without_added(tokenizer, NEWLINE + text)
-        if before and ids[: len(before)] == before:
-            return ids[len(before) :]
+        if newline_ids and ids[: len(newline_ids)] == newline_ids:
+            return ids[len(newline_ids) :]
     return _without_added(tokenizer, text)
 
 

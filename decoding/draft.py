@@ -48,31 +48,31 @@ class Offer:
     tried: Tensor | None = None
 
 
-def draw_apart(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
+def draw_distinct(rule: TokenRule, probs: Tensor, n: int) -> Tensor:
     """Draw `n` different tokens of `probs` (vocab,), each from what is left, without waiting for their device.
 
     Returns: float64 (2, n): the tokens, and the logarithms of what was left of their probabilities, -inf of nothing.
     """
     import torch
 
-    drawn: list[Tensor] = []
+    draws: list[Tensor] = []
     for _ in range(n):
-        probs = remaining(probs, drawn[-1][0].long()) if drawn else probs
+        probs = exclude_tokens(probs, draws[-1][0].long()) if draws else probs
         token = rule.draw_drafts(probs)
-        drawn.append(torch.stack((token.double(), probs.gather(-1, token).log())))
-    return torch.cat(drawn, dim=1)
+        draws.append(torch.stack((token.double(), probs.gather(-1, token).log())))
+    return torch.cat(draws, dim=1)
 
 
-def possible(drawn: Tensor) -> Tensor:
-    """Drop tokens that `draw_apart` could not really draw, for lack of probability: int64 (up to n,)."""
-    return drawn[0, drawn[1] > -math.inf].long()
+def drawable(draws: Tensor) -> Tensor:
+    """Drop tokens that `draw_distinct` could not really draw, for lack of probability: int64 (up to n,)."""
+    return draws[0, draws[1] > -math.inf].long()
 
 
-def remaining(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Set `tokens` (…, 1) to 0 in `probs` (…, any), then normalise; all 0 if nothing is left."""
-    left = probs.scatter(-1, tokens, 0.0)
-    total = left.sum(dim=-1, keepdim=True)
-    return left / total.where(total > 0.0, 1.0)
+def exclude_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Set `tokens` (…, 1) to 0 in `probs` (…, any), then normalise; all 0 if the rest has no probability."""
+    remaining_probs = probs.scatter(-1, tokens, 0.0)
+    total = remaining_probs.sum(dim=-1, keepdim=True)
+    return remaining_probs / total.where(total > 0.0, 1.0)
 
 
 def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]:
@@ -80,8 +80,11 @@ def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]
 
     A step of one token is a draw of its own.
     """
-    children = (tree.children(node) for node in range(len(drawn_from)))
-    return {n: Offer(nodes, drawn_from[n], len(nodes) == 1) for n, nodes in enumerate(children)}
+    child_nodes = (tree.children(node) for node in range(len(drawn_from)))
+    return {
+        node_index: Offer(nodes, drawn_from[node_index], len(nodes) == 1)
+        for node_index, nodes in enumerate(child_nodes)
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,16 +119,16 @@ class Draft:
     def of_unread(
         cls,
         unread: Tensor,
-        beside: Sequence[Sequence[int]],
+        leaf_ids: Sequence[Sequence[int]],
         staged: PassGenerator[Tensor] | None = None,
         drawn_from: Sequence[Tensor] = (),
     ) -> Draft:
-        """Return the draft of a spine still on its device, with side leaves `beside` its first steps.
+        """Return the draft of a spine still on its device, with the side leaves `leaf_ids` of its first steps.
 
-        `drawn_from` are the distributions that each step's tokens were drawn from, one without another.
+        `drawn_from` are the distributions that each step's tokens were drawn from, without replacement.
         """
-        offered = [(UNKNOWN, *leaves) for leaves in (*beside, *[()] * (unread.shape[1] - 1 - len(beside)))]
-        tree = DraftTree.grow(UNKNOWN, offered)
+        candidates = [(UNKNOWN, *leaves) for leaves in (*leaf_ids, *[()] * (unread.shape[1] - 1 - len(leaf_ids)))]
+        tree = DraftTree.grow(UNKNOWN, candidates)
         return cls(tree, offers_of(tree, drawn_from), staged=staged, unread=unread)
 
     def tokens(self, device: torch.device) -> Tensor:
@@ -136,16 +139,16 @@ class Draft:
 
         if self.unread is None:
             return uploaded(self.tree.token_ids, device)
-        unread, leaves = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
-        return torch.cat((unread, uploaded(leaves, device))) if leaves else unread
+        spine_ids, leaf_ids = self.unread[0].long(), self.tree.token_ids[self.unread.shape[1] :]
+        return torch.cat((spine_ids, uploaded(leaf_ids, device))) if leaf_ids else spine_ids
 
     def read(self, numbers: Sequence[float]) -> Draft:
         """Return the draft with the tokens read from `unread`, row by row; unchanged if nothing was unread."""
         if self.unread is None:
             return self
-        n = len(numbers) // 2
-        tree = self.tree.read([int(token_id) for token_id in numbers[:n]])
-        return replace(self, tree=tree, logprobs=tuple(numbers[n:]), unread=None)
+        n_tokens = len(numbers) // 2
+        tree = self.tree.read([int(token_id) for token_id in numbers[:n_tokens]])
+        return replace(self, tree=tree, logprobs=tuple(numbers[n_tokens:]), unread=None)
 
     @property
     def n_steps(self) -> int:
@@ -155,8 +158,8 @@ class Draft:
     @property
     def n_rows(self) -> int:
         """Rows of the target's pass; 0 if the drafter ran its own passes of the target."""
-        checked = self.tree.n_nodes if self.n_checked is None else self.n_checked
-        return checked + (0 if self.extra_rows is None else len(self.extra_rows.token_ids))
+        n_checked_nodes = self.tree.n_nodes if self.n_checked is None else self.n_checked
+        return n_checked_nodes + (0 if self.extra_rows is None else len(self.extra_rows.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +221,10 @@ class DraftModel(ABC):
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request."""
-        drafting = copy(self)
-        drafting.context = context
-        drafting.start()
-        return drafting
+        request_copy = copy(self)
+        request_copy.context = context
+        request_copy.start()
+        return request_copy
 
     def start(self) -> None:  # noqa: B027 - a hook
         """Set up the draft model's per-request state."""
@@ -251,57 +254,61 @@ class DraftModel(ABC):
 
     def draft_ahead(
         self,
-        longest: int,
-        n_offered: int,
-        take: Callable[[tuple[int, ...], float], int],
-        goes_on: Callable[[], bool],
+        max_steps: int,
+        n_candidates: int,
+        on_candidates: Callable[[tuple[int, ...], float], int],
+        should_continue: Callable[[], bool],
         draws: bool = False,
         probe: AcceptanceProbe | None = None,
     ) -> PassGenerator[Draft]:
-        """Draft up to `longest` steps under the root, each read while the next one runs: the device never waits.
+        """Draft up to `max_steps` steps under the root, each read while the next one runs: the device never waits.
 
-        What a step says of where to stop is known when one more is under way. Its token stays, for dropping it would
-        cost a draft pass a round: the last step is on the device still, has no side leaves, and is read with the
-        target's tokens.
+        When a step's confidence is read, the next step is already running. That step's token stays in the draft, as
+        dropping it would waste a draft pass per round. So the last step is still on the device, has no side leaves, and
+        is read together with the target's tokens.
 
-        Args: n_offered: candidates that are read at each step; 0: no step is read. take: is told what was read of a
-              step, its candidates and the first one's probability, and says how many are offered. goes_on: asked
-              before each step, the first included. draws: tokens are drawn from the model's distribution; where
-              several are, the probability is that of its most probable one. probe: gives the probability instead.
+        Args: n_candidates: candidates read per step; 0: no step is read. on_candidates: gets a step's candidates and
+              the probability of the first one, and returns how many of them to offer. should_continue: called before
+              each step, the first included. draws: tokens are drawn from the model's distribution; with several
+              candidates, the probability is that of the model's most probable token. probe: gives the probability
+              instead.
         """
         import torch
 
         from ..models.rows import fetched, uploaded
-        from .context import likeliest, most_probable, offered
+        from .context import likeliest, most_probable, possible_candidates
 
-        context, beside = self.context, list[tuple[int, ...]]()
+        context, leaf_ids = self.context, list[tuple[int, ...]]()
         steps = [uploaded([context.token_ids[-1:], [0.0]], context.runtime.device, torch.float64)]
         tokens = [steps[0][0].long()]  # The root token and the drafted tokens.
-        read: Callable[[], Any] | None = None  # Reads the latest step from the device.
+        read_step: Callable[[], Any] | None = None  # Reads the latest step from the device.
         drawn_from: list[Tensor] = []
-        while len(steps) <= longest and goes_on():
+        while len(steps) <= max_steps and should_continue():
             logits = yield from self.extend(tokens[-1], (len(tokens) - 2,))
             if draws:
                 scores = context.scores(tokens[1:], logits[0])
                 drawn_from.append(scores.double().softmax(dim=-1))
-                drawn = draw_apart(context.rule, drawn_from[-1], max(1, n_offered))
-                token, sure = drawn[0, :1], likeliest(scores[None])[1] if n_offered > 1 else drawn[1, :1]
+                distinct_draws = draw_distinct(context.rule, drawn_from[-1], max(1, n_candidates))
+                token, log_confidence = (
+                    distinct_draws[0, :1],
+                    likeliest(scores[None])[1] if n_candidates > 1 else distinct_draws[1, :1],
+                )
             else:
                 scores = context.noisy_scores(tokens[1:], logits[0])
-                token, sure = likeliest(scores[None])
+                token, log_confidence = likeliest(scores[None])
             if probe is not None and self.hidden is not None:
-                sure = probe.acceptance(self.hidden)[None].double().log()
-            steps.append(torch.stack((token, sure)))
+                log_confidence = probe.acceptance(self.hidden)[None].double().log()
+            steps.append(torch.stack((token, log_confidence)))
             tokens.append(token.long())
-            if n_offered:
-                best = drawn if draws else most_probable(scores, n_offered)
-                before, read = read, fetched(torch.cat((steps[-1], best), dim=1))
-                if before is not None:
-                    (token_id, *others), (logprob, *their_scores) = before()
-                    candidates = offered(int(token_id), others, their_scores, n_offered)
-                    beside.append(candidates[1 : take(candidates, math.exp(logprob))])
+            if n_candidates:
+                top_tokens = distinct_draws if draws else most_probable(scores, n_candidates)
+                read_previous, read_step = read_step, fetched(torch.cat((steps[-1], top_tokens), dim=1))
+                if read_previous is not None:
+                    (token_id, *other_ids), (logprob, *other_scores) = read_previous()
+                    candidates = possible_candidates(int(token_id), other_ids, other_scores, n_candidates)
+                    leaf_ids.append(candidates[1 : on_candidates(candidates, math.exp(logprob))])
         staged = self.rest(len(steps), tokens[-1][0])
-        return Draft.of_unread(torch.cat(steps, dim=1), beside, staged, drawn_from)
+        return Draft.of_unread(torch.cat(steps, dim=1), leaf_ids, staged, drawn_from)
 
     def rest(self, n_nodes: int, last: int | Tensor) -> PassGenerator[Tensor] | None:
         """Return the work left to verify a chain of `n_nodes` rows that ends with `last`; None: all of the work."""
@@ -359,12 +366,12 @@ class Drafter(ABC):
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request; called once, after its prefill."""
-        drafting = copy(self)
-        drafting.context = context
-        if drafting.model is not None:
-            drafting.model = drafting.model.begin(context)
-        drafting.start()
-        return drafting
+        request_copy = copy(self)
+        request_copy.context = context
+        if request_copy.model is not None:
+            request_copy.model = request_copy.model.begin(context)
+        request_copy.start()
+        return request_copy
 
     def start(self) -> None:  # noqa: B027 - a hook
         """Set up the drafter's per-request state; most drafters have none."""

@@ -58,17 +58,18 @@ class OtherModel(DraftModel):
         self.runtime.check_same_tokenizer(runtime)
 
     def start(self) -> None:
-        self._own = self.runtime.new_buffer(self.context.buffer.capacity)
-        self._held: list[int] = []  # Tokens whose keys and values are in slots 0, 1, …
-        self._n_same = 0  # Number of leading `_held` tokens known to be committed.
-        self._unread: Callable[[], Any] | None = None  # Reads the root and the tokens of a draft still on its device.
+        self._draft_buffer = self.runtime.new_buffer(self.context.buffer.capacity)
+        self._cached_ids: list[int] = []  # Tokens whose keys and values are in slots 0, 1, …
+        self._n_committed = 0  # Number of leading `_cached_ids` tokens known to be committed.
+        # Reads the root and the tokens of a draft still on its device.
+        self._read_draft: Callable[[], Any] | None = None
 
     @property
     def buffer(self) -> KVBuffer:
-        if self._own.capacity < self.context.buffer.capacity:
-            shorter, self._own = self._own, self.runtime.new_buffer(self.context.buffer.capacity)
-            self._own.copy_from(shorter, shorter.capacity)
-        return self._own
+        if self._draft_buffer.capacity < self.context.buffer.capacity:
+            old_buffer, self._draft_buffer = self._draft_buffer, self.runtime.new_buffer(self.context.buffer.capacity)
+            self._draft_buffer.copy_from(old_buffer, old_buffer.capacity)
+        return self._draft_buffer
 
     @property
     def room(self) -> int:
@@ -81,49 +82,55 @@ class OtherModel(DraftModel):
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         if not self.parents:
             self.parents.append(-1)
-            first = self._fit((yield from self._catch_up()))
+            root_logits = self._fit_width((yield from self._catch_up()))
             if len(token_ids) == 1:
-                return first
-            return torch.cat((first, (yield from self.extend(token_ids[1:], parents[1:]))))
-        tokens_here = token_ids.to(self.runtime.device) if isinstance(token_ids, Tensor) else self._known(token_ids)
-        rows = self._rows(tokens_here, parents)
+                return root_logits
+            return torch.cat((root_logits, (yield from self.extend(token_ids[1:], parents[1:]))))
+        input_ids = token_ids.to(self.runtime.device) if isinstance(token_ids, Tensor) else self._clamp_ids(token_ids)
+        rows = self._rows(input_ids, parents)
         if rows.visible is None:
-            held = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
-            self._held[rows.first_slot :] = held
-        return self._fit((yield Pass(self.runtime, rows, self.buffer, kind="draft")))
+            new_ids = [UNKNOWN] * len(token_ids) if isinstance(token_ids, Tensor) else token_ids
+            self._cached_ids[rows.first_slot :] = new_ids
+        return self._fit_width((yield Pass(self.runtime, rows, self.buffer, kind="draft")))
 
     def draft_ahead(self, *args: Any, **kwargs: Any) -> PassGenerator[Draft]:
         draft = yield from super().draft_ahead(*args, **kwargs)
         assert draft.unread is not None
-        self._unread = fetched(draft.unread[0])
+        self._read_draft = fetched(draft.unread[0])
         return draft
 
     def drop(self, n_nodes: int) -> None:
         super().drop(n_nodes)
-        del self._held[self.context.root_slot + len(self.parents) :]
+        del self._cached_ids[self.context.root_slot + len(self.parents) :]
 
     def _catch_up(self) -> PassGenerator[Tensor]:
         """Run the draft model over new committed tokens; return the logits (1, vocab) after the last one, the root."""
-        if self._unread is not None:
-            drafted, self._unread = self._unread()[:-1], None  # The last drafted token was never an input of a pass.
-            self._held[len(self._held) - len(drafted) :] = map(int, drafted)
-        committed, root = self.context.token_ids, self.context.root_slot
-        same = self._n_same
-        while same < min(root, len(self._held)) and self._held[same] == committed[same]:
-            same += 1
-        self._held, self._n_same = list(committed), same
-        unread = self._known(committed[same:])
-        for pass_ in self.runtime.prefill_passes(unread, self.buffer, same, is_shared=self.context.load.is_shared):
+        if self._read_draft is not None:
+            # The last drafted token was never an input of a pass.
+            drafted_ids, self._read_draft = (
+                self._read_draft()[:-1],
+                None,
+            )
+            self._cached_ids[len(self._cached_ids) - len(drafted_ids) :] = map(int, drafted_ids)
+        committed_ids, root_slot = self.context.token_ids, self.context.root_slot
+        n_same = self._n_committed
+        while n_same < min(root_slot, len(self._cached_ids)) and self._cached_ids[n_same] == committed_ids[n_same]:
+            n_same += 1
+        self._cached_ids, self._n_committed = list(committed_ids), n_same
+        unread_ids = self._clamp_ids(committed_ids[n_same:])
+        for pass_ in self.runtime.prefill_passes(
+            unread_ids, self.buffer, n_same, is_shared=self.context.load.is_shared
+        ):
             # The earlier passes of a long text run together with other requests' target passes; only the last one runs
             # as a draft pass.
             logits = yield replace(pass_, kind="draft") if pass_.wanted else pass_
         return logits
 
-    def _known(self, token_ids: Sequence[int]) -> list[int]:
+    def _clamp_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Clamp token ids to the draft model's vocabulary: a target with a more padded head can produce larger ones."""
         return [min(token_id, self.runtime.vocab_size - 1) for token_id in token_ids]
 
-    def _fit(self, logits: Tensor) -> Tensor:
+    def _fit_width(self, logits: Tensor) -> Tensor:
         """Return logits cut or padded to the target's width: output heads are padded differently within a family."""
         logits, width = logits.to(self.context.runtime.device), self.context.runtime.vocab_size
         if logits.shape[-1] >= width:

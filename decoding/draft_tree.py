@@ -28,11 +28,11 @@ class DraftTree:
     @classmethod
     def grow(cls, root: int, candidates: Sequence[Sequence[int]]) -> DraftTree:
         """Build the tree of a draft: `candidates[i]` are the tokens offered at draft step i, the spine's own first."""
-        spine = [offered[0] for offered in candidates]
+        spine = [step_candidates[0] for step_candidates in candidates]
         token_ids, parents = [root, *spine], list(range(-1, len(spine)))
-        for step, offered in enumerate(candidates):
-            token_ids += offered[1:]
-            parents += [step] * (len(offered) - 1)
+        for step, step_candidates in enumerate(candidates):
+            token_ids += step_candidates[1:]
+            parents += [step] * (len(step_candidates) - 1)
         return cls(tuple(token_ids), tuple(parents), len(spine))
 
     @classmethod
@@ -61,18 +61,18 @@ class DraftTree:
     def below(self, node: int) -> tuple[int, ...]:
         """Return the chain of first children below a node."""
         nodes: list[int] = []
-        for other in range(node + 1, self.n_nodes):
-            if self.parents[other] == node:
-                nodes.append(other)
-                node = other
+        for child in range(node + 1, self.n_nodes):
+            if self.parents[child] == node:
+                nodes.append(child)
+                node = child
         return tuple(nodes)
 
     def children(self, node: int) -> tuple[int, ...]:
-        return tuple(other for other in range(node + 1, self.n_nodes) if self.parents[other] == node)
+        return tuple(child for child in range(node + 1, self.n_nodes) if self.parents[child] == node)
 
     def child(self, node: int, token_id: int) -> int | None:
         """Return the child of `node` with `token_id`; None if the draft has no such child."""
-        return next((other for other in self.children(node) if self.token_ids[other] == token_id), None)
+        return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def read(self, token_ids: Sequence[int]) -> DraftTree:
         """Return the tree with the now known tokens of its first nodes filled in.
@@ -80,11 +80,11 @@ class DraftTree:
         What hangs below a node that turns out to repeat another one hangs below that one as well.
         """
         token_ids = (*token_ids, *self.token_ids[len(token_ids) :])
-        first: dict[tuple[int, int], int] = {}  # (parent, token) -> first child of the parent with that token.
-        nodes, parents = list[int](), list[int]()
+        first_child: dict[tuple[int, int], int] = {}  # (parent, token) -> first child of the parent with that token.
+        merged_nodes, parents = list[int](), list[int]()
         for node, (token_id, parent) in enumerate(zip(token_ids, self.parents, strict=True)):
-            parents.append(nodes[parent] if node else -1)
-            nodes.append(first.setdefault((parents[-1], token_id), node))
+            parents.append(merged_nodes[parent] if node else -1)
+            merged_nodes.append(first_child.setdefault((parents[-1], token_id), node))
         return replace(self, token_ids=tuple(token_ids), parents=tuple(parents))
 
 
@@ -134,16 +134,16 @@ def tree_rows(
     """
     from ..models.rows import Rows
 
-    first = len(parents) - len(token_ids)
+    first_new = len(parents) - len(token_ids)
     if extra_rows is None and list(parents) == list(range(-1, len(parents) - 1)):
-        return Rows(token_ids, root_slot + first, variants=variants)
+        return Rows(token_ids, root_slot + first_new, variants=variants)
     import torch
 
-    visible = ancestor_mask(parents)[first:]
+    visible = ancestor_mask(parents)[first_new:]
     depths = (visible.sum(dim=1) - 1).tolist()
     if extra_rows is not None:
-        beside = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
-        beside[:, 0] = True  # Every extra row attends to the root.
-        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(beside))), beside))
+        extra_visible = torch.nn.functional.pad(extra_rows.visible, (len(parents), 0))
+        extra_visible[:, 0] = True  # Every extra row attends to the root.
+        visible = torch.cat((torch.nn.functional.pad(visible, (0, len(extra_visible))), extra_visible))
         token_ids, depths = (*token_ids, *extra_rows.token_ids), [*depths, *extra_rows.depths]
-    return Rows(token_ids, root_slot + first, [root_slot + depth for depth in depths], visible, variants)
+    return Rows(token_ids, root_slot + first_new, [root_slot + depth for depth in depths], visible, variants)

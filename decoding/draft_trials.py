@@ -8,10 +8,10 @@ from typing import Self
 
 PLAIN_ROUNDS = 3  # Rounds in one trial of plain decoding.
 DRAFTED_ROUNDS = 64  # Drafted rounds per trial, summed over all sequences.
-FIRST_WAIT, LAST_WAIT = 128, 512  # Rounds between trials of the slower way: at first, and at most.
+FIRST_WAIT, MAX_WAIT = 128, 512  # Rounds between trials of the slower way: at first, and at most.
 # Minimum measured gain for drafting. A smaller gain is lost because sequences end, and prompts are read, at different
 # times.
-LEAST_GAIN = 1.1
+MIN_GAIN = 1.1
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Rounds:
         self.n += 1
         self.tokens, self.seconds = memory * self.tokens + tokens, memory * self.seconds + seconds
 
-    def try_again(self) -> None:
+    def restart_trial(self) -> None:
         self.n, self.tokens, self.seconds = 0, self.tokens / 4, self.seconds / 4
 
 
@@ -49,11 +49,11 @@ class DraftTrials:
     wait: int = FIRST_WAIT
 
     @classmethod
-    def beginning(cls, n_sequences: int, others: Iterable[DraftTrials]) -> Self:
+    def beginning(cls, n_sequences: int, known_trials: Iterable[DraftTrials]) -> Self:
         """Return trials for a new number of sequences; skip the first trial if drafts lost with a similar number."""
         trials = cls(n_sequences)
-        tried = [other for other in others if other.drafted.seconds]
-        nearest = min(tried, key=lambda other: abs(other.n_sequences - n_sequences), default=trials)
+        timed_trials = [trials_of_n for trials_of_n in known_trials if trials_of_n.drafted.seconds]
+        nearest = min(timed_trials, key=lambda trials_of_n: abs(trials_of_n.n_sequences - n_sequences), default=trials)
         if not nearest.paid and 4 * abs(nearest.n_sequences - n_sequences) <= n_sequences:
             trials.paid, trials.drafted.n = False, DRAFTED_ROUNDS
         return trials
@@ -72,11 +72,11 @@ class DraftTrials:
         (self.drafted if drafted else self.plain).add(tokens, seconds)
         if self.plain.n < PLAIN_ROUNDS or self._tries_drafts:
             return
-        gain = self.drafted.tokens * self.plain.seconds - LEAST_GAIN * self.plain.tokens * self.drafted.seconds
-        before, self.paid = self.paid, gain > 0
+        gained_tokens = self.drafted.tokens * self.plain.seconds - MIN_GAIN * self.plain.tokens * self.drafted.seconds
+        paid_before, self.paid = self.paid, gained_tokens > 0
         self.idle += 1
-        if before != self.paid:
+        if paid_before != self.paid:
             self.idle, self.wait = 0, FIRST_WAIT
         elif self.idle >= self.wait:
-            self.idle, self.wait = 0, min(2 * self.wait, LAST_WAIT)
-            (self.plain if self.paid else self.drafted).try_again()
+            self.idle, self.wait = 0, min(2 * self.wait, MAX_WAIT)
+            (self.plain if self.paid else self.drafted).restart_trial()

@@ -39,11 +39,11 @@ E = TypeVar("E")
 def alone(work: Work[T] | PassGenerator[T]) -> T:
     """Run one generator to its end without its events; return its result."""
 
-    def working() -> Work[T]:
+    def as_work() -> Work[T]:
         return (yield from work)
 
     with closing(Engine()) as engine:
-        request = engine.add(working())
+        request = engine.add(as_work())
         while not request.is_done:
             for _ in engine.step():
                 pass
@@ -59,10 +59,10 @@ def side_by_side(
 
     Args: at_once, memory, by_time: see `Engine`.
     """
-    waiting, errors = iter(works), list[Exception]()
+    pending_works, errors = iter(works), list[Exception]()
     with closing(Engine(memory, at_once, by_time)) as engine:
         while True:
-            while not errors and engine.has_place and (work := next(waiting, None)) is not None:
+            while not errors and engine.has_free_place and (work := next(pending_works, None)) is not None:
                 engine.add(work)
             if not engine.requests:
                 break
@@ -99,8 +99,8 @@ class Request(Generic[T_co]):
     @property
     def pass_(self) -> Pass | None:
         """The pass that the request waits for; None if it waits for something else."""
-        pending = self.pending.pass_ if isinstance(self.pending, ReadPass) else self.pending
-        return pending if isinstance(pending, Pass) else None
+        demand = self.pending.pass_ if isinstance(self.pending, ReadPass) else self.pending
+        return demand if isinstance(demand, Pass) else None
 
     @property
     def texts(self) -> Iterator[tuple[_Prefix, int]]:
@@ -123,11 +123,11 @@ class Request(Generic[T_co]):
         self.held.clear()
         self._work.close()
 
-    def _advance(self, go_on: Callable[[], Demand | WorkEvent]) -> Iterator[WorkEvent]:
+    def _advance(self, resume_work: Callable[[], Demand | WorkEvent]) -> Iterator[WorkEvent]:
         self.pending = None
         while True:
             try:
-                step = go_on()
+                step = resume_work()
             except StopIteration as end:
                 self._result.append(end.value)
                 return self.held.clear()
@@ -139,7 +139,7 @@ class Request(Generic[T_co]):
                 self.pending = step
                 return None
             yield step
-            go_on = partial(next, self._work)
+            resume_work = partial(next, self._work)
 
 
 Waiting = tuple[Request[object], Pass]
@@ -157,15 +157,15 @@ class _Prefix:
         """Return the length of the common prefix with `token_ids`, whose keys and values can be reused."""
         if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
             return 0
-        n = min(len(self.token_ids), len(token_ids))
-        same = self.token_ids[:n] == token_ids[:n]
-        return n if same.all() else int(same.argmin())
+        n_compared = min(len(self.token_ids), len(token_ids))
+        is_same = self.token_ids[:n_compared] == token_ids[:n_compared]
+        return n_compared if is_same.all() else int(is_same.argmin())
 
 
-LEAST_SHARED = 32  # Minimum shared tokens for which a request waits while another one reads them.
-SHARE_WAITED_FOR = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
+MIN_SHARED_TOKENS = 32  # Minimum shared tokens for which a request waits while another one reads them.
+MIN_SHARED_FRACTION = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
 # Maximum share of the memory for spare slots. They can delay other requests or evict kept texts.
-SPARE_SHARE = 1 / 8
+MAX_SPARE_FRACTION = 1 / 8
 
 
 class Engine:
@@ -187,23 +187,23 @@ class Engine:
         self._clock = PassClock(self.load)
         self._trials: dict[int, DraftTrials] = {}  # Trials by number of concurrent sequences.
         # State since the latest target pass: whether anything was drafted, and the load and time at that pass.
-        self._drafting, self._checked = False, (Load(checked=0), 0.0)
+        self._has_drafted, self._checked = False, (Load(checked=0), 0.0)
         self._kept: list[_Prefix] = []  # Kept texts, least recently used first.
 
     @property
     def n_bytes(self) -> int:
-        return sum(slots.bytes_of(buffer.capacity) for slots, buffer in self._held)
+        return sum(slots.bytes_of(buffer.capacity) for slots, buffer in self._held_buffers)
 
     @property
     def kept_bytes(self) -> int:
-        return sum(kept.buffer.capacity * kept.slots.runtime.slot_bytes for kept in self._kept)
+        return sum(prefix.buffer.capacity * prefix.slots.runtime.slot_bytes for prefix in self._kept)
 
     @property
-    def _held(self) -> Iterator[tuple[Slots, KVBuffer]]:
-        return (held for request in self.requests for held in request.held.items())
+    def _held_buffers(self) -> Iterator[tuple[Slots, KVBuffer]]:
+        return (slots_and_buffer for request in self.requests for slots_and_buffer in request.held.items())
 
     @property
-    def has_place(self) -> bool:
+    def has_free_place(self) -> bool:
         """Whether one more request would start with the next step."""
         return self.at_once is None or len(self.requests) < self.at_once
 
@@ -225,12 +225,12 @@ class Engine:
 
         Yields the requests' events; the caller must exhaust it before the next step.
         """
-        yield from self._begin()
+        yield from self._start_new_requests()
         yield from self._serve_slots()
         # No local variable of a finished pass may keep a freed buffer alive while slots are granted.
-        checked = yield from self._run_passes()
-        if checked and self.by_time:
-            self._compare()
+        ran_target = yield from self._run_passes()
+        if ran_target and self.by_time:
+            self._time_round()
         yield from self._serve_slots()
         self.requests = [request for request in self.requests if not request.is_done]
         if not self.requests:
@@ -238,66 +238,66 @@ class Engine:
 
     def _run_passes(self) -> Generator[WorkEvent, None, bool]:
         """Run all waiting draft passes, or else all waiting passes; return whether these were passes of the target."""
-        waiting = [(request, pass_) for request in self.requests if (pass_ := request.pass_) is not None]
-        drafting = [(request, pass_) for request, pass_ in waiting if pass_.kind == "draft"]
-        if drafting:
-            self.load.drafted, self._drafting = len(drafting), True
+        waiting_passes = [(request, pass_) for request in self.requests if (pass_ := request.pass_) is not None]
+        draft_passes = [(request, pass_) for request, pass_ in waiting_passes if pass_.kind == "draft"]
+        if draft_passes:
+            self.load.drafted, self._has_drafted = len(draft_passes), True
         else:
-            self._drafting |= any(len(pass_.rows.token_ids) > 1 for _, pass_ in waiting)
-            self.load.checked = max(1, len(waiting))
-            self.load.n_checks += not all(pass_.kind == "beside" for _, pass_ in waiting)
-            self.load.n_beside += any(pass_.kind == "beside" for _, pass_ in waiting)
-        together: dict[tuple[PassRunner, tuple[int, int] | None], list[Waiting]] = {}
-        for request, pass_ in drafting or waiting:
-            together.setdefault((pass_.runtime, pass_.layers), []).append((request, pass_))
-        for (runtime, _), group in together.items():
-            n_first = runtime.n_first
-            yield from self._run(group)
+            self._has_drafted |= any(len(pass_.rows.token_ids) > 1 for _, pass_ in waiting_passes)
+            self.load.checked = max(1, len(waiting_passes))
+            self.load.n_checks += not all(pass_.kind == "beside" for _, pass_ in waiting_passes)
+            self.load.n_beside += any(pass_.kind == "beside" for _, pass_ in waiting_passes)
+        groups: dict[tuple[PassRunner, tuple[int, int] | None], list[Waiting]] = {}
+        for request, pass_ in draft_passes or waiting_passes:
+            groups.setdefault((pass_.runtime, pass_.layers), []).append((request, pass_))
+        for (runtime, _), group in groups.items():
+            n_first_before = runtime.n_first
+            yield from self._run_group(group)
             # A first pass is slower (compilation, capture), so exclude it from timing.
-            self.load.n_beside += runtime.n_first > n_first
-        return bool(waiting) and not drafting
+            self.load.n_beside += runtime.n_first > n_first_before
+        return bool(waiting_passes) and not draft_passes
 
-    def _run(self, group: list[Waiting]) -> Iterator[WorkEvent]:
-        answers, kept = None, self._kept
+    def _run_group(self, group: list[Waiting]) -> Iterator[WorkEvent]:
+        answers, evictable = None, self._kept
         passes, runtime = [pass_ for _, pass_ in group], group[0][1].runtime
-        started, away, n_first = perf_counter(), 0.0, runtime.n_first
+        started, paused_s, n_first_before = perf_counter(), 0.0, runtime.n_first
         try:
-            answers = _answers(group, runtime.forward_together(passes))
+            answers = _pair_answers(group, runtime.forward_together(passes))
         except Exception as error:
-            kept = kept if is_out_of_memory(error) else []
-            if len(group) == 1 and not kept:
+            evictable = evictable if is_out_of_memory(error) else []
+            if len(group) == 1 and not evictable:
                 yield from group[0][0].throw(error)
                 return
         if answers is None:  # Retry outside the `except` block: the exception keeps the failed pass's tensors alive.
             # Retry without the kept texts, or pass by pass, so that only the request that cannot run fails.
-            again = [group] if kept else [[member] for member in group]
-            kept.clear()
-            for smaller in again:
-                yield from self._run(smaller)
+            retry_groups = [group] if evictable else [[member] for member in group]
+            evictable.clear()
+            for retry_group in retry_groups:
+                yield from self._run_group(retry_group)
             return
-        for number, ((request, pass_), answer) in enumerate(zip(group, answers, strict=True)):
+        for pass_index, ((request, pass_), answer) in enumerate(zip(group, answers, strict=True)):
             if request.pass_ is pass_:  # Skip a request that was cancelled in the meantime.
                 for event in request.send(answer):
-                    left = perf_counter()
+                    paused_at = perf_counter()
                     yield event
-                    away += perf_counter() - left
-            if number == 0:  # Time the passes at the first answer: reading it waits for all of them.
-                self._clock.add(passes, started, perf_counter() - away, runtime.n_first == n_first)
+                    paused_s += perf_counter() - paused_at
+            if pass_index == 0:  # Time the passes at the first answer: reading it waits for all of them.
+                self._clock.add(passes, started, perf_counter() - paused_s, runtime.n_first == n_first_before)
 
-    def _compare(self) -> None:
+    def _time_round(self) -> None:
         """Time the round that ends here, if it only decoded, and decide whether the next one may draft."""
-        load, (before, since), now = self.load, self._checked, perf_counter()
+        load, (load_before, checked_at), now = self.load, self._checked, perf_counter()
         if load.checked not in self._trials:
             self._trials[load.checked] = DraftTrials.beginning(load.checked, self._trials.values())
         trials = self._trials[load.checked]
-        if (load.checked, load.n_beside) == (before.checked, before.n_beside):
+        if (load.checked, load.n_beside) == (load_before.checked, load_before.n_beside):
             # Some methods cannot stop drafting, so count a round as drafted only if drafting was allowed when the round
             # began.
-            trials.add(self._drafting and before.drafts, load.n_tokens - before.n_tokens, now - since)
-        self._drafting, self._checked = False, (replace(load), now)
+            trials.add(self._has_drafted and load_before.drafts, load.n_tokens - load_before.n_tokens, now - checked_at)
+        self._has_drafted, self._checked = False, (replace(load), now)
         load.drafts = load.checked == 1 or trials.drafts
 
-    def _begin(self) -> Iterator[WorkEvent]:
+    def _start_new_requests(self) -> Iterator[WorkEvent]:
         n_running = sum(not request.is_new for request in self.requests)
         for request in [request for request in self.requests if request.is_new]:
             if self.at_once is not None and n_running >= self.at_once:
@@ -312,29 +312,29 @@ class Engine:
     def _serve_slots(self) -> Iterator[WorkEvent]:
         """Take back freed buffers and grant new ones in the order of arrival, as far as memory allows.
 
-        `promised` are the bytes of those that wait until others have read the beginning of their texts.
+        `promised_bytes` are the bytes of those that wait until others have read the beginning of their texts.
         """
-        full, promised = False, 0
+        is_full, promised_bytes = False, 0
         for request in list(self.requests):
-            while isinstance(pending := request.pending, Slots | Free):
-                if isinstance(pending, Free):
-                    self._keep(pending, request.held.pop(pending.slots))
+            while isinstance(demand := request.pending, Slots | Free):
+                if isinstance(demand, Free):
+                    self._keep(demand, request.held.pop(demand.slots))
                     yield from request.send(None)
-                elif self.memory is not None and pending.n_bytes > self.memory:
-                    yield from request.throw(_too_long(pending, self.memory))
-                elif full or not self._fits(promised + pending.bytes_of(pending.first)):
-                    full = True  # Later requests must not overtake this one.
+                elif self.memory is not None and demand.n_bytes > self.memory:
+                    yield from request.throw(_too_long_error(demand, self.memory))
+                elif is_full or not self._fits(promised_bytes + demand.bytes_of(demand.first)):
+                    is_full = True  # Later requests must not overtake this one.
                     break
-                elif self._is_being_read(request, pending):
-                    promised += pending.bytes_of(pending.first)
+                elif self._is_being_read(request, demand):
+                    promised_bytes += demand.bytes_of(demand.first)
                     break
                 else:
                     try:
-                        buffer, n_read, state = self._buffer(pending, promised)
+                        buffer, n_read, state = self._grant_buffer(demand, promised_bytes)
                     except Exception as error:
                         yield from request.throw(error)
                         continue
-                    request.held[pending] = buffer
+                    request.held[demand] = buffer
                     yield from request.send(Granted(buffer, n_read, state, self.load))
 
     def _fits(self, n_bytes: int) -> bool:
@@ -347,66 +347,84 @@ class Engine:
         """
         if self.memory is None:
             return False
-        tokens, (n_read, _) = slots.tokens[:-1], self._longest(slots)
-        earlier = takewhile(lambda other: other is not request, self.requests)
-        texts = (text for other in earlier for text, n in other.texts if n >= n_read)
-        gain = max((text.common(slots, tokens) for text in texts), default=0) - n_read
-        least = 1 if request.waits else max(LEAST_SHARED, SHARE_WAITED_FOR * (len(tokens) - n_read))
-        request.waits = gain >= least
+        tokens, (n_read, _) = slots.tokens[:-1], self._longest_prefix(slots)
+        earlier_requests = takewhile(lambda other_request: other_request is not request, self.requests)
+        running_texts = (
+            text
+            for other_request in earlier_requests
+            for text, n_text_read in other_request.texts
+            if n_text_read >= n_read
+        )
+        n_saved = max((text.common(slots, tokens) for text in running_texts), default=0) - n_read
+        min_saved = 1 if request.waits else max(MIN_SHARED_TOKENS, MIN_SHARED_FRACTION * (len(tokens) - n_read))
+        request.waits = n_saved >= min_saved
         return request.waits
 
-    def _buffer(self, slots: Slots, promised: int) -> tuple[KVBuffer, int, Tensor | None]:
+    def _grant_buffer(self, slots: Slots, promised_bytes: int) -> tuple[KVBuffer, int, Tensor | None]:
         """Return a buffer, the number of slots copied from another request's buffer, and that request's state."""
-        least = slots.capacity if self.memory is None else slots.first
-        for capacity in dict.fromkeys((least + self._spare(slots, promised), least)):
+        min_capacity = slots.capacity if self.memory is None else slots.first
+        for capacity in dict.fromkeys((min_capacity + self._spare_slots(slots, promised_bytes), min_capacity)):
             try:
-                return self._filled(slots, capacity)
+                return self._new_buffer(slots, capacity)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
         self._kept.clear()  # Evict kept texts before letting the request fail.
-        return self._filled(slots, least)
+        return self._new_buffer(slots, min_capacity)
 
-    def _spare(self, slots: Slots, promised: int) -> int:
-        """Return how many of the requested spare slots a buffer gets, within `SPARE_SHARE` of the memory."""
+    def _spare_slots(self, slots: Slots, promised_bytes: int) -> int:
+        """Return how many of the requested spare slots a buffer gets, within `MAX_SPARE_FRACTION` of the memory."""
         if self.memory is None:
             return slots.spare
-        taken = sum(holding.bytes_of(buffer.capacity - holding.first) for holding, buffer in self._held)
-        left = self.memory - self.n_bytes - promised - slots.bytes_of(slots.first)
-        return max(0, min(slots.spare, min(int(SPARE_SHARE * self.memory) - taken, left) // slots.bytes_of(1)))
+        spare_bytes_used = sum(
+            held_slots.bytes_of(buffer.capacity - held_slots.first) for held_slots, buffer in self._held_buffers
+        )
+        free_bytes = self.memory - self.n_bytes - promised_bytes - slots.bytes_of(slots.first)
+        return max(
+            0,
+            min(
+                slots.spare,
+                min(int(MAX_SPARE_FRACTION * self.memory) - spare_bytes_used, free_bytes) // slots.bytes_of(1),
+            ),
+        )
 
-    def _longest(self, slots: Slots) -> tuple[int, _Prefix | None]:
+    def _longest_prefix(self, slots: Slots) -> tuple[int, _Prefix | None]:
         """Return the longest prefix of a text that some buffer holds, and the most recently used such buffer.
 
         The latest is taken because a prefix that many texts share must not make an old text look recently used.
         """
         tokens = slots.tokens[:-1]  # The last token is always read again, for its logits.
-        prefixes = [(kept.common(slots, tokens), kept) for kept in self._kept]
+        prefixes = [(prefix.common(slots, tokens), prefix) for prefix in self._kept]
         if self.memory is not None:
-            running = (text for request in self.requests for text in request.texts)
-            prefixes += [(min(n_read, text.common(slots, tokens)), text) for text, n_read in running]
-        n, best = max(reversed(prefixes), key=itemgetter(0), default=(0, None))
-        return n, best if n else None
+            running_texts = (text for request in self.requests for text in request.texts)
+            prefixes += [(min(n_read, text.common(slots, tokens)), text) for text, n_read in running_texts]
+        n_common, longest = max(reversed(prefixes), key=itemgetter(0), default=(0, None))
+        return n_common, longest if n_common else None
 
-    def _filled(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
-        n_filled, best = self._longest(slots)
+    def _new_buffer(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
+        n_filled, prefix = self._longest_prefix(slots)
         n_bytes = slots.bytes_of(capacity)
-        self._kept.sort(key=lambda kept: kept is best)  # Mark the prefix in use as the most recently used.
-        self._make_room(n_bytes, keep=sum(kept is best for kept in self._kept))
+        # Mark the prefix in use as the most recently used.
+        self._kept.sort(key=lambda kept_prefix: kept_prefix is prefix)
+        self._make_room(n_bytes, keep=sum(kept_prefix is prefix for kept_prefix in self._kept))
         buffer = slots.runtime.new_buffer(capacity)
-        if best is None:
+        if prefix is None:
             return buffer, 0, None
-        buffer.copy_from(best.buffer, n_filled)
+        buffer.copy_from(prefix.buffer, n_filled)
         self._make_room(n_bytes)
-        return buffer, n_filled, best.slots.state
+        return buffer, n_filled, prefix.slots.state
 
     def _keep(self, freed: Free, buffer: KVBuffer) -> None:
         """Keep a freed buffer for reuse, and drop kept texts that are prefixes of it."""
         if self.memory is None:
             return
-        new = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
-        self._kept = [kept for kept in self._kept if kept.common(new.slots, new.token_ids) < len(kept.token_ids)]
-        self._kept.append(new)
+        new_prefix = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
+        self._kept = [
+            prefix
+            for prefix in self._kept
+            if prefix.common(new_prefix.slots, new_prefix.token_ids) < len(prefix.token_ids)
+        ]
+        self._kept.append(new_prefix)
         self._make_room(0)
 
     def _make_room(self, n_bytes: int, keep: int = 0) -> None:
@@ -418,18 +436,22 @@ class Engine:
             del self._kept[0]
 
 
-def _answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
+def _pair_answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:
     """Return each request's answer, given the logits of its pass."""
     answers: list[Tensor | ReadLogits] = [*logits]
-    asking = [(at, demand) for at, (request, _) in enumerate(group) if isinstance(demand := request.pending, ReadPass)]
-    if asking:
-        read = group[0][1].runtime.read_best([logits[at] for at, _ in asking], [demand.unread for _, demand in asking])
-        for (at, _), numbers in zip(asking, read, strict=True):
-            answers[at] = ReadLogits(logits[at], numbers)
+    read_demands = [
+        (index, demand) for index, (request, _) in enumerate(group) if isinstance(demand := request.pending, ReadPass)
+    ]
+    if read_demands:
+        numbers_per_pass = group[0][1].runtime.read_best(
+            [logits[index] for index, _ in read_demands], [demand.unread for _, demand in read_demands]
+        )
+        for (index, _), numbers in zip(read_demands, numbers_per_pass, strict=True):
+            answers[index] = ReadLogits(logits[index], numbers)
     return answers
 
 
-def _too_long(slots: Slots, memory: int) -> ContextOverflow:
+def _too_long_error(slots: Slots, memory: int) -> ContextOverflow:
     return ContextOverflow(
         f"the prompt is too long, or too many new tokens are to follow ({slots.capacity} tokens need"
         f" {slots.n_bytes / 1e6:.0f} MB of keys and values, which may take {memory / 1e6:.0f} MB):"

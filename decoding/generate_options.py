@@ -71,21 +71,23 @@ STATELESS = frozenset(
 def refuse_options(config: Any, assistant_model: Any, synced_gpus: bool) -> None:
     """Raises: SettingsError: `generate` was called with an unsupported option."""
     defaults = GenerationConfig._get_default_generation_params()
-    values = {name: value for name, value in vars(config).items() if value is not None and value is not False}
-    given = {name: value for name, value in values.items() if value != defaults.get(name)}
+    set_options = {name: value for name, value in vars(config).items() if value is not None and value is not False}
+    changed_options = {name: value for name, value in set_options.items() if value != defaults.get(name)}
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        asking = sorted(MODES & given.keys()) + ["assistant_model"] * (assistant_model is not None)
+        mode_options = sorted(MODES & changed_options.keys()) + ["assistant_model"] * (assistant_model is not None)
         raise SettingsError(
             f"custom_generate decodes greedily or samples, and not by {str(mode.value).replace('_', ' ')}: leave"
-            f" {' and '.join(asking)} out, {WITHOUT}"
+            f" {' and '.join(mode_options)} out, {WITHOUT}"
         )
-    for name, value in given.items():
+    for name, value in changed_options.items():
         reason = REFUSED.get(name) or REFUSED.get(f"{name}={value}")
         if reason is not None:
             raise SettingsError(f"custom_generate does not take {name} {value!r}, as {reason}: leave it out, {WITHOUT}")
-    unknown = vars(cast(Any, GenerationConfig)()).keys() & given.keys() - OBEYED - WITHOUT_EFFECT - MODES
-    for name in sorted(name for name in unknown if not name.startswith("_")):
+    unknown_options = (
+        vars(cast(Any, GenerationConfig)()).keys() & changed_options.keys() - OBEYED - WITHOUT_EFFECT - MODES
+    )
+    for name in sorted(name for name in unknown_options if not name.startswith("_")):
         raise SettingsError(
             f"custom_generate does not know {name}, an option of this transformers: leave it out, {WITHOUT}"
         )
@@ -97,10 +99,10 @@ def refuse_options(config: Any, assistant_model: Any, synced_gpus: bool) -> None
 
 def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     """Raises: SettingsError, InvalidInput: the input is more, or less, than the token ids of one prompt."""
-    given = {name: value for name, value in inputs.items() if value is not None}
-    if "inputs_embeds" in given:
+    given_inputs = {name: value for name, value in inputs.items() if value is not None}
+    if "inputs_embeds" in given_inputs:
         raise InvalidInput(f"custom_generate reads token ids, not inputs_embeds: pass input_ids, {WITHOUT}")
-    for name in sorted(given.keys() - set(USUAL_INPUTS)):
+    for name in sorted(given_inputs.keys() - set(USUAL_INPUTS)):
         raise SettingsError(f"custom_generate does not take {name}, an input of the model: leave it out, {WITHOUT}")
     if input_ids.shape[0] != 1:
         raise SettingsError(
@@ -108,7 +110,7 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         )
     if input_ids.shape[1] == 0:
         raise InvalidInput("the prompt has no tokens: pass input_ids with at least one")
-    mask, positions, cache = (given.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    mask, positions, cache = (given_inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     if mask is not None and not bool(mask.all()):
         raise InvalidInput(
             "the prompt has padding (zeros in attention_mask, which generate makes where a token is pad_token_id):"

@@ -21,8 +21,8 @@ from ..core.errors import InvalidInput, ParametersError, SchemaError
 from ..core.json_schemas import has_arguments, relaxed
 from .json_grammar import LIMITS, json_grammar, line, problem_of
 
-MOST_VOCABULARIES = 4  # Maximum tokenizers cached in llguidance's form.
-MOST_GRAMMARS = 64  # Maximum compiled grammars in the cache.
+MAX_VOCABULARIES = 4  # Maximum tokenizers cached in llguidance's form.
+MAX_GRAMMARS = 64  # Maximum compiled grammars in the cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,19 @@ class Grammar:
                 is a document of its own: `#` in its references is its root.
         Raises: ParametersError: a schema cannot be used; the error's `param` is its place.
         """
-        calls, rules = list[str](), list[str]()
-        for place, function in functions.items():
-            begin = f'{{"name": {_quoted(function["name"])}, "arguments": '
+        call_rules, schema_rules = list[str](), list[str]()
+        for parameters_path, function in functions.items():
+            call_prefix = f'{{"name": {_quote(function["name"])}, "arguments": '
             if not has_arguments(function.get("parameters")):
-                calls.append(_quoted(begin + "{}}"))
+                call_rules.append(_quote(call_prefix + "{}}"))
                 continue
             try:
-                schema = json_grammar(_arguments(function))
+                schema = json_grammar(_arguments_schema(function))
             except SchemaError as error:
-                raise ParametersError(str(error), place) from error
-            calls.append(f'{_quoted(begin)} arguments_{len(rules)} "}}"')
-            rules.append(f"arguments_{len(rules)}: %json {json.dumps(schema)}")
-        source = LLMatcher.grammar_from_lark("\n".join([f"start: {' | '.join(calls)}", *rules]))
+                raise ParametersError(str(error), parameters_path) from error
+            call_rules.append(f'{_quote(call_prefix)} arguments_{len(schema_rules)} "}}"')
+            schema_rules.append(f"arguments_{len(schema_rules)}: %json {json.dumps(schema)}")
+        source = LLMatcher.grammar_from_lark("\n".join([f"start: {' | '.join(call_rules)}", *schema_rules]))
         if problem := problem_of(source):
             raise ParametersError(f"the tools cannot be used together: {problem}", "tools")
         return cls(source, "the grammar of the tools")
@@ -109,13 +109,13 @@ class GrammarMask(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (1, vocab) after `input_ids` (1, tokens), minus infinity where a token is forbidden."""
         n_known = min(self._n_committed, input_ids.shape[1] - self.n_prompt)
-        newest = input_ids[0, self.n_prompt + n_known :].tolist()
-        allowed = self.allowed(newest, scores.shape[-1], n_known).to(scores.device)
-        masked = scores.masked_fill(~allowed, float("-inf"))
+        new_ids = input_ids[0, self.n_prompt + n_known :].tolist()
+        allowed = self.allowed(new_ids, scores.shape[-1], n_known).to(scores.device)
+        masked_scores = scores.masked_fill(~allowed, float("-inf"))
         # If other processors or a smaller draft vocabulary exclude all allowed tokens, restore them.
-        if bool(masked.isneginf().all()):
-            masked = torch.where(allowed, 0.0, masked)
-        return masked
+        if bool(masked_scores.isneginf().all()):
+            masked_scores = torch.where(allowed, 0.0, masked_scores)
+        return masked_scores
 
     def allowed(self, generated: Sequence[int], n_vocab: int, n_known: int = 0) -> Tensor:
         """Return a mask of the tokens allowed next: bool (vocab,); all True if the text violates the grammar.
@@ -123,59 +123,64 @@ class GrammarMask(LogitsProcessor):
         Args:   generated: without the first `n_known`, which are committed ones.
         Raises: InvalidInput: the grammar takes too much work here.
         """
-        ended = torch.zeros(n_vocab, dtype=torch.bool)
-        ended[self.stop_token_ids] = True
+        stop_mask = torch.zeros(n_vocab, dtype=torch.bool)
+        stop_mask[self.stop_token_ids] = True
         if not set(self.stop_token_ids).isdisjoint(generated):
-            return ended
-        if not self._move(generated, n_known):  # The text violates the grammar, which only lossy verifiers permit.
-            return torch.ones_like(ended)
-        mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
+            return stop_mask
+        # The text violates the grammar, which only lossy verifiers permit.
+        if not self._move_matcher(generated, n_known):
+            return torch.ones_like(stop_mask)
+        grammar_mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8)[:n_vocab] != 0
         if self.matcher.is_error():
             raise InvalidInput(f"the grammar cannot be followed any further: {line(self.matcher.get_error())}")
         if self.matcher.is_stopped():
-            return ended
-        return mask | ended if self.matcher.is_accepting() else mask & ~ended
+            return stop_mask
+        return grammar_mask | stop_mask if self.matcher.is_accepting() else grammar_mask & ~stop_mask
 
     def forced(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that the grammar forces after the committed `token_ids` (prompt included).
 
         They are as the tokenizer would split that text; the model may split it another way.
         """
-        newest = token_ids[self.n_prompt + self._n_committed :]
-        if not set(self.stop_token_ids).isdisjoint(newest) or not self._move(newest, self._n_committed):
+        new_ids = token_ids[self.n_prompt + self._n_committed :]
+        if not set(self.stop_token_ids).isdisjoint(new_ids) or not self._move_matcher(new_ids, self._n_committed):
             return []
         self._n_committed = len(self._read)
         return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
 
-    def _move(self, generated: Sequence[int], n_known: int) -> bool:
+    def _move_matcher(self, generated: Sequence[int], n_known: int) -> bool:
         """Advance the matcher past `n_known` committed tokens and `generated`; return whether it accepts them all."""
-        read = self._read[n_known:]
-        pairs = enumerate(zip(read, generated, strict=False))
-        n_same = next((n for n, (token_id, other) in pairs if token_id != other), min(len(read), len(generated)))
-        if n_same < len(read):
-            self.matcher.rollback(len(read) - n_same)
-        n_more = self.matcher.try_consume_tokens(list(generated[n_same:]))
-        self._read[n_known + n_same :] = generated[n_same : n_same + n_more]
+        consumed = self._read[n_known:]
+        id_pairs = enumerate(zip(consumed, generated, strict=False))
+        n_same = next(
+            (index for index, (token_id, new_id) in id_pairs if token_id != new_id), min(len(consumed), len(generated))
+        )
+        if n_same < len(consumed):
+            self.matcher.rollback(len(consumed) - n_same)
+        n_accepted = self.matcher.try_consume_tokens(list(generated[n_same:]))
+        self._read[n_known + n_same :] = generated[n_same : n_same + n_accepted]
         self._n_committed = min(self._n_committed, n_known + n_same)
-        return n_same + n_more == len(generated)
+        return n_same + n_accepted == len(generated)
 
 
-def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a function's arguments, restricted to objects."""
     schema = function["parameters"]
-    kinds = schema.get("type", "object")
-    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        raise SchemaError(f"the JSON schema cannot be used: the arguments of a call are an object, not {kinds!r}")
+    argument_types = schema.get("type", "object")
+    if argument_types != "object" and not (isinstance(argument_types, list) and "object" in argument_types):
+        raise SchemaError(
+            f"the JSON schema cannot be used: the arguments of a call are an object, not {argument_types!r}"
+        )
     schema = {**schema, "type": "object"}
     return relaxed(schema) if function.get("strict") is False else schema
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a text as a quoted string of JSON and of llguidance's grammars."""
     return json.dumps(text, ensure_ascii=False)
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
+@lru_cache(maxsize=MAX_GRAMMARS)
 def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
     """Return a grammar's initial matcher, which callers must copy; raise InvalidInput if it does not compile."""
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
@@ -184,7 +189,7 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
     return matcher
 
 
-@lru_cache(maxsize=MOST_VOCABULARIES)
+@lru_cache(maxsize=MAX_VOCABULARIES)
 def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Return a tokenizer in llguidance's form; raise InvalidInput if llguidance cannot read it."""
     try:

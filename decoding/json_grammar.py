@@ -1,7 +1,7 @@
 """The grammar of a JSON schema's values, as llguidance reads it.
 
 llguidance compiles a schema. What it takes otherwise than JSON Schema says, or in a way that need not end, is rewritten
-before: see `_changed`.
+before: see `_adapt_part`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..core.json_schemas import Place, Schema, endless, limits, parts, rewritten
 
 # These limits keep compilation under 0.5 s and a mask under 0.1 s; other requests wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
-MOST_CHARACTERS = 1 << 18  # Maximum length of a grammar.
-MOST_GRAMMARS = 64  # Maximum grammars whose compile errors are cached.
-MOST_SEARCHED = 1 << 17  # Maximum characters of sub-schemas compiled one by one to locate an error.
-MOST_NAMES = 64  # Maximum names that a pattern may expand to.
-MOST_STEPS = 2048  # Maximum prefixes tried while expanding a pattern to names.
+MAX_CHARACTERS = 1 << 18  # Maximum length of a grammar.
+MAX_GRAMMARS = 64  # Maximum grammars whose compile errors are cached.
+MAX_SEARCHED = 1 << 17  # Maximum characters of sub-schemas compiled one by one to locate an error.
+MAX_NAMES = 64  # Maximum names that a pattern may expand to.
+MAX_STEPS = 2048  # Maximum prefixes tried while expanding a pattern to names.
 EXCERPT = re.compile(r"^ *\d+ \|.*", re.MULTILINE | re.DOTALL)
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # Matches control characters, which JSON can write only as \uXXXX.
 WORDS = {  # llguidance's error message -> ours.
@@ -41,76 +41,76 @@ def json_grammar(schema: Schema) -> dict[str, Any]:
 
     Raises: SchemaError: it cannot be compiled, or takes too much work; the message names the part.
     """
-    changed = _rewritten(schema)
-    if problem := problem_of(_source(changed)):
-        raise SchemaError(f"the JSON schema cannot be used, at {_place(schema, problem)}: {problem}")
-    return changed
+    adapted = _rewrite(schema)
+    if problem := problem_of(_to_grammar(adapted)):
+        raise SchemaError(f"the JSON schema cannot be used, at {_find_problem_path(schema, problem)}: {problem}")
+    return adapted
 
 
 def problem_of(source: str) -> str:
     """Return the reason why a grammar cannot be compiled; "" if it can."""
-    return f"more than {MOST_CHARACTERS} characters" if len(source) > MOST_CHARACTERS else _compiling(source)
+    return f"more than {MAX_CHARACTERS} characters" if len(source) > MAX_CHARACTERS else _compile_problem(source)
 
 
 def line(message: str) -> str:
     """Return llguidance's message on one line, without its excerpt of the grammar and its state."""
-    words = " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())
-    for pattern, ours in WORDS.items():
-        words = re.sub(pattern, ours, words)
-    return words
+    problem_text = " ".join(EXCERPT.sub("", message).partition("<state>")[0].split())
+    for pattern, own_words in WORDS.items():
+        problem_text = re.sub(pattern, own_words, problem_text)
+    return problem_text
 
 
-def _rewritten(schema: Schema) -> dict[str, Any]:
+def _rewrite(schema: Schema) -> dict[str, Any]:
     try:
         root = {**schema, "x-guidance": None}
-        changed = rewritten(root, partial(_changed, root=root, without_end=endless(root)))
-        written = json.dumps(schema)
+        adapted = rewritten(root, partial(_adapt_part, root=root, endless_ids=endless(root)))
+        schema_json = json.dumps(schema)
     except RecursionError:
         raise SchemaError("the JSON schema cannot be used: it is nested too deeply") from None
-    if changed is False:
+    if adapted is False:
         raise SchemaError("the JSON schema cannot be used: no finite JSON satisfies it, give its recursion an end")
     # Without the \u escape a name has one spelling only, so it cannot be repeated under another spelling.
-    escapes = 'nrbtf\\"u' if CONTROL.search(written) else 'nrbtf\\"'
-    form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**changed, "x-guidance": {**form, "json_allowed_escapes": escapes}}
+    escapes = 'nrbtf\\"u' if CONTROL.search(schema_json) else 'nrbtf\\"'
+    separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {**adapted, "x-guidance": {**separators, "json_allowed_escapes": escapes}}
 
 
-def _source(changed: Mapping[str, Any]) -> str:
+def _to_grammar(adapted: Mapping[str, Any]) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(dict(changed))
+        return LLMatcher.grammar_from_json_schema(dict(adapted))
     except ValueError:
         raise SchemaError("the JSON schema cannot be used: an integer in it is not below 2^64") from None
 
 
-def _place(schema: Schema, problem: str) -> str:
+def _find_problem_path(schema: Schema, problem: str) -> str:
     """Return a JSON pointer to the innermost sub-schema that has `problem` when compiled alone.
 
-    In a large schema it may be an enclosing sub-schema, as `MOST_SEARCHED` bounds the search.
+    In a large schema it may be an enclosing sub-schema, as `MAX_SEARCHED` bounds the search.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    place, inner, left = "#", parts(schema), MOST_SEARCHED
-    while left > 0 and (character := next(inner, None)) is not None:
-        where, part = character
-        source = _source(_rewritten({**definitions, **part}))
-        left -= len(source)
+    path, inner_parts, n_left = "#", parts(schema), MAX_SEARCHED
+    while n_left > 0 and (next_part := next(inner_parts, None)) is not None:
+        part_path, part = next_part
+        source = _to_grammar(_rewrite({**definitions, **part}))
+        n_left -= len(source)
         if problem_of(source) == problem:
-            place, inner = f"{place}/{_pointer(where)}", parts(part)
-    return place
+            path, inner_parts = f"{path}/{_json_pointer(part_path)}", parts(part)
+    return path
 
 
-def _changed(schema: Schema, limited: dict[str, Any], root: Schema, without_end: frozenset[int]) -> Any:
-    """Return a part of a schema, `own` with its inner parts changed, as llguidance is to read it."""
-    if id(schema) in without_end:
+def _adapt_part(schema: Schema, adapted: dict[str, Any], root: Schema, endless_ids: frozenset[int]) -> Any:
+    """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads."""
+    if id(schema) in endless_ids:
         return False
-    limited = limits(limited)
-    if isinstance(name := limited.get("format"), str) and not _is_known(name):
-        del limited["format"]  # JSON Schema treats an unknown format as an annotation.
-    _check_exact([limited.get("enum"), limited.get("const")])
-    if isinstance(limited.get("patternProperties"), dict):
-        limited |= _listed(limited)
-    if isinstance(limited.get("oneOf"), list):
-        limited["oneOf"] = [_typed(option, root) for option in limited["oneOf"]]
-    return limited
+    adapted = limits(adapted)
+    if isinstance(format_name := adapted.get("format"), str) and not _is_enforced_format(format_name):
+        del adapted["format"]  # JSON Schema treats an unknown format as an annotation.
+    _check_exact([adapted.get("enum"), adapted.get("const")])
+    if isinstance(adapted.get("patternProperties"), dict):
+        adapted |= _list_pattern_names(adapted)
+    if isinstance(adapted.get("oneOf"), list):
+        adapted["oneOf"] = [_add_type(option, root) for option in adapted["oneOf"]]
+    return adapted
 
 
 def _check_exact(value: Any) -> None:
@@ -118,11 +118,11 @@ def _check_exact(value: Any) -> None:
         raise SchemaError(
             f"the JSON schema cannot be used: {value} is not exact as a 64-bit float, use a string for it"
         )
-    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        _check_exact(part)
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _check_exact(inner)
 
 
-def _listed(schema: Schema) -> dict[str, Any]:
+def _list_pattern_names(schema: Schema) -> dict[str, Any]:
     """Return `properties` with the names of those patterns that match few, and `patternProperties` without these.
 
     llguidance lets a name of a pattern come any number of times, and writes a comma before names that are used up.
@@ -130,63 +130,67 @@ def _listed(schema: Schema) -> dict[str, Any]:
     properties, patterns = dict(schema.get("properties") or {}), dict(schema["patternProperties"])
     for pattern in list(patterns):
         if (names := names_of(pattern)) is not None:
-            limit = patterns.pop(pattern)
+            name_schema = patterns.pop(pattern)
             for name in names:
-                properties[name] = {"allOf": [properties[name], limit]} if name in properties else limit
+                properties[name] = {"allOf": [properties[name], name_schema]} if name in properties else name_schema
     return {"properties": properties, "patternProperties": patterns}
 
 
-def _typed(option: Any, root: Schema) -> Any:
+def _add_type(option: Any, root: Schema) -> Any:
     """Return a schema of `oneOf`; a reference with the type that it leads to, so that llguidance looks behind it."""
-    resolved = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
-    return {"type": resolved["type"], **option} if isinstance(resolved, Mapping) and "type" in resolved else option
+    referenced_schema = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
+    return (
+        {"type": referenced_schema["type"], **option}
+        if isinstance(referenced_schema, Mapping) and "type" in referenced_schema
+        else option
+    )
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
+@lru_cache(maxsize=MAX_GRAMMARS)
 def names_of(pattern: str) -> tuple[str, ...] | None:
-    """Return all names that a `patternProperties` pattern matches, shortest first; None if more than `MOST_NAMES`."""
-    source = _source(_rewritten({"type": "string", "pattern": pattern}))
-    start = LLMatcher(_bytes(), source, log_level=0, limits=LIMITS)
-    if start.is_error():
-        return () if "Unsatisfiable" in start.get_error() else None
-    names, open_names = list[str](), [(b"", start)]
-    for _ in range(MOST_STEPS):
+    """Return all names that a `patternProperties` pattern matches, shortest first; None if more than `MAX_NAMES`."""
+    source = _to_grammar(_rewrite({"type": "string", "pattern": pattern}))
+    start_matcher = LLMatcher(_byte_tokenizer(), source, log_level=0, limits=LIMITS)
+    if start_matcher.is_error():
+        return () if "Unsatisfiable" in start_matcher.get_error() else None
+    names, open_names = list[str](), [(b"", start_matcher)]
+    for _ in range(MAX_STEPS):
         if not open_names:
             return tuple(names)
-        text, matcher = open_names.pop(0)
+        prefix, matcher = open_names.pop(0)
         if matcher.is_accepting():
-            names.append(json.loads(text))
+            names.append(json.loads(prefix))
             continue
-        following = _following(matcher)
-        if len(names) + len(open_names) + len(following) > MOST_NAMES:
+        next_bytes = _next_bytes(matcher)
+        if len(names) + len(open_names) + len(next_bytes) > MAX_NAMES:
             return None
-        for byte in following:
-            longer = matcher.deep_copy()
-            longer.consume_token(byte)
-            open_names.append((text + bytes([byte]), longer))
+        for byte in next_bytes:
+            longer_matcher = matcher.deep_copy()
+            longer_matcher.consume_token(byte)
+            open_names.append((prefix + bytes([byte]), longer_matcher))
     return None
 
 
-def _following(matcher: LLMatcher) -> list[int]:
+def _next_bytes(matcher: LLMatcher) -> list[int]:
     return [byte for byte, bias in enumerate(matcher.compute_logit_bias()[:256]) if bias]
 
 
 @lru_cache(maxsize=1)
-def _bytes() -> LLTokenizer:
+def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
-def _is_known(name: str) -> bool:
+@lru_cache(maxsize=MAX_GRAMMARS)
+def _is_enforced_format(name: str) -> bool:
     """Return whether llguidance enforces a `format` of that name."""
     return not problem_of(LLMatcher.grammar_from_json_schema({"type": "string", "format": name}))
 
 
-@lru_cache(maxsize=MOST_GRAMMARS)
-def _compiling(source: str) -> str:
+@lru_cache(maxsize=MAX_GRAMMARS)
+def _compile_problem(source: str) -> str:
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LIMITS)
     return line(messages[0]) if is_error else ""
 
 
-def _pointer(place: Place) -> str:
+def _json_pointer(place: Place) -> str:
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in place)

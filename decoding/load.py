@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..core.observed_costs import PassTiming
 
-MOST_TIMINGS = 256  # Maximum pass times kept until they are collected.
+MAX_TIMINGS = 256  # Maximum pass times kept until they are collected.
 
 
 @dataclass(slots=True)
@@ -26,14 +26,14 @@ class Load:
     n_beside: int = 0
     n_tokens: int = 0
     drafts: bool = True
-    timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
+    timings: deque[PassTiming] = field(default_factory=lambda: deque(maxlen=MAX_TIMINGS))
 
     def is_shared(self) -> bool:
         """Whether several sequences share the engine, so that all wait for each other's passes."""
         return self.checked > 1
 
     def take_timings(self) -> list[PassTiming]:
-        """Return the passes that were timed since the last call, oldest first, `MOST_TIMINGS` at most."""
-        taken = list(self.timings)
+        """Return the passes that were timed since the last call, oldest first, `MAX_TIMINGS` at most."""
+        timings = list(self.timings)
         self.timings.clear()
-        return taken
+        return timings

@@ -20,9 +20,9 @@ from .methods import PLAIN, Method
 from .verify import Target, TargetWalk, Verifier, token_logprobs
 from .work import Free, Slots, Work
 
-MOST_FORCED = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
-FEWEST_FORCED = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
-FIRST_NEW = 256  # With bounded memory, buffers start with slots for this many new tokens and grow by doubling.
+MAX_FORCED_TOKENS = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
+MIN_FORCED_TOKENS = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
+FIRST_NEW_SLOTS = 256  # With bounded memory, buffers start with slots for this many new tokens and grow by doubling.
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:
@@ -69,39 +69,39 @@ def decoding(
         )
     draft_rows = method.drafter.max_rows(ending.max_new_tokens)
     if rule.grammar is not None:
-        draft_rows = max(draft_rows, 1 + MOST_FORCED)
+        draft_rows = max(draft_rows, 1 + MAX_FORCED_TOKENS)
     capacity = len(prompt_ids) + ending.max_new_tokens + draft_rows
     token_ids = [*prompt_ids, *(() if resume_from is None else resume_from.token_ids[:-1])]
     # Slots shared with another request come without logits, so a request for prompt_logprobs reads its whole prompt
     # itself.
-    shared = () if prompt_logprobs else token_ids
-    first = min(capacity, len(token_ids) + FIRST_NEW + draft_rows)
-    spare = max(0, scratch_rows - draft_rows)
-    slots = Slots(runtime, capacity, first, shared, salt, method.drafter.slot_bytes, spare)
-    buffer, n_read, state, load = yield from slots.granted()
+    shareable_ids = () if prompt_logprobs else token_ids
+    first_capacity = min(capacity, len(token_ids) + FIRST_NEW_SLOTS + draft_rows)
+    spare_slots = max(0, scratch_rows - draft_rows)
+    slots = Slots(runtime, capacity, first_capacity, shareable_ids, salt, method.drafter.slot_bytes, spare_slots)
+    buffer, n_read, state, load = yield from slots.acquire()
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
-    prompt = list(prompt_ids)
+    prompt_list = list(prompt_ids)
     slots.state = state if with_state else None
-    context = Context(runtime, buffer, rule, prompt, len(prompt), tally, load, logprobs, tuple(prediction))
+    context = Context(runtime, buffer, rule, prompt_list, len(prompt_list), tally, load, logprobs, tuple(prediction))
     if resume_from is None:
         tally.n_cached = n_read
         yield from _prefill(context, slots, n_read, ending, with_state, prompt_logprobs)
     else:
         yield from _resume(context, n_read, resume_from)
     if context.finish is None:
-        drafting, plain = method.drafter.begin(context), PLAIN.drafter.begin(context)
+        request_drafter, plain_drafter = method.drafter.begin(context), PLAIN.drafter.begin(context)
         # Only this verifier gives the same tokens whatever was drafted, so only with it may drafting stop by measured
         # time.
-        may_stop = isinstance(method.verifier, TargetWalk) and not method.lossy
+        may_stop_drafting = isinstance(method.verifier, TargetWalk) and not method.lossy
         while context.finish is None:
             if context.root_slot + draft_rows > context.buffer.capacity:
                 slots = yield from _grow(context, slots, draft_rows)
-            drafts = load.drafts or not may_stop
-            tally.crowded += not drafts
-            yield from _round(context, method.verifier, drafting if drafts else plain, ending)
-    completion = _completion(context, method, ending, context.finish)
-    is_read = resume_from is None or resume_from.finish is None
-    yield Free(slots, context.token_ids[:-1] if is_read else ())
+            may_draft = load.drafts or not may_stop_drafting
+            tally.crowded += not may_draft
+            yield from _round(context, method.verifier, request_drafter if may_draft else plain_drafter, ending)
+    completion = _build_completion(context, method, ending, context.finish)
+    has_all_slots = resume_from is None or resume_from.finish is None
+    yield Free(slots, context.token_ids[:-1] if has_all_slots else ())
     return completion
 
 
@@ -110,37 +110,43 @@ def _prefill(
 ) -> Work[None]:
     """Prefill the part of the prompt not yet in the buffer; the last pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
-    capture = {runtime.n_layers: states} if with_state else None
-    of_prompt: list[TokenLogprob] = []
-    n_known = 0 if slots.state is None else n_read
-    total = 0.0 if slots.state is None else n_read * slots.state.double()
+    captured_states = {runtime.n_layers: states} if with_state else None
+    prompt_token_logprobs: list[TokenLogprob] = []
+    n_averaged = 0 if slots.state is None else n_read
+    state_sum = 0.0 if slots.state is None else n_read * slots.state.double()
     is_shared = context.load.is_shared
-    passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, capture, is_shared, prompt_logprobs)
+    passes = runtime.prefill_passes(prompt_ids, context.buffer, n_read, captured_states, is_shared, prompt_logprobs)
     for pass_ in passes:
         logits = yield from pass_.run()
         if prompt_logprobs:
-            following = prompt_ids[len(of_prompt) + 1 :]
-            of_prompt += token_logprobs(logits, following, context.logprobs or 0)
+            next_ids = prompt_ids[len(prompt_token_logprobs) + 1 :]
+            prompt_token_logprobs += token_logprobs(logits, next_ids, context.logprobs or 0)
         if with_state:
-            unread = runtime.normed(states.pop()).double()
-            n_known, total = n_known + len(unread), total + unread.sum(dim=0)
-            slots.state = (total / n_known).float()
-    first = context.choose((), logits[-1])
+            new_states = runtime.normed(states.pop()).double()
+            n_averaged, state_sum = n_averaged + len(new_states), state_sum + new_states.sum(dim=0)
+            slots.state = (state_sum / n_averaged).float()
+    first_token = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
-    logprobs = () if context.logprobs is None else token_logprobs(logits[-1:], [first], context.logprobs)
-    yield Prefilled(context, _commit(context, (first,), ending), slots.state, logprobs, tuple(of_prompt))
+    logprobs = () if context.logprobs is None else token_logprobs(logits[-1:], [first_token], context.logprobs)
+    yield Prefilled(
+        context, _commit(context, (first_token,), ending), slots.state, logprobs, tuple(prompt_token_logprobs)
+    )
 
 
-def _resume(context: Context, n_read: int, point: ResumePoint) -> Work[None]:
+def _resume(context: Context, n_read: int, resume_point: ResumePoint) -> Work[None]:
     """Restore the buffer and the sampling rule of an interrupted request."""
-    clock = perf_counter()
-    context.token_ids += point.token_ids
-    context.searched, context.finish, context.n_learnt = point.searched, point.finish, point.n_learnt
-    context.rule.skip(point.n_drawn)
-    if point.finish is None:
-        unread = context.token_ids[n_read:-1]
-        yield from context.runtime.prefill_passes(unread, context.buffer, n_read, is_shared=context.load.is_shared)
-        context.tally.prefill_s += perf_counter() - clock
+    started = perf_counter()
+    context.token_ids += resume_point.token_ids
+    context.searched, context.finish, context.n_learnt = (
+        resume_point.searched,
+        resume_point.finish,
+        resume_point.n_learnt,
+    )
+    context.rule.skip(resume_point.n_drawn)
+    if resume_point.finish is None:
+        unread_ids = context.token_ids[n_read:-1]
+        yield from context.runtime.prefill_passes(unread_ids, context.buffer, n_read, is_shared=context.load.is_shared)
+        context.tally.prefill_s += perf_counter() - started
         yield Prefilled(context, ())
 
 
@@ -151,18 +157,18 @@ def _grow(context: Context, slots: Slots, draft_rows: int) -> Work[Slots]:
     """
     token_ids = list(context.token_ids)
     yield Free(slots, token_ids[:-1])
-    first = len(token_ids) + max(FIRST_NEW, len(context.generated)) + draft_rows
-    slots = replace(slots, first=min(slots.capacity, first), token_ids=token_ids)
-    context.buffer, n_read, *_ = yield from slots.granted()
-    unread = token_ids[n_read:-1]
-    yield from context.runtime.prefill_passes(unread, context.buffer, n_read, is_shared=context.load.is_shared)
+    first_capacity = len(token_ids) + max(FIRST_NEW_SLOTS, len(context.generated)) + draft_rows
+    slots = replace(slots, first=min(slots.capacity, first_capacity), token_ids=token_ids)
+    context.buffer, n_read, *_ = yield from slots.acquire()
+    unread_ids = token_ids[n_read:-1]
+    yield from context.runtime.prefill_passes(unread_ids, context.buffer, n_read, is_shared=context.load.is_shared)
     return slots
 
 
-def _completion(context: Context, method: Method, ending: Ending, finish: FinishReason) -> Completion:
+def _build_completion(context: Context, method: Method, ending: Ending, finish: FinishReason) -> Completion:
     tally, token_ids = context.tally, context.generated
-    total = tally.total_s
-    spent = tally.optimise_s + tally.draft_s + tally.verify_s
+    total_s = tally.total_s
+    round_s = tally.optimise_s + tally.draft_s + tally.verify_s
     # Verifiers that draw random numbers to accept a draft give other tokens for the same seed than plain decoding does.
     keeps_tokens = not method.lossy and (context.rule.greedy or isinstance(method.verifier, TargetWalk))
     return Completion(
@@ -176,7 +182,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
         drafted=tally.drafted,
         accepted=tally.accepted,
         accepted_per_position=tuple(tally.per_position),
-        by_draft_length={n: tuple(rounds) for n, rounds in sorted(tally.by_draft_length.items())},
+        by_draft_length={draft_length: tuple(rounds) for draft_length, rounds in sorted(tally.by_draft_length.items())},
         refused=tally.refused,
         estimated_cost=tally.estimated,
         accepted_prediction=tally.accepted_prediction,
@@ -184,7 +190,7 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
         n_cached=tally.n_cached,
         crowded_rounds=tally.crowded,
         verified_widths=tally.widths,
-        timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total - spent)),
+        timings=Timings(tally.optimise_s, tally.draft_s, tally.verify_s, max(0.0, total_s - round_s)),
         prefill_s=tally.prefill_s,
         layer_set=method.layer_set,
         lossy=method.lossy,
@@ -192,36 +198,40 @@ def _completion(context: Context, method: Method, ending: Ending, finish: Finish
     )
 
 
-def _round(context: Context, verifier: Verifier, drafting: Drafter, ending: Ending) -> Work[None]:
-    started = perf_counter()
+def _round(context: Context, verifier: Verifier, drafter: Drafter, ending: Ending) -> Work[None]:
+    started_at = perf_counter()
     # The last token of the completion needs no draft: the pass that verifies the token before it yields it.
     room = ending.max_new_tokens - len(context.generated) - 1
-    forced = _forced_draft(context, room)
-    draft = (yield from drafting.draft(room)) if forced is None else forced
-    drafted = perf_counter()
+    grammar_draft = _draft_by_grammar(context, room)
+    draft = (yield from drafter.draft(room)) if grammar_draft is None else grammar_draft
+    drafted_at = perf_counter()
     target = Target(context, draft, verifier)
     draft = yield from target.check()
     walk = verifier.verify(draft, target)
     for depth, node in enumerate(walk.path, 1):
         if node != depth:  # Move the accepted node's keys and values to the slot of its position.
             context.buffer.move(context.root_slot + node, context.root_slot + depth)
-    if forced is None:
-        drafting.observe(Outcome(draft, walk, target.argmaxes))
-    verified = perf_counter()
+    if grammar_draft is None:
+        drafter.observe(Outcome(draft, walk, target.argmaxes))
+    verified_at = perf_counter()
     token_ids = _commit(context, walk.token_ids, ending)
     context.load.n_tokens += len(token_ids)
     context.searched = False
     n_accepted = min(len(walk.path), len(token_ids), draft.n_steps)
-    traced = _traced(draft, walk, token_ids)
-    _count(context.tally, draft, walk, n_accepted, traced)
-    context.tally.draft_s += drafted - started
-    context.tally.verify_s += verified - drafted
+    traced_tokens = _trace_sources(draft, walk, token_ids)
+    _update_tally(context.tally, draft, walk, n_accepted, traced_tokens)
+    context.tally.draft_s += drafted_at - started_at
+    context.tally.verify_s += verified_at - drafted_at
     logprobs = target.logprobs(walk.path, token_ids)
-    times = (drafted - started, verified - drafted)
-    yield Round(context, token_ids, draft.n_steps, n_accepted, draft.n_rows, *times, logprobs, traced)
+    draft_and_verify_s = (drafted_at - started_at, verified_at - drafted_at)
+    yield Round(
+        context, token_ids, draft.n_steps, n_accepted, draft.n_rows, *draft_and_verify_s, logprobs, traced_tokens
+    )
 
 
-def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequence[TracedToken]) -> None:
+def _update_tally(
+    tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced_tokens: Sequence[TracedToken]
+) -> None:
     n_steps, n_rows = draft.n_steps, draft.n_rows
     tally.rounds += draft.n_passes
     tally.drafted += n_steps
@@ -236,37 +246,41 @@ def _count(tally: Tally, draft: Draft, walk: Walk, n_accepted: int, traced: Sequ
         tally.by_draft_length.setdefault(n_steps, [0] * (n_steps + 1))[n_accepted] += 1
     if draft.estimated is not None:
         tally.estimated = (tally.estimated or 0.0) + draft.estimated
-    n_predicted = sum(token.source == "prediction" for token in traced)
+    n_predicted = sum(token.source == "prediction" for token in traced_tokens)
     tally.accepted_prediction += n_predicted
     tally.rejected_prediction += sum(source == "prediction" for source in draft.sources.values()) - n_predicted
 
 
-def _traced(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[TracedToken, ...]:
+def _trace_sources(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[TracedToken, ...]:
     """Return the source of each committed token, and the draft tokens rejected at its position."""
-    tree, parent, traced = draft.tree, 0, list[TracedToken]()
+    tree, parent, traced_tokens = draft.tree, 0, list[TracedToken]()
     for token_id, node in zip(token_ids, (*walk.path, None), strict=False):
         if node is None:
-            traced.append(TracedToken(token_id, "target", tuple(tree.token_ids[i] for i in tree.below(parent))))
+            traced_tokens.append(
+                TracedToken(token_id, "target", tuple(tree.token_ids[child] for child in tree.below(parent)))
+            )
             break
-        first = () if tree.is_chain else tree.below(parent)
-        rejected = tuple(tree.token_ids[i] for i in first) if first[:1] not in ((), (node,)) else ()
-        traced.append(TracedToken(token_id, draft.sources.get(node, "draft"), rejected))
+        first_children = () if tree.is_chain else tree.below(parent)
+        rejected = (
+            tuple(tree.token_ids[child] for child in first_children) if first_children[:1] not in ((), (node,)) else ()
+        )
+        traced_tokens.append(TracedToken(token_id, draft.sources.get(node, "draft"), rejected))
         parent = node
-    return tuple(traced)
+    return tuple(traced_tokens)
 
 
-def _forced_draft(context: Context, room: int) -> Draft | None:
-    """Return a draft of the tokens that the request's grammar forces; None if fewer than `FEWEST_FORCED`."""
+def _draft_by_grammar(context: Context, room: int) -> Draft | None:
+    """Return a draft of the tokens that the request's grammar forces; None if fewer than `MIN_FORCED_TOKENS`."""
     grammar = context.rule.grammar
-    token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MOST_FORCED)]
-    if len(token_ids) < FEWEST_FORCED:
+    token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MAX_FORCED_TOKENS)]
+    if len(token_ids) < MIN_FORCED_TOKENS:
         return None
     sources: dict[int, TokenSource] = dict.fromkeys(range(1, len(token_ids) + 1), "grammar")
     return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]), sources=sources)
 
 
-def _commit(context: Context, block: Sequence[int], ending: Ending) -> Sequence[int]:
-    kept, context.finish = ending.crop(context.generated, block)
-    context.token_ids += kept
+def _commit(context: Context, new_ids: Sequence[int], ending: Ending) -> Sequence[int]:
+    committed, context.finish = ending.crop(context.generated, new_ids)
+    context.token_ids += committed
     context.rule.forget_before(len(context.token_ids) - context.looks_back)
-    return kept
+    return committed

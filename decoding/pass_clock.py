@@ -18,8 +18,8 @@ class PassClock:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._waiting: list[Part] = []
-        self._began: float | None = None
+        self._untimed_parts: list[Part] = []
+        self._started: float | None = None
 
     def add(self, passes: Sequence[Pass], started: float, ended: float, is_usual: bool) -> None:
         """Note passes that ran together from `started` on, and of which the first was read by `ended`.
@@ -28,16 +28,16 @@ class PassClock:
         """
         part = part_of(passes)
         if part is None or not is_usual:
-            self._waiting, self._began = [], None
+            self._untimed_parts, self._started = [], None
             return
-        self._waiting.append(part)
-        began = started if self._began is None else self._began
+        self._untimed_parts.append(part)
+        timing_started = started if self._started is None else self._started
         if passes[0].kind == "draft" and passes[0].runtime.blocks[0].device.type == "cuda":
-            self._began = began
+            self._started = timing_started
             return
         n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
-        self._load.timings.append(PassTiming(tuple(self._waiting), n_positions, ended - began))
-        self._waiting, self._began = [], None
+        self._load.timings.append(PassTiming(tuple(self._untimed_parts), n_positions, ended - timing_started))
+        self._untimed_parts, self._started = [], None
 
 
 def part_of(passes: Sequence[Pass]) -> Part | None:
@@ -45,13 +45,13 @@ def part_of(passes: Sequence[Pass]) -> Part | None:
 
     It has checks of the whole target, and drafts of one layer set of it.
     """
-    first = passes[0]
-    if any((pass_.kind, pass_.rows.variants) != (first.kind, first.rows.variants) for pass_ in passes[1:]):
+    first_pass = passes[0]
+    if any((pass_.kind, pass_.rows.variants) != (first_pass.kind, first_pass.rows.variants) for pass_ in passes[1:]):
         return None
-    if first.kind == "beside" or any(pass_.layers is not None or pass_.capture is not None for pass_ in passes):
+    if first_pass.kind == "beside" or any(pass_.layers is not None or pass_.capture is not None for pass_ in passes):
         return None
-    is_draft = first.kind == "draft"
-    if len(first.rows.variants) != is_draft:  # A draft by a separate model has no layer set; skip it.
+    is_draft = first_pass.kind == "draft"
+    if len(first_pass.rows.variants) != is_draft:  # A draft by a separate model has no layer set; skip it.
         return None
     n_rows = sum(len(pass_.rows.token_ids) for pass_ in passes)
-    return n_rows, first.rows.variants[0] if is_draft else None
+    return n_rows, first_pass.rows.variants[0] if is_draft else None

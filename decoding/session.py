@@ -28,7 +28,7 @@ from .work import Work
 
 # Lengths in characters per context position. Texts longer than LONG are tokenized in pieces of PIECE, to refuse a
 # prompt that is too long without encoding all of it.
-LONG, PIECE = 16, 4
+MAX_CHARS_PER_TOKEN, PIECE_CHARS_PER_TOKEN = 16, 4
 
 
 @dataclass(eq=False)
@@ -90,17 +90,17 @@ class Session:
         Raises: InvalidInput: there is none, it refuses the chat, or it would leave out what `param` names.
                 ContextOverflow: the chat is much longer than the context.
         """
-        return self._templated(messages, {"tools": list(tools) or None, **template})
+        return self._apply_template(messages, {"tools": list(tools) or None, **template})
 
     def check(self, prompt: Prompt) -> int:
         """Return the positions that the prompt's first turn needs, completion included.
 
         Raises: ContextOverflow, InvalidInput: it cannot be decoded on this model; the message names the prompt.
         """
-        ids = self.encode(prompt)
-        with _naming(prompt.id):
-            self.runtime.check_context(len(ids), self.room(prompt))
-        return len(ids) + self.room(prompt)
+        prompt_ids = self.encode(prompt)
+        with _add_prompt_id(prompt.id):
+            self.runtime.check_context(len(prompt_ids), self.room(prompt))
+        return len(prompt_ids) + self.room(prompt)
 
     def run(self, prompt: Prompt, method: Method) -> list[Turn]:
         """Decode all turns of a prompt by itself; see `request`."""
@@ -125,14 +125,14 @@ class Session:
         """
         if self.grammar is not None and method.lossy:
             raise SettingsError(f"method {method.name} is lossy and keeps to no grammar: use a lossless one")
-        said, turns = list(answers), list[Turn]()
-        while len(said) < n_turns(prompt):
-            turn = turn_of(prompt, len(said))
-            ids = self._encode(turn, self._messages(prompt, said))
-            with _naming(turn.id):
-                ending, rule = self.ending(self.room(turn), prompt.stop), self.rule(len(ids), prompt.sample)
-                completion = yield from decoding(self.runtime, ids, method, rule, ending, resume_from, **options)
-            said.append(completion.text)
+        answer_texts, turns = list(answers), list[Turn]()
+        while len(answer_texts) < n_turns(prompt):
+            turn = turn_of(prompt, len(answer_texts))
+            prompt_ids = self._encode(turn, self._messages(prompt, answer_texts))
+            with _add_prompt_id(turn.id):
+                ending, rule = self.ending(self.room(turn), prompt.stop), self.rule(len(prompt_ids), prompt.sample)
+                completion = yield from decoding(self.runtime, prompt_ids, method, rule, ending, resume_from, **options)
+            answer_texts.append(completion.text)
             resume_from = None
             turns.append(Turn(turn, completion))
             yield turns[-1]
@@ -140,52 +140,57 @@ class Session:
 
     def rule(self, n_prompt: int = 0, sample: int = 0) -> TokenRule:
         """Return a new token rule for a prompt of `n_prompt` tokens, seeded by the seed plus the sample's number."""
-        stops, constraints = sorted(self._stop_token_ids()), list[LogitsProcessor]()
-        if self.min_new_tokens and stops:
+        stop_ids, constraints = sorted(self._stop_token_ids()), list[LogitsProcessor]()
+        if self.min_new_tokens and stop_ids:
             device = str(self.runtime.device)
-            constraints.append(MinNewTokensLengthLogitsProcessor(n_prompt, self.min_new_tokens, stops, device))
+            constraints.append(MinNewTokensLengthLogitsProcessor(n_prompt, self.min_new_tokens, stop_ids, device))
         if self.grammar is not None:
-            tokenizer, model_stops = self.runtime.tokenizer, sorted(self._own_stop_token_ids())
+            tokenizer, model_stops = self.runtime.tokenizer, sorted(self._model_stop_token_ids())
             constraints.append(self.grammar.mask(tokenizer, self.runtime.vocab_size, n_prompt, model_stops))
         sampling = replace(self.sampling, seed=(self.sampling.seed + sample) % LARGEST) if sample else self.sampling
         return TokenRule.of(sampling, self.generation_config, n_prompt, constraints)
 
     def ending(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Ending:
         """Return the ending conditions of a completion; `stop` are stop strings in addition to the session's."""
-        stops, strings = self._stop_token_ids(), tuple(dict.fromkeys((*self.stop_strings, *stop)))
-        return Ending(max_new_tokens, stops, strings, self.to_text, self.min_new_tokens)
+        stop_ids, stop_strings = self._stop_token_ids(), tuple(dict.fromkeys((*self.stop_strings, *stop)))
+        return Ending(max_new_tokens, stop_ids, stop_strings, self.to_text, self.min_new_tokens)
 
     def room(self, prompt: Prompt) -> int:
         return prompt.max_new_tokens or self.max_new_tokens
 
-    def _messages(self, prompt: Prompt, said: Sequence[str] = ()) -> Sequence[Mapping[str, str]] | None:
+    def _messages(self, prompt: Prompt, answer_texts: Sequence[str] = ()) -> Sequence[Mapping[str, str]] | None:
         if prompt.messages:
             return prompt.messages
-        texts = [text for pair in zip(prompt.turns, [*said, None], strict=False) for text in pair if text is not None]
+        texts = [
+            text
+            for prompt_and_answer in zip(prompt.turns, [*answer_texts, None], strict=False)
+            for text in prompt_and_answer
+            if text is not None
+        ]
         roles = cycle(("user", "assistant"))
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)] or None
 
     def _encode(self, prompt: Prompt, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
         tokenizer = self._tokenizer()
         if prompt.token_ids:
-            ids = list(prompt.token_ids)
+            prompt_ids = list(prompt.token_ids)
         elif messages is None:
-            ids = list(tokenizer(prompt.text)["input_ids"])
+            prompt_ids = list(tokenizer(prompt.text)["input_ids"])
         else:
-            with _naming(prompt.id, InvalidInput):
-                ids = self._templated(messages)
-        if not ids:
+            with _add_prompt_id(prompt.id, InvalidInput):
+                prompt_ids = self._apply_template(messages)
+        if not prompt_ids:
             raise InvalidInput(f"prompt {prompt.id!r} has no tokens: write at least one word")
-        return ids
+        return prompt_ids
 
     def _tokenizer(self) -> Any:
         if self.runtime.tokenizer is None:
             raise InvalidInput("this model has no tokenizer: put its tokenizer's files next to its weights")
         return self.runtime.tokenizer
 
-    def _templated(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any] = {}) -> list[int]:
         chat = ChatPrompt(self.runtime.tokenizer, messages, values)
-        if len(str(messages)) + len(str(values)) > LONG * self.runtime.max_positions:
+        if len(str(messages)) + len(str(values)) > MAX_CHARS_PER_TOKEN * self.runtime.max_positions:
             self._check_length(chat.text)
         return chat.encode()
 
@@ -194,25 +199,34 @@ class Session:
 
         Raises: ContextOverflow: it does not.
         """
-        most, tokenizer = self.runtime.max_positions, self._tokenizer()
-        n_tokens, starts = 0, range(0, len(text) if len(text) > LONG * most else 0, PIECE * most)
+        max_tokens, tokenizer = self.runtime.max_positions, self._tokenizer()
+        n_tokens, starts = (
+            0,
+            range(
+                0, len(text) if len(text) > MAX_CHARS_PER_TOKEN * max_tokens else 0, PIECE_CHARS_PER_TOKEN * max_tokens
+            ),
+        )
         for n_pieces, start in enumerate(starts):
-            n_tokens += len(tokenizer(text[start : start + PIECE * most], add_special_tokens=False)["input_ids"])
-            if n_tokens - n_pieces > most:  # Each cut between pieces may add one token.
+            n_tokens += len(
+                tokenizer(text[start : start + PIECE_CHARS_PER_TOKEN * max_tokens], add_special_tokens=False)[
+                    "input_ids"
+                ]
+            )
+            if n_tokens - n_pieces > max_tokens:  # Each cut between pieces may add one token.
                 raise ContextOverflow(
-                    f"this model's maximum context length is {most} tokens, but the prompt has more than {n_tokens}:"
-                    " shorten it"
+                    f"this model's maximum context length is {max_tokens} tokens, but the prompt has more than"
+                    f" {n_tokens}: shorten it"
                 )
 
     def _stop_token_ids(self) -> frozenset[int]:
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._own_stop_token_ids())
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._model_stop_token_ids())
 
-    def _own_stop_token_ids(self) -> frozenset[int]:
+    def _model_stop_token_ids(self) -> frozenset[int]:
         """Return the generation config's stop tokens, else the tokenizer's."""
         owners = (self.generation_config, self.runtime.tokenizer)
-        given = (getattr(owner, "eos_token_id", None) for owner in owners)
-        stops = next((token_ids for token_ids in given if token_ids is not None), ())
-        return frozenset([stops] if isinstance(stops, int) else stops)
+        eos_settings = (getattr(owner, "eos_token_id", None) for owner in owners)
+        stop_ids = next((token_ids for token_ids in eos_settings if token_ids is not None), ())
+        return frozenset([stop_ids] if isinstance(stop_ids, int) else stop_ids)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
         """Return the tokens as text, without special tokens."""
@@ -235,22 +249,22 @@ def hf_generate(
     ending = session.ending(max_new_tokens, stop)
     if ending.stop_strings:
         options = {**options, "stop_strings": list(ending.stop_strings), "tokenizer": session.runtime.tokenizer}
-    inputs = torch.tensor([token_ids], device=session.runtime.device)
-    out = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
+    prompt_tensor = torch.tensor([token_ids], device=session.runtime.device)
+    output_ids = model.generate(
+        prompt_tensor,
+        attention_mask=torch.ones_like(prompt_tensor),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=sorted(ending.stop_token_ids) or None,
         **options,
     )
-    return tuple(out[0, len(token_ids) :].tolist())
+    return tuple(output_ids[0, len(token_ids) :].tolist())
 
 
 @contextmanager
-def _naming(prompt_id: str, kind: type[InvalidInput] = ContextOverflow) -> Iterator[None]:
+def _add_prompt_id(prompt_id: str, error_class: type[InvalidInput] = ContextOverflow) -> Iterator[None]:
     """Add the prompt's id to errors of a kind."""
     try:
         yield
-    except kind as error:
+    except error_class as error:
         raise type(error)(f"prompt {prompt_id!r}: {error}", error.param) from error

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ..core.types import TokenSource
 
-LONGEST = 8  # Longest match length with a hit rate of its own; longer matches share it.
+MAX_RATED_LENGTH = 8  # Longest match length with a hit rate of its own; longer matches share it.
 PRIOR_TOKENS = 2  # Weight of the prior hit rate, in observed tokens.
 EARLIER_TOKENS = 8  # Weight of the hit rate from earlier texts, in observed tokens.
-MOST_SEEN = 1024.0  # Observations per match length above which the counts are halved.
-_FRESHENED = 8  # Maximum states per token whose latest occurrence is updated; bounds the time per token.
+MAX_SEEN = 1024.0  # Observations per match length above which the counts are halved.
+_MAX_UPDATED_STATES = 8  # Maximum states per token whose latest occurrence is updated; bounds the time per token.
 
 
 class SuffixAutomaton:
@@ -49,26 +49,26 @@ class SuffixAutomaton:
         return self._length[max(0, self._link[self._last])]
 
     def extend(self, token_id: int) -> None:
-        new = self._add(self._length[self._last] + 1, len(self.token_ids) + 1, -1, {})
+        new_state = self._add(self._length[self._last] + 1, len(self.token_ids) + 1, -1, {})
         self.token_ids.append(token_id)
         state = self._last
         while state >= 0 and token_id not in self._next[state]:
-            self._next[state][token_id] = new
+            self._next[state][token_id] = new_state
             state = self._link[state]
             self.n_moves += 1
-        self._link[new] = 0 if state < 0 else self._upto(state, token_id)
-        self._last = new
-        self._freshen(self._link[new])
+        self._link[new_state] = 0 if state < 0 else self._exact_state(state, token_id)
+        self._last = new_state
+        self._update_ends(self._link[new_state])
 
-    def _upto(self, state: int, token_id: int) -> int:
+    def _exact_state(self, state: int, token_id: int) -> int:
         """Return the state whose longest substring is `state`'s longest plus the token; split it off if necessary."""
-        reached = self._next[state][token_id]
+        target_state = self._next[state][token_id]
         length = self._length[state] + 1
-        if self._length[reached] == length:
-            return reached
-        clone = self._add(length, self._end[reached], self._link[reached], dict(self._next[reached]))
-        self._link[reached] = clone
-        while state >= 0 and self._next[state].get(token_id) == reached:
+        if self._length[target_state] == length:
+            return target_state
+        clone = self._add(length, self._end[target_state], self._link[target_state], dict(self._next[target_state]))
+        self._link[target_state] = clone
+        while state >= 0 and self._next[state].get(token_id) == target_state:
             self._next[state][token_id] = clone
             state = self._link[state]
             self.n_moves += 1
@@ -82,10 +82,10 @@ class SuffixAutomaton:
         self.n_moves += 1 + len(transitions)
         return len(self._length) - 1
 
-    def _freshen(self, state: int) -> None:
+    def _update_ends(self, state: int) -> None:
         """Set `match_end`, then record the text's end as the latest occurrence of the match and of its suffixes."""
         self.match_end = self._end[state]
-        for _ in range(_FRESHENED):
+        for _ in range(_MAX_UPDATED_STATES):
             if state <= 0:
                 break
             self._end[state] = len(self.token_ids)
@@ -101,16 +101,16 @@ class HitRates:
     """
 
     earlier: HitRates | None = None
-    seen: list[float] = field(default_factory=lambda: [0.0] * (LONGEST + 1))
-    hits: list[float] = field(default_factory=lambda: [0.0] * (LONGEST + 1))
+    seen: list[float] = field(default_factory=lambda: [0.0] * (MAX_RATED_LENGTH + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (MAX_RATED_LENGTH + 1))
 
     def alone(self) -> HitRates:
         """Return these rates without `earlier`, so that later observations do not update the earlier texts' rates."""
         return HitRates(None, self.seen, self.hits)
 
     def learn(self, match_length: int, hit: bool) -> None:
-        length = min(match_length, LONGEST)
-        if self.seen[length] >= MOST_SEEN:  # Halve old counts so that recent tokens weigh more.
+        length = min(match_length, MAX_RATED_LENGTH)
+        if self.seen[length] >= MAX_SEEN:  # Halve old counts so that recent tokens weigh more.
             self.seen[length], self.hits[length] = self.seen[length] / 2, self.hits[length] / 2
         self.seen[length] += 1
         self.hits[length] += hit
@@ -118,7 +118,7 @@ class HitRates:
             self.earlier.learn(match_length, hit)
 
     def rate(self, match_length: int) -> float:
-        length = min(match_length, LONGEST)
+        length = min(match_length, MAX_RATED_LENGTH)
         if self.earlier is None:
             prior, weight = length / (length + 1), PRIOR_TOKENS
         else:
@@ -147,11 +147,11 @@ class Matches:
         self.text = SuffixAutomaton()
         self.rates = HitRates(earlier)
         self.pairs: dict[tuple[int, int], int] = {}  # Token pair -> index after its latest occurrence.
-        before = [*prompt_ids[-LONGEST:], *prediction] if prediction else []
+        preceding_ids = [*prompt_ids[-MAX_RATED_LENGTH:], *prediction] if prediction else []
         # Indices of the prediction's tokens in the text.
-        self.predicted = range(len(before) - len(prediction), len(before))
-        self._n_before = len(before)
-        self.extend(before, known=True)
+        self.predicted = range(len(preceding_ids) - len(prediction), len(preceding_ids))
+        self._n_before = len(preceding_ids)
+        self.extend(preceding_ids, known=True)
 
     @property
     def n_read(self) -> int:
@@ -199,24 +199,24 @@ class Cursor:
         if self.token_id == token_id:
             self.place, self.length = self.place + 1, self.length + 1
         else:
-            place = self.matches.pairs.get((self.last, token_id))
-            self.place, self.length = (0, 0) if place is None else (place, 2)
+            pair_end = self.matches.pairs.get((self.last, token_id))
+            self.place, self.length = (0, 0) if pair_end is None else (pair_end, 2)
         self.last = token_id
 
     def ahead(self) -> Iterator[Guess]:
         """Yield the predicted tokens, each with its chance to be right if all before it are."""
-        cursor = Cursor(self.matches, self.place, self.length, self.last)
-        while (token_id := cursor.token_id) is not None:
-            source: TokenSource = "prediction" if cursor.place in self.matches.predicted else "text"
-            yield Guess(token_id, self.matches.rates.rate(cursor.length), source)
-            cursor.move(token_id)
+        copied_cursor = Cursor(self.matches, self.place, self.length, self.last)
+        while (token_id := copied_cursor.token_id) is not None:
+            source: TokenSource = "prediction" if copied_cursor.place in self.matches.predicted else "text"
+            yield Guess(token_id, self.matches.rates.rate(copied_cursor.length), source)
+            copied_cursor.move(token_id)
 
-    def guesses(self, most: int, worth: float) -> list[Guess]:
-        """Return up to `most` predicted tokens, while the chance that all are right is at least `worth`."""
-        chance, guesses = 1.0, list[Guess]()
-        for guess in islice(self.ahead(), most):
-            chance *= guess.chance
-            if chance < worth:
+    def guesses(self, max_guesses: int, min_chance: float) -> list[Guess]:
+        """Return up to `max_guesses` predicted tokens, while the chance that all are right is at least `min_chance`."""
+        joint_chance, guesses = 1.0, list[Guess]()
+        for guess in islice(self.ahead(), max_guesses):
+            joint_chance *= guess.chance
+            if joint_chance < min_chance:
                 break
             guesses.append(guess)
         return guesses

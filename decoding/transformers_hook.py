@@ -37,7 +37,7 @@ from .methods import Method, swift
 from .methods.adaptive import AdaptiveSettings, adaptive
 from .work import subscribed
 
-KEPT = "_swiftopt"  # Attribute of a model object that holds state shared by its `custom_generate` calls.
+STATE_ATTRIBUTE = "_swiftopt"  # Attribute of a model object that holds state shared by its `custom_generate` calls.
 
 
 def custom_generate(
@@ -69,17 +69,19 @@ def custom_generate(
              InvalidInput: a prompt that is empty, padded or not of token ids. UnsupportedModel, LayerSetError,
              ContextOverflow as in `decode`.
     """
-    skipped, settings = _layer_set(layer_set)
+    skipped_layers, stored_settings = _read_layer_set(layer_set)
     refuse_options(generation_config, assistant_model, synced_gpus)
     refuse_inputs(input_ids, model_inputs)
     refuse_dropout(model)
     shared, prompt_ids = _Shared.of(model), input_ids[0].tolist()
     # Seed the request with one draw from torch's global generator, so that torch.manual_seed controls it.
     seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
-    steps = _Steps(logits_processor, generation_config)
-    rule = TokenRule(Sampling(temperature=float(bool(generation_config.do_sample)), seed=seed), *steps.processors)
-    room = (stopping_criteria.max_length or generation_config.max_length) - len(prompt_ids)
-    ending = CriteriaEnding(room, criteria=stopping_criteria, prompt=input_ids, steps=steps)
+    step_processors = _Steps(logits_processor, generation_config)
+    rule = TokenRule(
+        Sampling(temperature=float(bool(generation_config.do_sample)), seed=seed), *step_processors.processors
+    )
+    max_new_tokens = (stopping_criteria.max_length or generation_config.max_length) - len(prompt_ids)
+    ending = CriteriaEnding(max_new_tokens, criteria=stopping_criteria, prompt=input_ids, steps=step_processors)
 
     def report(event: WorkEvent) -> None:
         assert isinstance(event, Prefilled | Round)
@@ -89,19 +91,19 @@ def custom_generate(
             streamer.put(torch.tensor([token_id]))
 
     with shared.lock:
-        method = shared.method(skipped, swift_settings or settings)
-        done = alone(subscribed(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
+        method = shared.method(skipped_layers, swift_settings or stored_settings)
+        completion = alone(subscribed(decoding(shared.runtime, prompt_ids, method, rule, ending), report))
     if streamer is not None:
         streamer.end()
-    sequences: Any = torch.tensor([[*prompt_ids, *done.token_ids]], device=input_ids.device)
+    sequences: Any = torch.tensor([[*prompt_ids, *completion.token_ids]], device=input_ids.device)
     if not generation_config.return_dict_in_generate:
         return sequences
     return DraftedOutput(
         sequences=sequences,
-        scores=cast(Any, steps.scores(done.n_tokens)),
-        logits=cast(Any, steps.logits(done.n_tokens)),
-        drafted=done.drafted,
-        accepted=done.accepted,
+        scores=cast(Any, step_processors.scores(completion.n_tokens)),
+        logits=cast(Any, step_processors.logits(completion.n_tokens)),
+        drafted=completion.drafted,
+        accepted=completion.accepted,
     )
 
 
@@ -132,9 +134,9 @@ class _Steps:
             _Recorder() if config.return_dict_in_generate and is_wanted else None
             for is_wanted in (config.output_logits, config.output_scores)
         )
-        every = [processor for processor in (self._before, *processors, self._after) if processor is not None]
-        drafting = [processor for processor in every if type(processor) in STATELESS]
-        self.processors = LogitsProcessorList(every), LogitsProcessorList(drafting)
+        all_processors = [processor for processor in (self._before, *processors, self._after) if processor is not None]
+        draft_processors = [processor for processor in all_processors if type(processor) in STATELESS]
+        self.processors = LogitsProcessorList(all_processors), LogitsProcessorList(draft_processors)
 
     def logits(self, n: int) -> tuple[Tensor, ...] | None:
         return None if self._before is None else tuple(self._before.seen[:n])
@@ -154,19 +156,19 @@ class CriteriaEnding(Ending):
     prompt: Tensor | None = None
     steps: _Steps | None = None
 
-    def crop(self, generated: Sequence[int], block: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    def crop(self, generated: Sequence[int], new_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """See `Ending.crop`; the finish reason is "length" if no room is left, else "stop"."""
         assert self.prompt is not None and self.steps is not None
         is_library = all(type(criterion).__module__.startswith("transformers.") for criterion in self.criteria)
         # The library's criteria run on the CPU: each value that they read from a GPU would wait for it.
         prompt = self.prompt.cpu() if is_library else self.prompt
-        for n in range(1, len(block) + 1):
-            text_so_far = torch.tensor([[*generated, *block[:n]]], device=prompt.device)
-            scores: Any = self.steps.scores(len(generated) + n)
+        for n_new in range(1, len(new_ids) + 1):
+            text_so_far = torch.tensor([[*generated, *new_ids[:n_new]]], device=prompt.device)
+            scores: Any = self.steps.scores(len(generated) + n_new)
             if bool(self.criteria(cast(Any, torch.cat((prompt, text_so_far), dim=1)), scores).all()):
-                reason: FinishReason = "length" if len(generated) + n >= self.max_new_tokens else "stop"
-                return list(block[:n]), reason
-        return list(block), None
+                reason: FinishReason = "length" if len(generated) + n_new >= self.max_new_tokens else "stop"
+                return list(new_ids[:n_new]), reason
+        return list(new_ids), None
 
 
 @dataclass(slots=True)
@@ -177,7 +179,7 @@ class _Shared:
     """
 
     runtime: Runtime  # Holds quantised copies and captured passes; one call at a time.
-    parts: Sequence[Any]
+    fingerprint: Sequence[Any]
     lock: RLock = field(default_factory=RLock)
     costs: CostProfile | None = None
     adaptive: dict[LayerSet, Method] = field(default_factory=dict)
@@ -185,10 +187,10 @@ class _Shared:
     @classmethod
     def of(cls, model: Any) -> _Shared:
         """Return the state of earlier calls, or a new one if the model was moved, cast or changed."""
-        kept, parts = vars(model).get(KEPT), _parts(model)
-        if kept is None or kept.parts != parts:
-            kept = vars(model)[KEPT] = cls(_runtime_of(model), parts)
-        return cast(_Shared, kept)
+        state, parts = vars(model).get(STATE_ATTRIBUTE), _model_fingerprint(model)
+        if state is None or state.fingerprint != parts:
+            state = vars(model)[STATE_ATTRIBUTE] = cls(_build_runtime(model), parts)
+        return cast(_Shared, state)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # Do not copy or pickle this state with the model.
@@ -207,14 +209,14 @@ class _Shared:
         return self.adaptive[layer_set]
 
 
-def _runtime_of(model: Any) -> Runtime:
+def _build_runtime(model: Any) -> Runtime:
     runtime = Runtime(model, None, info_of(model, ""))
     at_speed(runtime, "auto", lay_out=False)
     runtime.hf_model = cast(Any, weakref.proxy(model))  # A weak reference: the model holds the runtime.
     return runtime
 
 
-def _parts(model: Any) -> list[Any]:
+def _model_fingerprint(model: Any) -> list[Any]:
     """Return all that a runtime reads from a model: its modules, their hooks, and the addresses of their weights."""
     parts: list[Any] = []
     for module in model.modules():
@@ -225,12 +227,12 @@ def _parts(model: Any) -> list[Any]:
     return parts
 
 
-def _layer_set(given: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:
-    if given is None:
+def _read_layer_set(source: LayerSet | LayerSetRecord | str | Path | None) -> tuple[LayerSet, SwiftSettings]:
+    if source is None:
         raise SettingsError("custom_generate needs layer_set=: a LayerSet, a record, or the path of an exported file")
-    if isinstance(given, LayerSet):
-        return given, SwiftSettings()
-    record = given if isinstance(given, LayerSetRecord) else LayerSetRecord.load(Path(given))
+    if isinstance(source, LayerSet):
+        return source, SwiftSettings()
+    record = source if isinstance(source, LayerSetRecord) else LayerSetRecord.load(Path(source))
     return record.layer_set, SwiftSettings.from_json(record.settings)
 
 
@@ -240,18 +242,18 @@ def _pass_all_options() -> None:
     It takes `tokenizer` out of its arguments and forgets it, so that `stop_strings` finds none, and `streamer` would
     never end. No public way leads to either; where this private method is not there, all stays as transformers has it.
     """
-    extract = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    extract_options = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     names = ["self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"]
-    if extract is None or list(inspect.signature(extract).parameters) != names:
+    if extract_options is None or list(inspect.signature(extract_options).parameters) != names:
         return
 
-    @functools.wraps(extract)
+    @functools.wraps(extract_options)
     def extracting(self: Any, function: Any, kwargs: dict[str, Any], *options: Any) -> Any:
-        ours = (function.func if isinstance(function, functools.partial) else function) is custom_generate
+        is_ours = (function.func if isinstance(function, functools.partial) else function) is custom_generate
         tokenizer = kwargs.get("tokenizer")
-        passed = extract(self, function, kwargs, *options)
-        dropped = dict(zip(names[3:], options, strict=True), tokenizer=tokenizer) if ours else {}
-        return passed | {name: value for name, value in dropped.items() if value is not None}
+        passed_options = extract_options(self, function, kwargs, *options)
+        dropped_options = dict(zip(names[3:], options, strict=True), tokenizer=tokenizer) if is_ours else {}
+        return passed_options | {name: value for name, value in dropped_options.items() if value is not None}
 
     cast(Any, GenerationMixin)._extract_generation_mode_kwargs = extracting
 

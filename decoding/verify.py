@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.types import TokenLogprob
-from .draft import Draft, Offer, Walk, remaining
+from .draft import Draft, Offer, Walk, exclude_tokens
 from .draft_tree import DraftTree, tree_rows
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class Target:
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self.argmaxes: list[int] = []
         self._logits: Tensor | None = None  # Logits (rows, vocab); None if the draft needed no pass.
-        self._late = context.reads_late or draft.unread is not None
+        self._reads_late = context.reads_late or draft.unread is not None
         self._choices: dict[int, int] = {}  # Tokens that the target itself chose after a node, by node, once read.
         self._weights: dict[int, Sequence[float]] = {}  # Numbers that `weights` yields for a node, by node, once read.
         self._probs: dict[int, Tensor] = {}  # Cache of `probs`, by node.
-        self.backed: list[Tensor] = []  # Cache of `_backed`: acceptance factors along the sampled chain.
+        self.backed: list[Tensor] = []  # Cache of `_acceptance_factors`: acceptance factors along the sampled chain.
         self._drawn: dict[int, Tensor] = {}  # Tokens (1,) that `peek` drew after a node, by node.
         self._logprobs: list[list[float]] = []  # Log probabilities per node; filled only if tokens are read late.
 
@@ -74,7 +74,7 @@ class Target:
         if draft.staged is not None:
             self._logits = yield from draft.staged
             return self._read()
-        if self._late:
+        if self._reads_late:
             reads_best = is_argmax and self.context.logprobs is None and not verifier.weighed(draft, self)
         else:
             reads_best = is_argmax or draft.wants_argmaxes
@@ -91,13 +91,13 @@ class Target:
         from ..models.rows import Pass
 
         draft, context = self._draft, self.context
-        tree, extra, rows_read, checked = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
+        tree, extra_rows, rows_with_logits, checked_nodes = draft.tree, draft.extra_rows, None, slice(draft.n_checked)
         token_ids = tree.token_ids if draft.unread is None else draft.tokens(context.runtime.device)
-        if extra is not None:
-            n_rows = tree.n_nodes + len(extra.token_ids)
-            rows_read = [*range(tree.n_nodes), *range(n_rows - extra.n_read, n_rows)]
-        rows = tree_rows(token_ids[checked], tree.parents[checked], context.root_slot, extra)
-        return Pass(context.runtime, rows, context.buffer, rows_read)
+        if extra_rows is not None:
+            n_rows = tree.n_nodes + len(extra_rows.token_ids)
+            rows_with_logits = [*range(tree.n_nodes), *range(n_rows - extra_rows.n_read, n_rows)]
+        rows = tree_rows(token_ids[checked_nodes], tree.parents[checked_nodes], context.root_slot, extra_rows)
+        return Pass(context.runtime, rows, context.buffer, rows_with_logits)
 
     def _read(self) -> Draft:
         """Transfer all numbers that the round needs from the device at once; return the draft with its tokens."""
@@ -106,29 +106,33 @@ class Target:
         from ..models.rows import best_of, read_together
 
         draft, verifier, is_argmax = self._draft, self._verifier, self.rule.is_argmax
-        if self._logits is None or not (self._late or is_argmax or draft.wants_argmaxes):
+        if self._logits is None or not (self._reads_late or is_argmax or draft.wants_argmaxes):
             return draft
         argmaxes = best_of(self._logits) if is_argmax or draft.wants_argmaxes else None
         nodes, choices = list(range(self.n_checked)), None
-        weighed = verifier.weighed(draft, self) if self._late else []
-        if self._late and not is_argmax:
-            drawn = _offering(draft, self) if verifier.weighs_offers else ()
-            nodes = [node for node in nodes if node not in drawn]
+        node_groups = verifier.weighed(draft, self) if self._reads_late else []
+        if self._reads_late and not is_argmax:
+            sampled_nodes = _sampled_nodes(draft, self) if verifier.weighs_offers else ()
+            nodes = [node for node in nodes if node not in sampled_nodes]
             scores = [self.context.noisy_scores(self.above(node), self._row(node), of_target=True) for node in nodes]
             choices = best_of(torch.stack(scores)) if scores else None
         # One (nodes, numbers) per group.
-        weights = [torch.cat(list(verifier.weigh(draft, self, group)), dim=1) for group in weighed]
+        weights = [torch.cat(list(verifier.weigh(draft, self, group)), dim=1) for group in node_groups]
         logprobs: list[Tensor] = []
-        if self._late:
+        if self._reads_late:
             logprobs = self._logprobs_of_all(verifier.lossy, nodes, argmaxes if is_argmax else choices)
-        best, chosen, unread, *read = read_together(argmaxes, choices, draft.unread, *weights, *logprobs)
-        self._take_argmaxes(best)
-        self._choices |= zip(nodes, map(int, chosen), strict=False)
-        for group, numbers in zip(weighed, read, strict=False):
-            n = len(numbers) // len(group)
-            self._weights |= {node: numbers[at * n : (at + 1) * n] for at, node in enumerate(group)}
-        self._logprobs = read[len(weights) :]
-        return draft.read(unread)
+        argmax_ids, chosen_ids, draft_numbers, *group_numbers = read_together(
+            argmaxes, choices, draft.unread, *weights, *logprobs
+        )
+        self._take_argmaxes(argmax_ids)
+        self._choices |= zip(nodes, map(int, chosen_ids), strict=False)
+        for group, numbers in zip(node_groups, group_numbers, strict=False):
+            n_numbers = len(numbers) // len(group)
+            self._weights |= {
+                node: numbers[index * n_numbers : (index + 1) * n_numbers] for index, node in enumerate(group)
+            }
+        self._logprobs = group_numbers[len(weights) :]
+        return draft.read(draft_numbers)
 
     def _take_argmaxes(self, numbers: Sequence[float]) -> None:
         self.argmaxes = list(map(int, numbers))
@@ -179,19 +183,19 @@ class Target:
         assert self._logits is not None and n <= self.n_checked
         return self._logits[:n].double().softmax(dim=-1)
 
-    def peek(self, left: Tensor, nodes: Sequence[int]) -> Tensor:
-        """Return the token drawn after each of `nodes`, of `left` (nodes, vocab): int64 (nodes, 1), on the device.
+    def peek(self, probs: Tensor, nodes: Sequence[int]) -> Tensor:
+        """Return the token drawn after each of `nodes`, of `probs` (nodes, vocab): int64 (nodes, 1), on the device.
 
         A walk commits one of them at most, by `draw`.
         """
-        drawn = self.rule.peek(left)
-        self._drawn.update(zip(nodes, drawn, strict=True))
-        return drawn
+        drawn_tokens = self.rule.peek(probs)
+        self._drawn.update(zip(nodes, drawn_tokens, strict=True))
+        return drawn_tokens
 
-    def draw(self, drawn: float) -> int:
+    def draw(self, token_id: float) -> int:
         """Commit to a token that `peek` drew: count it as the request's next draw."""
         self.rule.spend()
-        return int(drawn)
+        return int(token_id)
 
     def logprobs(self, path: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens that were read from the root and then from the nodes of `path`."""
@@ -204,26 +208,32 @@ class Target:
             return token_logprobs([self._row(node) for node, _ in rows], token_ids, n_top)
         return tuple(_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)
 
-    def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], own: Tensor | None) -> list[Tensor]:
+    def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], target_ids: Tensor | None) -> list[Tensor]:
         """Return `logprobs_of` every node and the tokens that may follow it, if requested and already known.
 
         A token that is offered may be where it is weighed, or by a lossy verifier, and else as the target's own.
 
-        Args: own: the target's tokens after `nodes`, int64 (nodes or more,).
+        Args: target_ids: the target's tokens after `nodes`, int64 (nodes or more,).
         """
         import torch
 
         draft, n_top = self._draft, self.context.logprobs
         if n_top is None:
             return []
-        chosen = self._drawn if own is None else {**self._drawn, **dict(zip(nodes, own[:, None], strict=False))}
-        if len(chosen) < self.n_checked:
+        chosen_ids = (
+            self._drawn
+            if target_ids is None
+            else {**self._drawn, **dict(zip(nodes, target_ids[:, None], strict=False))}
+        )
+        if len(chosen_ids) < self.n_checked:
             return []  # Some tokens are drawn only when `verify` asks for them, so they are not known yet.
         logprobs: list[Tensor] = []
         for node in range(self.n_checked):
-            offered = draft.offers[node].nodes if node in self._drawn else draft.tree.children(node) if lossy else ()
-            after = torch.cat([chosen[node], *(self._uploaded[offered_node] for offered_node in offered)])
-            logprobs.append(logprobs_of(self._row(node), after, n_top))
+            offered_nodes = (
+                draft.offers[node].nodes if node in self._drawn else draft.tree.children(node) if lossy else ()
+            )
+            next_ids = torch.cat([chosen_ids[node], *(self._uploaded[child] for child in offered_nodes)])
+            logprobs.append(logprobs_of(self._row(node), next_ids, n_top))
         return logprobs
 
     def _row(self, node: int) -> Tensor:
@@ -241,10 +251,10 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
     token_ids = token_ids[: len(rows)]
     if not token_ids:
         return ()
-    tokens = uploaded(token_ids, rows[0].device)[:, None].unbind()
-    numbers_of_rows = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, tokens, strict=False)]
-    read = zip(token_ids, read_together(*numbers_of_rows), strict=False)
-    return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in read)
+    token_tensors = uploaded(token_ids, rows[0].device)[:, None].unbind()
+    numbers_of_rows = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, token_tensors, strict=False)]
+    token_numbers = zip(token_ids, read_together(*numbers_of_rows), strict=False)
+    return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in token_numbers)
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
@@ -255,18 +265,20 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
     import torch
 
     logprobs = logits.float().log_softmax(dim=-1)
-    best = logprobs.topk(min(n_top, logprobs.shape[-1])).indices
-    tokens = torch.cat((best, token_ids))
-    return torch.stack((tokens.double(), logprobs.gather(-1, tokens).double()))
+    top_ids = logprobs.topk(min(n_top, logprobs.shape[-1])).indices
+    all_ids = torch.cat((top_ids, token_ids))
+    return torch.stack((all_ids.double(), logprobs.gather(-1, all_ids).double()))
 
 
 def _logprob(token_id: int, numbers: Sequence[float], n_top: int) -> TokenLogprob:
     """Return a token's log probabilities from the transferred numbers of `logprobs_of`."""
-    n = len(numbers) // 2
-    pairs = [(int(token), value) for token, value in zip(numbers[:n], numbers[n:], strict=True)]
+    n_tokens = len(numbers) // 2
+    token_logprob_pairs = [
+        (int(token), logprob) for token, logprob in zip(numbers[:n_tokens], numbers[n_tokens:], strict=True)
+    ]
     # With fewer than n_top tokens in the vocabulary, the chosen one appears twice; the dict removes the duplicate.
-    likeliest = dict(pairs[:n_top])
-    return TokenLogprob(token_id, dict(pairs)[token_id], tuple(likeliest.items()))
+    top_logprobs = dict(token_logprob_pairs[:n_top])
+    return TokenLogprob(token_id, dict(token_logprob_pairs)[token_id], tuple(top_logprobs.items()))
 
 
 def walk(
@@ -332,11 +344,11 @@ class SeveralRatio(Verifier):
 
     def __init__(self, rule: SeveralRule = "with", tries: Tries | None = None) -> None:
         self._independent = rule != "without"
-        self._tries = tries or _one_by_one
+        self._tries = tries or _weigh_one_by_one
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
-        by_tries = groupby(_offering(draft, target), lambda node: len(draft.offers[node].nodes))
-        return [list(nodes) for _, nodes in by_tries]
+        nodes_by_tries = groupby(_sampled_nodes(draft, target), lambda node: len(draft.offers[node].nodes))
+        return [list(nodes) for _, nodes in nodes_by_tries]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
         """Yield the chance of each try at nodes with equally many tries, then the token drawn if all tries fail.
@@ -348,16 +360,16 @@ class SeveralRatio(Verifier):
         from ..models.rows import uploaded
 
         offers = [draft.offers[node] for node in nodes]
-        target_probs = _stacked([target.probs(node) for node in nodes])
-        draft_probs = _stacked([offer.probs for offer in offers])
-        tried = [offer.tried for offer in offers if offer.tried is not None]
+        target_probs = _stack([target.probs(node) for node in nodes])
+        draft_probs = _stack([offer.probs for offer in offers])
+        tried_masks = [offer.tried for offer in offers if offer.tried is not None]
         tokens = draft.tokens(draft_probs.device)[uploaded([offer.nodes for offer in offers], draft_probs.device)]
-        replaced, is_tried = offers[0].replaced, torch.stack(tried) if tried else None
-        left = yield from self._tries(tokens, draft_probs, target_probs, replaced, is_tried)
-        yield target.peek(left, nodes)
+        is_replaced, is_tried = offers[0].replaced, torch.stack(tried_masks) if tried_masks else None
+        residual_probs = yield from self._tries(tokens, draft_probs, target_probs, is_replaced, is_tried)
+        yield target.peek(residual_probs, nodes)
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        assert all(o.replaced == self._independent or len(o.nodes) == 1 for o in draft.offers.values())
+        assert all(offer.replaced == self._independent or len(offer.nodes) == 1 for offer in draft.offers.values())
         return self._descend(draft, target)
 
     def _descend(self, draft: Draft, target: Target, start: Walk = AT_ROOT) -> Walk:
@@ -371,8 +383,8 @@ class SeveralRatio(Verifier):
             for child, [chance] in zip(offers[node].nodes, weights, strict=False):
                 if chance > 0.0 and target.accept(chance):
                     return draft.tree.token_ids[child]
-            [drawn] = next(weights)
-            return target.draw(drawn)
+            [drawn_token] = next(weights)
+            return target.draw(drawn_token)
 
         return walk(draft.tree, choose, target.n_checked, start)
 
@@ -393,9 +405,9 @@ class BlockRatio(ChainRatio):
 
     def weighed(self, draft: Draft, target: Target) -> list[list[int]]:
         """Return the nodes of the sampled chain, then the nodes after it."""
-        n = _n_sampled(draft, target)
-        behind = ([node for node in nodes if node >= n] for nodes in super().weighed(draft, target))
-        return [nodes for nodes in (list(range(n)), *behind) if nodes]
+        n_sampled = _sampled_chain_length(draft, target)
+        nodes_behind = ([node for node in nodes if node >= n_sampled] for nodes in super().weighed(draft, target))
+        return [nodes for nodes in (list(range(n_sampled)), *nodes_behind) if nodes]
 
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
         """Yield the chance of the block that ends with the token after each node, as the whole chain.
@@ -404,93 +416,99 @@ class BlockRatio(ChainRatio):
         """
         import torch
 
-        if nodes[0] >= _n_sampled(draft, target):
+        if nodes[0] >= _sampled_chain_length(draft, target):
             yield from super().weigh(draft, target, nodes)
             return
-        backed = torch.stack(_backed(draft, target, nodes[-1] + 1)[nodes[0] :])  # Shape (nodes + 1, 1).
-        yield backed[1:]
-        kept_probs = backed[:-1] * _stacked([target.probs(node) for node in nodes])
-        left, total = _left(kept_probs, _stacked([draft.offers[node].probs for node in nodes]))
-        missing = total + (1.0 - backed[:-1])  # At least `total`, so the ratio below is at most 1.
-        yield (total / missing).where(missing > 0.0, 1.0)
-        yield target.peek((left / total).where(total > 0.0, kept_probs), nodes)
+        factors = torch.stack(_acceptance_factors(draft, target, nodes[-1] + 1)[nodes[0] :])  # Shape (nodes + 1, 1).
+        yield factors[1:]
+        scaled_target_probs = factors[:-1] * _stack([target.probs(node) for node in nodes])
+        residual_mass, residual_total = _unnormalised_residual(
+            scaled_target_probs, _stack([draft.offers[node].probs for node in nodes])
+        )
+        # At least `residual_total`, so the ratio below is at most 1.
+        missing_mass = residual_total + (1.0 - factors[:-1])
+        yield (residual_total / missing_mass).where(missing_mass > 0.0, 1.0)
+        yield target.peek((residual_mass / residual_total).where(residual_total > 0.0, scaled_target_probs), nodes)
 
     def verify(self, draft: Draft, target: Target) -> Walk:
-        n = _n_sampled(draft, target)
-        tokens = draft.tree.token_ids[1 : n + 1]
-        if n == 0 or target.accept(next(target.weights([n - 1]))[0]):
-            return self._descend(draft, target, Walk(tuple(range(1, n + 1)), tokens))
-        for kept in range(n - 1, -1, -1):  # Find the longest block that is accepted by its own chance.
-            weights = target.weights([kept])
+        n_sampled = _sampled_chain_length(draft, target)
+        tokens = draft.tree.token_ids[1 : n_sampled + 1]
+        if n_sampled == 0 or target.accept(next(target.weights([n_sampled - 1]))[0]):
+            return self._descend(draft, target, Walk(tuple(range(1, n_sampled + 1)), tokens))
+        for n_kept in range(n_sampled - 1, -1, -1):  # Find the longest block that is accepted by its own chance.
+            weights = target.weights([n_kept])
             _, [chance] = next(weights), next(weights)
-            if kept == 0 or target.accept(chance):
+            if n_kept == 0 or target.accept(chance):
                 break
-        [drawn] = next(weights)
-        return Walk(tuple(range(1, kept + 1)), (*tokens[:kept], target.draw(drawn)))
+        [drawn_token] = next(weights)
+        return Walk(tuple(range(1, n_kept + 1)), (*tokens[:n_kept], target.draw(drawn_token)))
 
 
-def _backed(draft: Draft, target: Target, n: int) -> list[Tensor]:
-    """Return the block acceptance factors (1,), at most 1, of the first 0 … `n` tokens of a chain."""
-    backed = target.backed  # Cached from earlier calls; extended below.
-    backed += [] if backed else [target.probs(0).new_ones(1)]
-    tokens = draft.tokens(backed[0].device)
-    for node in range(len(backed) - 1, n):
+def _acceptance_factors(draft: Draft, target: Target, n_factors: int) -> list[Tensor]:
+    """Return the block acceptance factors (1,), at most 1, of the first 0 … `n_factors` tokens of a chain."""
+    factors = target.backed  # Cached from earlier calls; extended below.
+    factors += [] if factors else [target.probs(0).new_ones(1)]
+    tokens = draft.tokens(factors[0].device)
+    for node in range(len(factors) - 1, n_factors):
         token = tokens[node + 1, None]
-        target_prob, offered = (probs.gather(0, token) for probs in (target.probs(node), draft.offers[node].probs))
-        backed.append((backed[-1] * target_prob / offered).clamp(max=1.0))
-    return backed[: n + 1]
+        target_prob, draft_prob = (probs.gather(0, token) for probs in (target.probs(node), draft.offers[node].probs))
+        factors.append((factors[-1] * target_prob / draft_prob).clamp(max=1.0))
+    return factors[: n_factors + 1]
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
+def _stack(rows: Sequence[Tensor]) -> Tensor:
     """Stack rows (vocab,) to (rows, vocab); a single row is not copied."""
     import torch
 
     return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
 
 
-def _offering(draft: Draft, target: Target) -> list[int]:
+def _sampled_nodes(draft: Draft, target: Target) -> list[int]:
     """Return the nodes that have an offer and logits of the target, in order."""
     return [] if target.greedy else sorted(node for node in draft.offers if node < target.n_checked)
 
 
-def _n_sampled(draft: Draft, target: Target) -> int:
+def _sampled_chain_length(draft: Draft, target: Target) -> int:
     """Return the number of leading tokens of a chain that were sampled and checked; 0 if not a chain."""
-    nodes = _offering(draft, target) if draft.tree.is_chain else []
-    return next((n for n, node in enumerate(nodes) if node != n), len(nodes))
+    nodes = _sampled_nodes(draft, target) if draft.tree.is_chain else []
+    return next((index for index, node in enumerate(nodes) if node != index), len(nodes))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Return max(0, target - draft), normalised, (…, vocab); the target's distribution where all of it is 0."""
-    left, total = _left(target_probs, draft_probs)
-    return (left / total).where(total > 0.0, target_probs)
+    residual_mass, residual_total = _unnormalised_residual(target_probs, draft_probs)
+    return (residual_mass / residual_total).where(residual_total > 0.0, target_probs)
 
 
-def _left(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
+def _unnormalised_residual(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return max(0, target - draft), (…, vocab), and its sum, (…, 1)."""
-    left = (target_probs - draft_probs).clamp_min(0.0)
-    return left, left.sum(dim=-1, keepdim=True)
+    residual_mass = (target_probs - draft_probs).clamp_min(0.0)
+    return residual_mass, residual_mass.sum(dim=-1, keepdim=True)
 
 
-def _one_by_one(
-    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
+def _weigh_one_by_one(
+    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, is_replaced: bool, tried_mask: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
     """Yield the chance (n, 1) of each try of `tokens` (n, tries); return the distribution to draw from if all fail.
 
-    Each is given that those before it were refused. The distributions, the returned one too, are (n, vocab). Tries that
-    `tried`, bool (n, tries), leaves out have no chance, nor have draws of nothing, and are as if they had not been.
+    Each chance holds if all tries before it were refused. All distributions, also the returned one, are (n, vocab).
+    Tries that `tried_mask`, bool (n, tries), leaves out, and draws of probability 0 have chance 0 and change nothing.
     """
-    for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        is_tried = None if tried is None else tried[:, at, None]
-        chance = chance_of(target_probs, draft_probs, token)
+    for index, token in enumerate(tokens[..., None].unbind(dim=1)):
+        is_tried = None if tried_mask is None else tried_mask[:, index, None]
+        chance = acceptance_chance(target_probs, draft_probs, token)
         yield chance if is_tried is None else chance * is_tried
-        left = residual(target_probs, draft_probs)
-        target_probs = left if is_tried is None else left.where(is_tried, target_probs)
-        if not replaced:
-            draft_probs = remaining(draft_probs, token)
+        residual_probs = residual(target_probs, draft_probs)
+        target_probs = residual_probs if is_tried is None else residual_probs.where(is_tried, target_probs)
+        if not is_replaced:
+            draft_probs = exclude_tokens(draft_probs, token)
     return target_probs
 
 
-def chance_of(accepted: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
-    """Return the chance (n, 1), at most 1, of accepting `token` so that tokens come out with probability `accepted`."""
-    offered = draft_probs.gather(1, token)
-    return (accepted.gather(1, token) / offered).clamp(max=1.0).where(offered > 0.0, 0.0)
+def acceptance_chance(wanted_probs: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
+    """Return the chance (n, 1), at most 1, with which to accept `token`.
+
+    Accepted tokens then have probabilities `wanted_probs` (n, vocab), as far as `draft_probs` allows.
+    """
+    draft_prob = draft_probs.gather(1, token)
+    return (wanted_probs.gather(1, token) / draft_prob).clamp(max=1.0).where(draft_prob > 0.0, 0.0)

@@ -81,7 +81,7 @@ class Slots:
     def bytes_of(self, n_slots: int) -> int:
         return n_slots * (self.runtime.slot_bytes + self.draft_slot_bytes)
 
-    def granted(self) -> Generator[Slots, Granted, Granted]:
+    def acquire(self) -> Generator[Slots, Granted, Granted]:
         return (yield self)
 
 
@@ -118,8 +118,8 @@ def exhaust(events: Generator[E, None, T], on_event: Callable[[E], None] = lambd
         try:
             on_event(next(events))
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return_value: T = end.value
+            return return_value
 
 
 def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
@@ -132,16 +132,16 @@ def subscribed(work: Work[T], subscriber: Subscriber) -> Work[T]:
         error: Exception | None = None
         while True:
             try:
-                step = work.send(answer) if error is None else work.throw(error)
+                demand_or_event = work.send(answer) if error is None else work.throw(error)
             except StopIteration as end:
-                result: T = end.value
-                return result
+                return_value: T = end.value
+                return return_value
             answer = error = None
-            if not isinstance(step, Demand):
-                yield step
-                yield from subscriber(step) or ()
+            if not isinstance(demand_or_event, Demand):
+                yield demand_or_event
+                yield from subscriber(demand_or_event) or ()
                 continue
             try:
-                answer = yield step
-            except Exception as failure:
-                error = failure
+                answer = yield demand_or_event
+            except Exception as raised:
+                error = raised

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..decoding.draft import Draft, Walk
-from ..decoding.verify import Target, Verifier, chance_of, residual
+from ..decoding.verify import Target, Verifier, acceptance_chance, residual
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ _BISECTIONS = 12  # Any divisor at or above the smallest one is exact; more step
 def k_seq(
     tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
-    """Try drafted tokens like `verify._one_by_one`, with the same acceptance rule for every try (k-SEQ).
+    """Try drafted tokens like `verify._weigh_one_by_one`, with the same acceptance rule for every try (k-SEQ).
 
     Source: SpecTr (arXiv:2310.15141).
     """
@@ -31,7 +31,7 @@ def k_seq(
     n_tries = is_tried.sum(dim=1, keepdim=True)
     accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
     for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        yield chance_of(accepted, draft_probs, token) * is_tried[:, at, None]
+        yield acceptance_chance(accepted, draft_probs, token) * is_tried[:, at, None]
     once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a single try is accepted.
     gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
     return residual(target_probs, accepted * gain)

@@ -67,7 +67,7 @@ from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.events import Generated, Shown, TextAdded
 from ..decoding.grammar import Grammar
-from ..decoding.session import LONG, Session
+from ..decoding.session import MAX_CHARS_PER_TOKEN, Session
 from ..decoding.work import Work
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
@@ -319,7 +319,7 @@ class EngineHost:
         session, prompt = session_of(self.model, request, self.engine.most_tokens)
         self._keep(ticket.number, request)
         tokenizer = self.model.runtime.tokenizer
-        prediction = request.prediction[: LONG * self.model.runtime.max_positions]
+        prediction = request.prediction[: MAX_CHARS_PER_TOKEN * self.model.runtime.max_positions]
         options: dict[str, Any] = {
             "salt": request.salt,
             "logprobs": request.logprobs,

@@ -2,8 +2,9 @@
 
 A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
 *Model*: a chain of the draft model; where earlier text suggests the next tokens, one pass of the draft model checks
-several of them at once, and what text suggests behind the chain's end is added unchecked; neither where a device is
-read late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes and carried over from request to request.
+several of them at once, and what text suggests behind the chain's end is added unchecked. Text takes no part where
+drafted tokens are read from the device one step late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes
+and carried over from request to request.
 
 All times are in plain passes of the target over one row. With λ the tokens per such pass that decoding gets at present,
 whatever takes t must bring λ · t tokens, or the time is better spent otherwise; a draft that is decided by this rule,
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from ..work import PassGenerator
 
 PROBE_LENGTH = 4  # Maximum draft steps of a round that only probes the draft model.
-MOST_GUESSES = 3  # Maximum guessed tokens per draft pass; quantised passes get slower with every row.
-BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Limits between the classes of draft confidence.
-PRIOR = 4.0  # Weight of a prior, in observations.
-FADING = 0.1  # Weight of the latest round in running means.
-MEMORY = 256.0  # Observations above which the counts are halved.
+MAX_GUESSES = 3  # Maximum guessed tokens per draft pass; quantised passes get slower with every row.
+CONFIDENCE_LIMITS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Limits between the classes of draft confidence.
+PRIOR_WEIGHT = 4.0  # Weight of a prior, in observations.
+FADING_WEIGHT = 0.1  # Weight of the latest round in running means.
+MAX_OBSERVATIONS = 256.0  # Observations above which the counts are halved.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ def _adaptive(resources: Resources, settings: AdaptiveSettings) -> tuple[Drafter
     if costs is None:
         raise SettingsError("this method decides by measured costs: give Resources the profile of measure_costs")
     layer_set = (resources.layer_set or LayerSet(resources.runtime.n_layers)).filled(settings.draft_format)
-    if missing := costs.missing(layer_set):
+    if missing_formats := costs.missing(layer_set):
         raise SettingsError(
-            f"the costs of {', '.join(sorted(missing))} are not in the profile: add them with measure_format"
+            f"the costs of {', '.join(sorted(missing_formats))} are not in the profile: add them with measure_format"
         )
     model = None if layer_set.is_whole else SkippedTarget(layer_set)
     if model is not None:
@@ -96,14 +97,14 @@ class PassCosts:
         self._costs, self._drafts = costs, drafts
         self._lookups: dict[int, _Lookups] = {}  # Cached costs by context bucket.
         self.load = 1
-        self._use(costs.at())
+        self._use_profile(costs.at())
 
     def follow(self, n_positions: int, load: int) -> None:
         """Use the newest costs for a context of `n_positions` tokens and `load` concurrent sequences."""
         self.load = load
-        self._use(self._costs.at(n_positions))
+        self._use_profile(self._costs.at(n_positions))
 
-    def _use(self, profile: CostProfile) -> None:
+    def _use_profile(self, profile: CostProfile) -> None:
         lookups = self._lookups.get(profile.context_bucket)
         if lookups is None or lookups.profile is not profile:
             lookups = _Lookups(profile, cache(profile.draft_cost), cache(profile.verify_cost))
@@ -112,11 +113,15 @@ class PassCosts:
 
     def draft(self, n_rows: int) -> float:
         """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
-        return self._draft_of(n_rows * self.load)
+        return self._draft_pass_cost(n_rows * self.load)
 
-    def _draft_of(self, n_rows: int) -> float:
-        drafts = self._drafts
-        layer_set = drafts if drafts is None or isinstance(drafts, LayerSet) else drafts.layer_set
+    def _draft_pass_cost(self, n_rows: int) -> float:
+        model_or_layer_set = self._drafts
+        layer_set = (
+            model_or_layer_set
+            if model_or_layer_set is None or isinstance(model_or_layer_set, LayerSet)
+            else model_or_layer_set.layer_set
+        )
         return float("inf") if layer_set is None else self._draft_cost(layer_set, n_rows)
 
     @property
@@ -124,8 +129,8 @@ class PassCosts:
         """Share of a draft pass's cost that does not depend on the number of sequences in the pass."""
         if self.load == 1:
             return 1.0
-        one, joined = self._draft_of(1), self._draft_of(self.load)
-        return max(0.0, 1 - self.load * (joined - one) / (self.load - 1) / joined)
+        cost_alone, cost_joined = self._draft_pass_cost(1), self._draft_pass_cost(self.load)
+        return max(0.0, 1 - self.load * (cost_joined - cost_alone) / (self.load - 1) / cost_joined)
 
     def verify(self, n_rows: int) -> float:
         """Return the cost of a target pass over `n_rows` rows of each sequence."""
@@ -149,30 +154,32 @@ class Rate:
     seen: float = 0.0
 
     def learn(self, hit: bool) -> None:
-        if self.seen >= MEMORY:
+        if self.seen >= MAX_OBSERVATIONS:
             self.hits, self.seen = self.hits / 2, self.seen / 2
         self.seen += 1
         self.hits += hit
 
     @property
     def value(self) -> float:
-        """The estimated share; the prior counts as `PRIOR` observations."""
-        return (self.hits + PRIOR * self.prior) / (self.seen + PRIOR)
+        """The estimated share; the prior counts as `PRIOR_WEIGHT` observations."""
+        return (self.hits + PRIOR_WEIGHT * self.prior) / (self.seen + PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
 class Acceptance:
     """How often the target accepts a token, by classes of the draft's confidence (a class's middle is the prior)."""
 
-    classes: list[Rate] = field(default_factory=lambda: [Rate((a + b) / 2) for a, b in pairwise((0.0, *BOUNDS, 1.0))])
+    classes: list[Rate] = field(
+        default_factory=lambda: [Rate((a + b) / 2) for a, b in pairwise((0.0, *CONFIDENCE_LIMITS, 1.0))]
+    )
     overall: Rate = field(default_factory=lambda: Rate(0.8))
 
     def of(self, confidence: float) -> float:
         """Return the chance that a token of that confidence is accepted, given that those before it were."""
-        return self.classes[bisect_right(BOUNDS, confidence)].value
+        return self.classes[bisect_right(CONFIDENCE_LIMITS, confidence)].value
 
     def learn(self, confidence: float, hit: bool) -> None:
-        self.classes[bisect_right(BOUNDS, confidence)].learn(hit)
+        self.classes[bisect_right(CONFIDENCE_LIMITS, confidence)].learn(hit)
         self.overall.learn(hit)
 
 
@@ -237,29 +244,29 @@ class Joining:
         Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
             much of that part does not depend on its joining, in tokens.
         """
-        gain_alone, others = max(0.0, gain + shared), self.gain
+        gain_alone, gain_of_others = max(0.0, gain + shared), self.gain
         self.gain = faded(self.gain, gain_alone)
-        return gain_alone > 0 and gain_alone + (load - 1) * others >= load * shared
+        return gain_alone > 0 and gain_alone + (load - 1) * gain_of_others >= load * shared
 
 
 def faded(mean: float, latest: float) -> float:
-    return mean + FADING * (latest - mean)
+    return mean + FADING_WEIGHT * (latest - mean)
 
 
-def chain_worth(chances: Sequence[float], step: float, rate: float, costs: PassCosts) -> tuple[int, float]:
+def chain_worth(chances: Sequence[float], step_cost: float, rate: float, costs: PassCosts) -> tuple[int, float]:
     """Return a chain's best length and its value: tokens - λ · time of the round.
 
-    Args: chances: that a token is accepted, given those before it. step: the cost of drafting each.
+    Args: chances: that a token is accepted, given those before it. step_cost: the cost of drafting each.
     """
-    alive, tokens = 1.0, 1.0
-    best = (0, 1.0 - rate * costs.verify(1))
-    for n, chance in enumerate(chances, 1):
-        alive *= chance
-        tokens += alive
-        worth = tokens - rate * (n * step + costs.verify(n + 1))
-        if worth > best[1]:
-            best = (n, worth)
-    return best
+    chain_chance, tokens = 1.0, 1.0
+    best_length_and_worth = (0, 1.0 - rate * costs.verify(1))
+    for length, chance in enumerate(chances, 1):
+        chain_chance *= chance
+        tokens += chain_chance
+        worth = tokens - rate * (length * step_cost + costs.verify(length + 1))
+        if worth > best_length_and_worth[1]:
+            best_length_and_worth = (length, worth)
+    return best_length_and_worth
 
 
 @dataclass(slots=True)
@@ -317,7 +324,7 @@ class AdaptiveDrafter(Drafter):
         self.learned = Learned(step_cost=costs.draft(1))
 
     def max_rows(self, room: int) -> int:
-        return 1 + 2 * min(room, self.settings.max_draft_length) + MOST_GUESSES
+        return 1 + 2 * min(room, self.settings.max_draft_length) + MAX_GUESSES
 
     def start(self) -> None:
         context = self.context
@@ -336,9 +343,9 @@ class AdaptiveDrafter(Drafter):
         self.costs.follow(self.context.root_slot, self.context.load.checked)
         self.matches.read(self.context.token_ids)
         self.context.n_learnt = len(self.context.token_ids)
-        most = min(room, self.settings.max_draft_length)
+        max_length = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
-        draft = (yield from self._fill(chain, most)) if most > 0 else None
+        draft = (yield from self._fill_chain(chain, max_length)) if max_length > 0 else None
         if draft is None:
             draft = Draft(chain.tree(self.context.token_ids[-1]), sources=chain.sources)
         self.estimated = chain.spent + self.costs.verify(draft.tree.n_nodes)
@@ -349,8 +356,8 @@ class AdaptiveDrafter(Drafter):
         learned, chain, path, draft = self.learned, self.chain, outcome.walk.path, outcome.draft
         # Tokens that stayed on the device until the target's were read.
         for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):
-            sure = math.exp(draft.logprobs[step])
-            chain.add(draft.tree.token_ids[step], learned.acceptance.of(sure), sure)
+            confidence_late = math.exp(draft.logprobs[step])
+            chain.add(draft.tree.token_ids[step], learned.acceptance.of(confidence_late), confidence_late)
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
         for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
             if confidence is not None:
@@ -362,102 +369,107 @@ class AdaptiveDrafter(Drafter):
         if n_modelled:
             learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
-    def _fill(self, chain: _Chain, most: int) -> PassGenerator[Draft | None]:
+    def _fill_chain(self, chain: _Chain, max_length: int) -> PassGenerator[Draft | None]:
         """Choose the kind of round and fill its chain; return its draft if the draft is still on the device."""
         learned, model, load = self.learned, self.model, self.context.load.checked
         rate = learned.throughput.rate
         cursor = self.matches.at_end()
         if model is not None:
-            chances = [guess.chance for guess in self._ahead(cursor, most)]
-            by_text = chain_worth(chances, 0.0, rate, self.costs)[1]
-            most_modelled = min(most, model.room)
-            expected = [learned.acceptance.overall.value] * most_modelled
-            n_steps, by_model = chain_worth(expected, learned.step_cost, rate, self.costs)
-            shared = rate * n_steps * learned.step_cost * self.costs.shared
-            if n_steps and learned.joining.pays(by_model - by_text, shared, load):
+            guess_chances = [guess.chance for guess in self._guesses_ahead(cursor, max_length)]
+            worth_by_text = chain_worth(guess_chances, 0.0, rate, self.costs)[1]
+            max_modelled = min(max_length, model.room)
+            expected_chances = [learned.acceptance.overall.value] * max_modelled
+            n_steps, worth_by_model = chain_worth(expected_chances, learned.step_cost, rate, self.costs)
+            shared_tokens = rate * n_steps * learned.step_cost * self.costs.shared
+            if n_steps and learned.joining.pays(worth_by_model - worth_by_text, shared_tokens, load):
                 learned.probing.paid()
-                draft = yield from self._by_model(model, chain, cursor, most_modelled, rate)
+                draft = yield from self._draft_by_model(model, chain, cursor, max_modelled, rate)
                 if draft is not None:
                     return draft
             elif learned.probing.due(load):
-                return (yield from self._by_model(model, chain, cursor, min(most_modelled, PROBE_LENGTH), 0.0))
-        for guess in self._ahead(cursor, most - len(chain.token_ids)):  # Add lookup guesses while one more row pays.
-            if chain.alive * guess.chance < rate * self._row(chain):
+                return (yield from self._draft_by_model(model, chain, cursor, min(max_modelled, PROBE_LENGTH), 0.0))
+        # Add lookup guesses while one more row pays.
+        for guess in self._guesses_ahead(cursor, max_length - len(chain.token_ids)):
+            if chain.alive * guess.chance < rate * self._row_cost(chain):
                 break
             chain.add(guess.token_id, guess.chance)
             chain.sources[len(chain.token_ids)] = guess.source
         return None
 
-    def _ahead(self, cursor: Cursor, most: int) -> Iterator[Guess]:
-        """Yield up to `most` tokens predicted from earlier text."""
-        return islice(cursor.ahead(), most if self.settings.lookup else 0)
+    def _guesses_ahead(self, cursor: Cursor, max_guesses: int) -> Iterator[Guess]:
+        """Yield up to `max_guesses` tokens predicted from earlier text."""
+        return islice(cursor.ahead(), max_guesses if self.settings.lookup else 0)
 
-    def _by_model(
-        self, model: DraftModel, chain: _Chain, cursor: Cursor, most: int, rate: float
+    def _draft_by_model(
+        self, model: DraftModel, chain: _Chain, cursor: Cursor, max_length: int, rate: float
     ) -> PassGenerator[Draft | None]:
-        """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `most`.
+        """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `max_length`.
 
         Return their draft if its last token is on the device still.
         """
         learned = self.learned
         model.restart()
-        if model.reads_late and most:
-            return (yield from self._ahead_by_model(model, chain, most, rate))
-        last, n_run = self.context.token_ids[-1], 0
-        charge = 1.0  # Cost factor for the sequences that wait; `_charge` sets it with every pass.
-        while len(chain.token_ids) < most:
-            expected = chain.alive * learned.acceptance.overall.value
-            if n_run and expected < rate * (charge * learned.step_cost + self._row(chain)):
+        if model.reads_late and max_length:
+            return (yield from self._draft_ahead_by_model(model, chain, max_length, rate))
+        last_id, n_run = self.context.token_ids[-1], 0
+        waiting_factor = 1.0  # Cost factor for the sequences that wait; `_charge` sets it with every pass.
+        while len(chain.token_ids) < max_length:
+            expected_chance = chain.alive * learned.acceptance.overall.value
+            if n_run and expected_chance < rate * (waiting_factor * learned.step_cost + self._row_cost(chain)):
                 break
-            guesses = self._guesses(cursor, most - len(chain.token_ids) - 1)
-            rows = [last, *guesses]
-            logits = yield from model.extend(rows, range(n_run - 1, n_run + len(rows) - 1))
-            charge = self._charge(chain, len(rows))
-            n_right = self._take(chain, cursor, logits, guesses, rate)
-            model.drop(len(guesses) - n_right)
-            last, n_run = chain.token_ids[-1], n_run + 1 + n_right
+            guesses = self._guesses(cursor, max_length - len(chain.token_ids) - 1)
+            row_ids = [last_id, *guesses]
+            logits = yield from model.extend(row_ids, range(n_run - 1, n_run + len(row_ids) - 1))
+            waiting_factor = self._charge(chain, len(row_ids))
+            n_matched = self._add_pass_tokens(chain, cursor, logits, guesses, rate)
+            model.drop(len(guesses) - n_matched)
+            last_id, n_run = chain.token_ids[-1], n_run + 1 + n_matched
         return None
 
-    def _ahead_by_model(self, model: DraftModel, chain: _Chain, most: int, rate: float) -> PassGenerator[Draft]:
-        """Do as `_by_model` where a step is read while the next one runs, whose token is not known yet.
+    def _draft_ahead_by_model(
+        self, model: DraftModel, chain: _Chain, max_length: int, rate: float
+    ) -> PassGenerator[Draft]:
+        """Draft like `_draft_by_model`, but read each step while the next one runs.
 
-        Text has no part in it: what it says behind a token is known when that is read, and the next pass is under way.
+        Earlier text is not used: when a token is read, which a text match needs, the next pass is already running.
         """
-        learned, n_run, charge = self.learned, 0, 1.0
+        learned, n_run, waiting_factor = self.learned, 0, 1.0
 
-        def goes_on() -> bool:
-            nonlocal n_run, charge
-            expected = chain.alive * learned.acceptance.overall.value ** (1 + n_run - len(chain.token_ids))
-            if n_run and expected < rate * (charge * learned.step_cost + self._row(chain)):
+        def should_continue() -> bool:
+            nonlocal n_run, waiting_factor
+            expected_chance = chain.alive * learned.acceptance.overall.value ** (1 + n_run - len(chain.token_ids))
+            if n_run and expected_chance < rate * (waiting_factor * learned.step_cost + self._row_cost(chain)):
                 return False
-            n_run, charge = n_run + 1, self._charge(chain, 1)
+            n_run, waiting_factor = n_run + 1, self._charge(chain, 1)
             return True
 
-        def take(candidates: tuple[int, ...], confidence: float) -> int:
-            chance, place = learned.acceptance.of(confidence), len(chain.token_ids)
+        def on_candidates(candidates: tuple[int, ...], confidence: float) -> int:
+            chance, position = learned.acceptance.of(confidence), len(chain.token_ids)
             if len(candidates) > 1 and self._pays_second(chain, chance, rate):
-                chain.seconds[place] = candidates[1]
+                chain.seconds[position] = candidates[1]
             chain.add(candidates[0], chance, confidence)
-            return 2 if place in chain.seconds else 1
+            return 2 if position in chain.seconds else 1
 
-        return (yield from model.draft_ahead(most, 2, take, goes_on))
+        return (yield from model.draft_ahead(max_length, 2, on_candidates, should_continue))
 
     def _charge(self, chain: _Chain, n_rows: int) -> float:
         """Add a draft pass's cost; return the factor for the sequences that waited for it."""
         # Waiting sequences per drafting sequence.
-        waiting = max(1.0, self.context.load.checked / self.context.load.drafted)
-        charge = 1 + (waiting - 1) * self.costs.shared
+        n_waiting = max(1.0, self.context.load.checked / self.context.load.drafted)
+        waiting_factor = 1 + (n_waiting - 1) * self.costs.shared
         chain.drafting += self.costs.draft(n_rows)
-        chain.spent += charge * self.costs.draft(n_rows)
-        return charge
+        chain.spent += waiting_factor * self.costs.draft(n_rows)
+        return waiting_factor
 
-    def _take(self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float) -> int:
+    def _add_pass_tokens(
+        self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float
+    ) -> int:
         """Add a pass's tokens, row by row while the guesses match the draft model; return the number of matches."""
         learned, rule = self.learned, self.context.rule
-        at_once = self.context.confidences(logits) if rule.is_argmax else []
-        for i, row in enumerate(logits):
-            if at_once:
-                scores, (token_id, confidence) = row, at_once[i]
+        row_confidences = self.context.confidences(logits) if rule.is_argmax else []
+        for row_index, row in enumerate(logits):
+            if row_confidences:
+                scores, (token_id, confidence) = row, row_confidences[row_index]
             else:
                 # Penalties depend on the text so far, so the rows are scored one by one.
                 scores = self.context.noisy_scores(chain.token_ids, row)
@@ -469,26 +481,26 @@ class AdaptiveDrafter(Drafter):
                     chain.seconds[len(chain.token_ids)] = candidates[1]
             chain.add(token_id, chance, confidence)
             cursor.move(token_id)
-            if i == len(guesses) or guesses[i] != token_id:
-                return i
+            if row_index == len(guesses) or guesses[row_index] != token_id:
+                return row_index
         raise AssertionError("a pass gives one row more than it had guesses")
 
     def _pays_second(self, chain: _Chain, chance: float, rate: float) -> bool:
         """Return whether a second candidate pays for its row, if the first is accepted with this `chance`."""
-        beside = chain.alive * (1 - chance) * self.learned.second.value
-        return self.settings.second_candidates and rate > 0 and beside > rate * self._row(chain, 1)
+        second_chance = chain.alive * (1 - chance) * self.learned.second.value
+        return self.settings.second_candidates and rate > 0 and second_chance > rate * self._row_cost(chain, 1)
 
-    def _guesses(self, cursor: Cursor, most: int) -> list[int]:
+    def _guesses(self, cursor: Cursor, max_guesses: int) -> list[int]:
         """Return lookup guesses that the next draft pass should check as well, as far as they save passes."""
-        guesses, alive, draft = list[int](), 1.0, self.costs.draft
-        for n, guess in enumerate(self._ahead(cursor, min(most, MOST_GUESSES)), 1):
-            alive *= guess.chance
-            if alive * draft(1) < draft(n + 1) - draft(n):
+        guesses, joint_chance, draft_cost = list[int](), 1.0, self.costs.draft
+        for n_guesses, guess in enumerate(self._guesses_ahead(cursor, min(max_guesses, MAX_GUESSES)), 1):
+            joint_chance *= guess.chance
+            if joint_chance * draft_cost(1) < draft_cost(n_guesses + 1) - draft_cost(n_guesses):
                 break
             guesses.append(guess.token_id)
         return guesses
 
-    def _row(self, chain: _Chain, n_beside: int = 0) -> float:
+    def _row_cost(self, chain: _Chain, n_beside: int = 0) -> float:
         """Return the cost of one more row in a target pass over the chain and `n_beside` other rows."""
         n_rows = chain.n_rows + n_beside
         return self.costs.verify(n_rows + 1) - self.costs.verify(n_rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
 from ...core.settings import Branching, SwiftSettings, candidates_at
-from ..draft import AcceptanceProbe, Draft, Drafter, DraftModel, Outcome, draw_apart, offers_of, possible
+from ..draft import AcceptanceProbe, Draft, Drafter, DraftModel, Outcome, draw_distinct, drawable, offers_of
 from ..draft_tree import DraftTree
 from ..verify import BlockRatio, ChainRatio, SeveralRatio, TargetWalk, Verifier
 from . import Method, Resources, method
@@ -38,8 +38,8 @@ class SpdSettings(Settings):
 
 @method("swift", "SWIFT", "arXiv:2410.06916", SwiftSettings, ["layer_set"])
 def _swift(resources: Resources, settings: SwiftSettings) -> tuple[Drafter, Verifier]:
-    built = swift(resources.skipped(), settings)
-    return built.drafter, built.verifier
+    swift_method = swift(resources.skipped(), settings)
+    return swift_method.drafter, swift_method.verifier
 
 
 def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
@@ -50,18 +50,18 @@ def swift(draft: LayerSet | SkippedTarget, settings: SwiftSettings) -> Method:
     """
     from ..draft_models import SkippedTarget
 
-    stop = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
+    stop_rule = StopRule(settings.max_draft_length, settings.stop_threshold if settings.early_stop else None)
     branching = settings.branching if settings.dynamic_verification else None
     model = draft if isinstance(draft, SkippedTarget) else SkippedTarget(draft)
-    drafter = ChainDrafter(model, stop, branching, settings.sampled, branching and settings.drawn_branching)
+    drafter = ChainDrafter(model, stop_rule, branching, settings.sampled, branching and settings.drawn_branching)
     return Method("swift", drafter, SeveralRatio("without") if settings.sampled else TargetWalk())
 
 
 @method("spd", "speculative decoding", "arXiv:2211.17192", SpdSettings, drafts_with_model=True)
 def _spd(resources: Resources, settings: SpdSettings) -> tuple[Drafter, Verifier]:
-    stop = StopRule(settings.max_draft_length, settings.stop_threshold)
+    stop_rule = StopRule(settings.max_draft_length, settings.stop_threshold)
     verifier = BlockRatio() if settings.block_verification else ChainRatio()
-    return ChainDrafter(resources.draft_model(), stop, sampled=True), verifier
+    return ChainDrafter(resources.draft_model(), stop_rule, sampled=True), verifier
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +91,9 @@ class StopRule:
             return False
         if self.probe is not None and hidden is not None:
             confidence = float(self.probe.acceptance(hidden))
-        return self.judged(confidence) < self.threshold
+        return self.compared_value(confidence) < self.threshold
 
-    def judged(self, confidence: float) -> float:
+    def compared_value(self, confidence: float) -> float:
         """Return the value that is compared with the threshold after a step of this confidence."""
         return confidence
 
@@ -122,7 +122,7 @@ class ChainDrafter(Drafter):
     ) -> None:
         self.model, self.stop, self.sampled = model, stop, sampled
         self.branching, self.drawn_branching = branching, drawn_branching or branching
-        widths = [k for pairs in (self.branching, self.drawn_branching) for _, k in pairs or ()]
+        widths = [n_candidates for pairs in (self.branching, self.drawn_branching) for _, n_candidates in pairs or ()]
         self.max_depth, self.max_width = stop.max_draft_length, max(widths, default=1)
 
     def start(self) -> None:
@@ -134,60 +134,66 @@ class ChainDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         model, stop = self.model, self.stop
         tokens, candidates = [self.context.token_ids[-1]], list[tuple[int, ...]]()
-        drawn_from: list[Tensor] = []
+        step_probs: list[Tensor] = []
         model.restart()
         stop.start()
-        longest = min(room, self.max_depth, model.room)
-        if longest > 0 and stop.keeps_last and model.reads_late:
-            return (yield from self._draft_ahead(longest))
-        while len(candidates) < longest:
+        max_steps = min(room, self.max_depth, model.room)
+        if max_steps > 0 and stop.keeps_last and model.reads_late:
+            return (yield from self._draft_ahead(max_steps))
+        while len(candidates) < max_steps:
             logits = (yield from model.extend(tokens[-1:], (len(tokens) - 2,)))[0]
-            offered, confidence, probs = self._step(tokens[1:], logits)
-            unsure = stop.unsure(confidence, model.hidden)
-            if unsure and not stop.keeps_last:
+            step_candidates, confidence, probs = self._choose_candidates(tokens[1:], logits)
+            is_unsure = stop.unsure(confidence, model.hidden)
+            if is_unsure and not stop.keeps_last:
                 break
             if probs is not None:
-                drawn_from.append(probs)
-            candidates.append(offered)
-            tokens.append(offered[0])
-            if unsure:
+                step_probs.append(probs)
+            candidates.append(step_candidates)
+            tokens.append(step_candidates[0])
+            if is_unsure:
                 break
         tree = DraftTree.grow(tokens[0], candidates)
-        return Draft(tree, offers_of(tree, drawn_from), staged=model.rest(len(tokens), tokens[-1]))
+        return Draft(tree, offers_of(tree, step_probs), staged=model.rest(len(tokens), tokens[-1]))
 
-    def _draft_ahead(self, longest: int) -> PassGenerator[Draft]:
+    def _draft_ahead(self, max_steps: int) -> PassGenerator[Draft]:
         """Draft on a device: read each step while the next one runs.
 
         DEVIATION: the draft ends one step behind the unsure one, with which SWIFT's ends: to drop that step would cost
         a draft pass a round (docs/gpu.md).
         """
-        stop, branching, unsure = self.stop, self.branching, False
+        stop, branching, is_unsure = self.stop, self.branching, False
 
-        def take(candidates: tuple[int, ...], confidence: float) -> int:
-            nonlocal unsure
-            unsure = stop.unsure(confidence, None)
+        def on_candidates(candidates: tuple[int, ...], confidence: float) -> int:
+            nonlocal is_unsure
+            is_unsure = stop.unsure(confidence, None)
             return 1 if branching is None else candidates_at(branching, confidence)
 
-        most = 0 if stop.threshold is None and branching is None else self.max_width
-        return (yield from self.model.draft_ahead(longest, most, take, lambda: not unsure, self.draws, stop.probe))
+        n_candidates = 0 if stop.threshold is None and branching is None else self.max_width
+        return (
+            yield from self.model.draft_ahead(
+                max_steps, n_candidates, on_candidates, lambda: not is_unsure, self.draws, stop.probe
+            )
+        )
 
     def observe(self, outcome: Outcome) -> None:
         self.stop.observe(outcome.draft.n_steps, min(len(outcome.walk.path), outcome.draft.n_steps))
 
-    def _step(self, drafted: Sequence[int], logits: Tensor) -> tuple[tuple[int, ...], float, Tensor | None]:
+    def _choose_candidates(
+        self, drafted: Sequence[int], logits: Tensor
+    ) -> tuple[tuple[int, ...], float, Tensor | None]:
         """Return the tokens offered at this step, the first one's probability, and what it was drawn from if it was."""
         rule, branching = self.context.rule, self.branching
         if not self.draws:
             scores = self.context.noisy_scores(drafted, logits)
             token_id, confidence = rule.confidence(scores)
-            n = 1 if branching is None else candidates_at(branching, confidence)
-            return rule.candidates(scores, token_id, n), confidence, None
+            n_candidates = 1 if branching is None else candidates_at(branching, confidence)
+            return rule.candidates(scores, token_id, n_candidates), confidence, None
         scores = self.context.scores(drafted, logits)
         probs = scores.double().softmax(dim=-1)
         if branching is not None:
             _, confidence = rule.confidence(scores)
-            drawn = draw_apart(rule, probs, candidates_at(branching, confidence))
-            return tuple(possible(drawn).tolist()), confidence, probs
+            draws = draw_distinct(rule, probs, candidates_at(branching, confidence))
+            return tuple(drawable(draws).tolist()), confidence, probs
         token_id = int(rule.draw_drafts(probs))
         # BiLD stops by the draft's highest probability; the other methods stop by the probability of the drawn token.
         return (token_id,), float(probs[token_id] if self.stop.keeps_last else probs.max()), probs

@@ -19,7 +19,7 @@ from . import Resources, method
 if TYPE_CHECKING:
     from ..work import PassGenerator
 
-WORTH = 0.1  # Minimum chance of acceptance to draft a token; about the cost of a row relative to a plain pass.
+MIN_CHANCE = 0.1  # Minimum chance of acceptance to draft a token; about the cost of a row relative to a plain pass.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ def _lookup(resources: Resources, settings: LookupSettings) -> tuple[Drafter, Ve
 class LookupDrafter(Drafter):
     """What followed the longest earlier occurrence of the text's end, if at least `min_match` tokens match.
 
-    The draft is as long as the chance that all of it is accepted is at least `WORTH`. The cost of a round does not grow
-    with the context.
+    The draft ends where the chance that all of it is accepted falls below `MIN_CHANCE`. The cost of a round does not
+    grow with the context.
     """
 
     def __init__(self, settings: LookupSettings) -> None:
@@ -54,7 +54,7 @@ class LookupDrafter(Drafter):
         yield from ()
         self.matches.read(self.context.token_ids)
         cursor = self.matches.at_end()
-        enough = cursor.length >= self.min_match
-        followed = cursor.guesses(min(room, self.max_depth), WORTH) if enough else []
-        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in followed)])
-        return Draft(tree, sources={node: guess.source for node, guess in enumerate(followed, 1)})
+        is_long_enough = cursor.length >= self.min_match
+        guesses = cursor.guesses(min(room, self.max_depth), MIN_CHANCE) if is_long_enough else []
+        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in guesses)])
+        return Draft(tree, sources={node: guess.source for node, guess in enumerate(guesses, 1)})

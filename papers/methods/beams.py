@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...core.serialization import Settings, count, share
-from ...decoding.draft import Draft, Drafter, DraftModel, draw_apart
+from ...decoding.draft import Draft, Drafter, DraftModel, draw_distinct
 from ...decoding.methods import Resources, method
 from ...decoding.verify import Verifier
 from ..verifiers import JointRatio, KeepAll, truncate
@@ -132,7 +132,7 @@ class BeamDrafter(Drafter):
         if self.context.rule.greedy:
             values, picked = joint.topk(width)
         else:
-            drawn, left = draw_apart(self.context.rule, joint.softmax(dim=-1), width)
+            drawn, left = draw_distinct(self.context.rule, joint.softmax(dim=-1), width)
             picked = drawn.long()
             values = joint[picked].where(left > -math.inf, -math.inf)
         return picked.clamp(max=n - 1), values

@@ -88,7 +88,7 @@ class AdaptiveStop(StopRule):
     def start(self) -> None:
         self._product = 1.0
 
-    def judged(self, confidence: float) -> float:
+    def compared_value(self, confidence: float) -> float:
         self._product *= confidence
         return self._product if self.joint else confidence
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.serialization import Settings, count
-from ...decoding.draft import Draft, Drafter, DraftModel, Offer, draw_apart, possible
+from ...decoding.draft import Draft, Drafter, DraftModel, Offer, draw_distinct, drawable
 from ...decoding.draft_tree import UNKNOWN, DraftTree
 from ...decoding.methods import Resources, method
 from ...decoding.verify import SeveralRatio, Verifier
@@ -108,8 +108,8 @@ class SequencesDrafter(Drafter):
         rule, n = self.context.rule, len(of)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
         if apart:
-            tokens_drawn = most_probable(scores[0], n) if probs is None else draw_apart(rule, probs[0], n)
-            return tokens_drawn[0].long() if self.model.reads_late else possible(tokens_drawn), probs
+            tokens_drawn = most_probable(scores[0], n) if probs is None else draw_distinct(rule, probs[0], n)
+            return tokens_drawn[0].long() if self.model.reads_late else drawable(tokens_drawn), probs
         index = uploaded(of, scores.device)
         if probs is None:
             return scores.max(dim=-1).indices[index], None

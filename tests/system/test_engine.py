@@ -610,7 +610,7 @@ def test_what_was_not_used_for_longest_goes_first_though_all_begin_alike() -> No
 @pytest.mark.parametrize("first_new", [2, 256])
 def test_state_of_a_prompt_counts_what_another_has_read(monkeypatch: pytest.MonkeyPatch, first_new: int) -> None:
     """One that is asked again, or goes on, lies where it would lie if it were read anew."""
-    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", first_new)
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", first_new)
     own, prompt, states = parts("llama"), words(1, 40), list[Tensor]()
     engine = Engine(PLENTY)
     for ids, host in ((prompt, engine), (prompt, engine), ([*prompt, 7], engine), ([*prompt, 7], Engine())):
@@ -664,8 +664,8 @@ def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataO
 
         running.append((engine.add(noting()), by_itself(own, PLAIN, ids, SAMPLINGS[0], n_new)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swiftopt.decoding.loop.FIRST_NEW", first_new)
-        patch.setattr("swiftopt.decoding.engine.LEAST_SHARED", least_shared)
+        patch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", first_new)
+        patch.setattr("swiftopt.decoding.engine.MIN_SHARED_TOKENS", least_shared)
         for name in ("PREFILL_ROWS", "PREFILL_ROWS_BESIDE"):
             patch.setattr(f"swiftopt.models.runtime.{name}", n_rows)
         while engine.requests:
@@ -707,7 +707,7 @@ def test_buffer_that_grows_with_its_text_changes_no_token(monkeypatch: pytest.Mo
     own = parts(family, with_model=True)
     asked = [(name, repeating(number), SAMPLINGS[number % 3]) for number, name in enumerate(METHODS)]
     expected = [by_itself(own, build(name, own), ids, sampling, 40) for name, ids, sampling in asked]
-    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", 4)
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 4)
     engine = Engine(PLENTY)
     running = [engine.add(request(own, build(name, own), ids, sampling, 40)) for name, ids, sampling in asked]
     list(engine.step())
@@ -720,7 +720,7 @@ def test_buffer_that_grows_with_its_text_changes_no_token(monkeypatch: pytest.Mo
 
 def test_requests_that_may_write_much_run_beside_one_another_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose buffer cannot grow waits, and loses nothing."""
-    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW", 8)
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 8)
     own, n_beside = parts("llama"), 0
     engine = Engine(200 * own.runtime.slot_bytes)  # one needs 151
     running = [engine.add(request(own, PLAIN, words(seed, 10), SAMPLINGS[0], 140)) for seed in range(6)]

@@ -18,7 +18,7 @@ from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
 from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask, tree_rows
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
-from swiftopt.decoding.loop import _traced, decode, decoding
+from swiftopt.decoding.loop import _trace_sources, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
@@ -358,14 +358,14 @@ def test_trace_says_where_each_token_came_from(name: str, predicts: bool) -> Non
 def test_trace_of_a_tree_tells_what_stood_first_in_place_of_a_side_branch() -> None:
     tree = DraftTree.grow(1, [(2, 9), (3, 8), (4,)])  # the spine 2, 3, 4; beside them 9 and 8
     draft = Draft(tree, sources={3: "text"})
-    assert _traced(draft, Walk((1, 5), (2, 8, 7)), [2, 8, 7]) == (
+    assert _trace_sources(draft, Walk((1, 5), (2, 8, 7)), [2, 8, 7]) == (
         TracedToken(2, "draft"),
         TracedToken(8, "draft", (3, 4)),
         TracedToken(7, "target"),
     )
-    assert _traced(draft, Walk((1, 2, 3), (2, 3, 4, 7)), [2, 3, 4]) == (
+    assert _trace_sources(draft, Walk((1, 2, 3), (2, 3, 4, 7)), [2, 3, 4]) == (
         TracedToken(2, "draft"),
         TracedToken(3, "draft"),
         TracedToken(4, "text"),
     )
-    assert _traced(draft, Walk((), (5,)), [5]) == (TracedToken(5, "target", (2, 3, 4)),)
+    assert _trace_sources(draft, Walk((), (5,)), [5]) == (TracedToken(5, "target", (2, 3, 4)),)

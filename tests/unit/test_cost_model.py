@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods.adaptive import (
-    MEMORY,
+    MAX_OBSERVATIONS,
     Acceptance,
     Joining,
     PassCosts,
@@ -111,7 +111,7 @@ def test_rate_goes_from_its_prior_to_what_it_sees_and_can_change_its_mind() -> N
     for _ in range(2000):
         rate.learn(rng.random() < 0.9)
     assert rate.value == pytest.approx(0.9, abs=0.05)
-    for _ in range(int(4 * MEMORY)):
+    for _ in range(int(4 * MAX_OBSERVATIONS)):
         rate.learn(False)
     assert rate.value < 0.1
 

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from swiftopt.core.errors import InvalidInput
 from swiftopt.core.json_schemas import endless, has_arguments, not_enforced, relaxed, target, walk
 from swiftopt.decoding.grammar import Grammar
-from swiftopt.decoding.json_grammar import LIMITS, MOST_NAMES, names_of
+from swiftopt.decoding.json_grammar import LIMITS, MAX_NAMES, names_of
 
 BYTES = LLTokenizer("byte")
 MOST_BYTES = 1200
@@ -185,7 +185,7 @@ def test_name_that_a_pattern_lists_comes_once_and_no_comma_follows_the_last(sche
 
 def test_names_of_a_pattern_are_listed_where_they_are_few() -> None:
     assert names_of("^score$") == ("score",) and set(names_of("^(a|bc)$") or ()) == {"a", "bc"}
-    assert len(names_of("^[a-z]$") or ()) == 26 and names_of("^[0-9]{2}$") is None and MOST_NAMES < 100
+    assert len(names_of("^[a-z]$") or ()) == 26 and names_of("^[0-9]{2}$") is None and MAX_NAMES < 100
     assert all(names_of(pattern) is None for pattern in ("", "^a", "a+", "^[a-z_]+$", "(?=a)"))
 
 
