@@ -24,7 +24,7 @@ from ..decoding.session import Session
 from ..decoding.work import exhaust
 from ..models.costs import machine_name, with_formats
 from ..models.runtime import Runtime
-from ..optimizer.drafting import drafting_with, prepared
+from ..optimizer.drafting import drafting_with, prepare_draft_format
 from ..optimizer.strategies import strategy_info
 from ..optimizer.tuning import Tuner
 from ..tasks.recipes import stored_costs
@@ -120,7 +120,7 @@ class StreamShift:
     def _tune_alone(self, name: str, prompts: Sequence[Prompt]) -> tuple[LayerSet, SwiftSettings]:
         """Return the result of a search on this task alone, over its prompts twice, without saving search time."""
         self.on_step(f"{name}: searching on this task alone")
-        return exhaust(self._tuner().serve([*prompts, *prompts], sparing=False))[name]
+        return exhaust(self._tuner().serve([*prompts, *prompts], is_budgeted=False))[name]
 
     def _decode(
         self,
@@ -214,7 +214,7 @@ def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Res
         return with_formats(runtime, plain_costs, formats, StepNotes())
 
     settings, costs = exhaust(
-        prepared(session, lines, settings, costs_with_formats), lambda event: note(event_line(event) or "")
+        prepare_draft_format(session, lines, settings, costs_with_formats), lambda event: note(event_line(event) or "")
     )
     shift = StreamShift(runtime, lines, prompts, settings, request.max_new_tokens, costs, note)
     report = {"model": request.model, **shift.run()}

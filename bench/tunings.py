@@ -20,7 +20,7 @@ from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..decoding.work import exhaust
 from ..models.costs import machine_name, with_formats
-from ..optimizer.drafting import drafting_with, prepared
+from ..optimizer.drafting import drafting_with, prepare_draft_format
 from ..optimizer.tuning import Tuner
 from ..optimizer.verdict import Timed, faster, speed, speed_interval, speed_ratio
 from ..tasks.recipes import stored_costs
@@ -176,7 +176,7 @@ class TuningBench:
                 self.on_step(f"{label}: {event.format} {'x' if event.tok_s is None else 'tok/s'} {speed or 0:.2f}")
 
         settings, costs = exhaust(
-            prepared(self.session, self.prompts, settings_of(variant, seed), costs_with_formats), show
+            prepare_draft_format(self.session, self.prompts, settings_of(variant, seed), costs_with_formats), show
         )
         run = WayRun(variant, seed, costs, setup_s=perf_counter() - started_s)
         decoding = prefill = scoring = 0.0  # Seconds spent so far in each phase.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..decoding.work import exhaust
-from ..optimizer.verdict import Judged, Look, Timed, TimedTurn, by_looks, hold_out, looks_of
+from ..optimizer.verdict import JudgedTurns, Look, Timed, TimedTurn, by_looks, hold_out, looks_of
 
 GAINS = (1.0, 1.1, 1.3)
 TOKENS, TOKENS_SPREAD = 100, 0.3
@@ -112,7 +112,7 @@ def simulate(stream: Stream, machine: Machine, speedup: float, n_verdicts: int, 
             timed_looks.append(look)
             return prompts.measure(look)
 
-        judged: Judged = exhaust(by_looks(looks, measure), lambda event: None)
+        judged: JudgedTurns = exhaust(by_looks(looks, measure), lambda event: None)
         n_use += judged.verdict.word == "use"
         n_runs += sum(len(look.prompts) * len(look.runs) for look in timed_looks)
     return VerdictShare(n_use / n_verdicts, n_runs / n_verdicts)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import atexit
 import gc
 
-USUAL = gc.get_threshold()
+DEFAULT_THRESHOLDS = gc.get_threshold()
 # Allocations between two collections while the program loads. With Python's default of 700, collections take a
 # quarter of the import time.
-WHILE_STARTING = 50_000
+STARTUP_THRESHOLD = 50_000
 
 
 def start() -> None:
     """Collect rarely until the model is loaded, and never at exit: a full collection takes 0.9 s."""
-    gc.set_threshold(WHILE_STARTING, *USUAL[1:])
+    gc.set_threshold(STARTUP_THRESHOLD, *DEFAULT_THRESHOLDS[1:])
     atexit.register(gc.freeze)
 
 
 def run() -> None:
     """Restore Python's default threshold after `start`: from now on garbage may hold large tensors."""
-    if gc.get_threshold()[0] == WHILE_STARTING:
-        gc.set_threshold(*USUAL)
+    if gc.get_threshold()[0] == STARTUP_THRESHOLD:
+        gc.set_threshold(*DEFAULT_THRESHOLDS)

@@ -46,8 +46,10 @@ class FormatCosts(Record):
     fixed_s: float = 0.0
     wider: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
 
-    def scaled(self, by: float) -> FormatCosts:
-        return FormatCosts(self.attn_s * by, self.mlp_s * by, self.head_s * by, self.fixed_s * by, self.wider)
+    def scaled(self, factor: float) -> FormatCosts:
+        return FormatCosts(
+            self.attn_s * factor, self.mlp_s * factor, self.head_s * factor, self.fixed_s * factor, self.wider
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,13 @@ class CostProfile(Record):
 
     def missing(self, layer_set: LayerSet) -> frozenset[str]:
         """Return the formats of a draft whose costs were not measured."""
-        return frozenset(name for _, name in layer_set.formats if name != STORED) - frozenset(self.formats)
+        return frozenset(format_name for _, format_name in layer_set.formats if format_name != STORED) - frozenset(
+            self.formats
+        )
 
     def target_pass_s(self, n_rows: int) -> float:
         """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
-        return _between(self.pass_s, n_rows)
+        return _interpolate(self.pass_s, n_rows)
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
         """Seconds of a one-row draft pass; KeyError if the draft uses a format that is `missing`."""
@@ -102,22 +106,22 @@ class CostProfile(Record):
             kept_mlp = self.n_layers - len(layer_set.skip_mlp)
             return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
         layers = range(self.n_layers)
-        attn = sum(self.part_s("attn", i, layer_set) for i in layers if i not in layer_set.skip_attn)
-        mlp = sum(self.part_s("mlp", i, layer_set) for i in layers if i not in layer_set.skip_mlp)
-        return self._rest_s(layer_set) + attn + mlp + self.part_s("head", 0, layer_set)
+        attn = sum(self.part_s("attn", layer, layer_set) for layer in layers if layer not in layer_set.skip_attn)
+        mlp = sum(self.part_s("mlp", layer, layer_set) for layer in layers if layer not in layer_set.skip_mlp)
+        return self._head_and_fixed_s(layer_set) + attn + mlp + self.part_s("head", 0, layer_set)
 
-    def _rest_s(self, layer_set: LayerSet) -> float:
+    def _head_and_fixed_s(self, layer_set: LayerSet) -> float:
         """Seconds of a pass outside attention, MLP and head: the largest `fixed_s` of the formats in use.
 
         Formats that single layers have of their own are ignored.
         """
         names = {layer_set.format_of("attn"), layer_set.format_of("mlp")}
-        return max(self.fixed_s if name is None else self.formats[name].fixed_s for name in names)
+        return max(self.fixed_s if format_name is None else self.formats[format_name].fixed_s for format_name in names)
 
     def part_s(self, kind: Literal["attn", "mlp", "head"], layer: int, layer_set: LayerSet) -> float:
         """Seconds of one part of a draft, in its format by the layer set; KeyError if that is `missing`."""
-        name = layer_set.format_of(kind, layer)
-        costs = self if name is None else self.formats[name]
+        format_name = layer_set.format_of(kind, layer)
+        costs = self if format_name is None else self.formats[format_name]
         return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]
 
     def draft_cost(self, layer_set: LayerSet, n_rows: int = 1) -> float:
@@ -125,8 +129,12 @@ class CostProfile(Record):
         cost = self.draft_pass_s(layer_set) / self.target_pass_s(1)
         if n_rows == 1:
             return cost
-        widenings = [self.formats[name].wider for _, name in layer_set.formats if name != STORED]
-        return cost * max((_between(wider, n_rows) for wider in widenings if wider), default=self.verify_cost(n_rows))
+        costs_by_rows = [
+            self.formats[format_name].wider for _, format_name in layer_set.formats if format_name != STORED
+        ]
+        return cost * max(
+            (_interpolate(wider, n_rows) for wider in costs_by_rows if wider), default=self.verify_cost(n_rows)
+        )
 
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""
@@ -142,19 +150,19 @@ class CostProfile(Record):
         """
         return tokens / self.passes_of(layer_set, draft_steps, widths)
 
-    def _verified(self, widths: Mapping[int, float]) -> float:
+    def _verification_cost(self, widths: Mapping[int, float]) -> float:
         """Cost of target passes, in units of a one-row target pass; `widths` counts them by their rows."""
         return sum(count * self.verify_cost(n_rows) for n_rows, count in widths.items())
 
     def passes_of(self, layer_set: LayerSet, draft_steps: float, widths: Mapping[int, float]) -> float:
         """Cost of these draft steps and target passes, in units of a one-row target pass; `widths`: passes by rows."""
-        return draft_steps * self.draft_cost(layer_set) + self._verified(widths)
+        return draft_steps * self.draft_cost(layer_set) + self._verification_cost(widths)
 
 
 def published_speedup(layer_set: LayerSet, mean_generated_length: float, acceptance_rate: float) -> float:
     """E(Spd.) as SWIFT Eq. 6 has it: a draft pass takes 1 - r of a plain one, and every verification one plain pass."""
-    c, longer = 1 - layer_set.skip_ratio, mean_generated_length - 1
-    return mean_generated_length * acceptance_rate / (longer * c + acceptance_rate)
+    draft_cost, n_accepted = 1 - layer_set.skip_ratio, mean_generated_length - 1
+    return mean_generated_length * acceptance_rate / (n_accepted * draft_cost + acceptance_rate)
 
 
 def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) -> float | None:
@@ -162,25 +170,25 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
 
     None without a target pass, or where neither is known of a run.
     """
-    tokens, spent = 0, 0.0
-    for done in completions:
-        if not done.verified_widths:  # The completion has only the token that prefill gave.
+    n_tokens, total_cost = 0, 0.0
+    for completion in completions:
+        if not completion.verified_widths:  # The completion has only the token that prefill gave.
             continue
-        cost = done.estimated_cost
-        if cost is None and costs is not None and done.layer_set is not None:
-            cost = costs.passes_of(done.layer_set, done.drafted, done.verified_widths)
+        cost = completion.estimated_cost
+        if cost is None and costs is not None and completion.layer_set is not None:
+            cost = costs.passes_of(completion.layer_set, completion.drafted, completion.verified_widths)
         if cost is None:
             return None
-        tokens += done.n_tokens - done.first_tokens
-        spent += cost
-    return tokens / spent if spent else None
+        n_tokens += completion.n_tokens - completion.first_tokens
+        total_cost += cost
+    return n_tokens / total_cost if total_cost else None
 
 
-def _between(known: Mapping[int, float], n: int) -> float:
-    """The value at `n`, by linear interpolation between known values and extrapolation beyond the last."""
-    at = sorted(known)
-    if n <= at[0] or len(at) == 1:
-        return known[at[0]]
-    high = next((width for width in at if width >= n), at[-1])
-    low = at[at.index(high) - 1]
-    return known[low] + (known[high] - known[low]) / (high - low) * (n - low)
+def _interpolate(known_values: Mapping[int, float], x: int) -> float:
+    """The value at `x`, by linear interpolation between known values and extrapolation beyond the last."""
+    known_points = sorted(known_values)
+    if x <= known_points[0] or len(known_points) == 1:
+        return known_values[known_points[0]]
+    upper = next((point for point in known_points if point >= x), known_points[-1])
+    lower = known_points[known_points.index(upper) - 1]
+    return known_values[lower] + (known_values[upper] - known_values[lower]) / (upper - lower) * (x - lower)

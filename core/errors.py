@@ -175,8 +175,8 @@ def safe_url(url: str) -> str:
     if "@" not in url or "://" not in url:
         return url
     try:
-        parts = urlsplit(url)
+        url_parts = urlsplit(url)
     except ValueError:
         return "(unreadable URL)"  # Do not show the URL: it may contain a password.
-    user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
-    return parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}").geturl() if colon else url
+    user, separator, _ = url_parts.netloc.rpartition("@")[0].partition(":")
+    return url_parts._replace(netloc=f"{user}:***@{url_parts.netloc.rpartition('@')[2]}").geturl() if separator else url

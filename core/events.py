@@ -234,8 +234,8 @@ def state_words(event: StateChanged) -> str:
     if event.state == "queued" and event.detail:
         return f"queued again: {event.detail}"
     detail = event.detail if event.state in ("running", "paused", "cancelled") else ""
-    again = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
-    return " ".join(filter(None, (event.state, detail, again)))
+    attempt_words = f"(attempt {event.attempt})" if event.state == "running" and event.attempt > 1 else ""
+    return " ".join(filter(None, (event.state, detail, attempt_words)))
 
 
 def event_line(event: Event, n_prompts: int = 0) -> str | None:
@@ -256,11 +256,13 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
         case FormatTried():
             return f"drafts in {event.format} do not run here: {event.problem}"
         case Adopted():
-            left_out = f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs left out"
-            return f"{task}set of trial {event.step} in use: {left_out}, matchness {_figure(event.matchness)}"
+            skipped_words = (
+                f"{len(event.layer_set.skip_attn)} attentions and {len(event.layer_set.skip_mlp)} MLPs left out"
+            )
+            return f"{task}set of trial {event.step} in use: {skipped_words}, matchness {_figure(event.matchness)}"
         case SkipRatioLowered():
-            lowered = f"skip ratio lowered to {_figure(event.skip_ratio)}"
-            return f"{task}{lowered}, for α was {_figure(event.acceptance_rate)}"
+            ratio_words = f"skip ratio lowered to {_figure(event.skip_ratio)}"
+            return f"{task}{ratio_words}, for α was {_figure(event.acceptance_rate)}"
         case DraftingChosen():
             widest = event.branching[0][1]
             return (
@@ -269,15 +271,15 @@ def event_line(event: Event, n_prompts: int = 0) -> str | None:
                 f" {_figure(event.before)}x before"
             )
         case StreamShifted():
-            tried = f", {event.n_known} known sets first" if event.n_known else ""
-            return f"{task}other text, for {event.reason}: searching again{tried}"
+            known_words = f", {event.n_known} known sets first" if event.n_known else ""
+            return f"{task}other text, for {event.reason}: searching again{known_words}"
         case PromptFinished():
-            done = event.completion
+            completion = event.completion
             held_out = ", held out" if event.held_out else ""
-            figures = f"α {_figure(done.acceptance_rate)}, M {_figure(done.mean_generated_length)}"
-            place = f"prompt {event.index + 1}" + (f" of {n_prompts}" if n_prompts else "")
-            decoded = f"{done.n_tokens} tokens, {_figure(done.tok_s, 1)} tok/s, {figures}"
-            return f"{task}{place} ({event.prompt.id}{held_out}): {decoded}"
+            figures = f"α {_figure(completion.acceptance_rate)}, M {_figure(completion.mean_generated_length)}"
+            position = f"prompt {event.index + 1}" + (f" of {n_prompts}" if n_prompts else "")
+            decoded_words = f"{completion.n_tokens} tokens, {_figure(completion.tok_s, 1)} tok/s, {figures}"
+            return f"{task}{position} ({event.prompt.id}{held_out}): {decoded_words}"
         case TaskFinished():
             return f"{task}finished, {event.verdict.word}"
         case _:

@@ -40,14 +40,14 @@ def parts(schema: Schema) -> Iterator[tuple[Place, Schema]]:
     Unknown keywords may hold schemas too, for references to them.
     """
     for key in sorted((key for key in schema if key not in VALUES), key=lambda key: key not in BY_NAME[:2]):
-        value, within = schema[key], list[tuple[Place, Any]]()
+        value, inner_parts = schema[key], list[tuple[Place, Any]]()
         if key in BY_NAME and isinstance(value, Mapping):
-            within = [((key, name), part) for name, part in value.items()]
+            inner_parts = [((key, name), part) for name, part in value.items()]
         elif isinstance(value, list):
-            within = [((key, number), part) for number, part in enumerate(value)]
+            inner_parts = [((key, index), part) for index, part in enumerate(value)]
         else:
-            within = [((key,), value)]
-        yield from ((place, part) for place, part in within if isinstance(part, Mapping))
+            inner_parts = [((key,), value)]
+        yield from ((place, part) for place, part in inner_parts if isinstance(part, Mapping))
 
 
 def walk(schema: Schema, place: Place = ()) -> Iterator[tuple[Place, Schema]]:
@@ -57,19 +57,19 @@ def walk(schema: Schema, place: Place = ()) -> Iterator[tuple[Place, Schema]]:
         yield from walk(part, (*place, *inner))
 
 
-def rewritten(schema: Schema, change: Callable[[Schema, dict[str, Any]], Any]) -> Any:
+def rewrite(schema: Schema, change: Callable[[Schema, dict[str, Any]], Any]) -> Any:
     """Return a schema rewritten bottom-up: `change` gets each original schema and its copy with rewritten parts."""
 
-    def within(key: str, value: Any) -> Any:
+    def rewrite_inner(key: str, value: Any) -> Any:
         if key in VALUES:
             return value
         if isinstance(value, list):
-            return [within("", part) for part in value]
+            return [rewrite_inner("", part) for part in value]
         if key in BY_NAME and isinstance(value, Mapping):
-            return {name: within("", part) for name, part in value.items()}
-        return rewritten(value, change) if isinstance(value, Mapping) else value
+            return {name: rewrite_inner("", part) for name, part in value.items()}
+        return rewrite(value, change) if isinstance(value, Mapping) else value
 
-    return change(schema, {key: within(key, value) for key, value in schema.items()})
+    return change(schema, {key: rewrite_inner(key, value) for key, value in schema.items()})
 
 
 def limits(schema: Schema) -> dict[str, Any]:
@@ -77,14 +77,14 @@ def limits(schema: Schema) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if value not in NO_LIMIT.get(key, ())}
 
 
-def not_enforced(schema: Schema) -> list[Place]:
+def list_not_enforced(schema: Schema) -> list[Place]:
     """Return the places of the keywords that no grammar can enforce and that do restrict something."""
     return [(*place, key) for place, part in walk(schema) for key in limits(part) if key in NOT_ENFORCED]
 
 
-def relaxed(schema: Schema) -> Any:
+def relax(schema: Schema) -> Any:
     """Return a schema without the keywords in NOT_ENFORCED."""
-    return rewritten(schema, lambda _, part: {key: part[key] for key in part if key not in NOT_ENFORCED})
+    return rewrite(schema, lambda _, part: {key: part[key] for key in part if key not in NOT_ENFORCED})
 
 
 def has_arguments(parameters: Schema | None) -> bool:
@@ -93,58 +93,58 @@ def has_arguments(parameters: Schema | None) -> bool:
         return False
     if parameters.get("type", "object") != "object":
         return True
-    opened = (key in parameters and parameters[key] not in (None, False) for key in ANY_ARGUMENTS)
-    return bool(parameters.get("properties") or parameters.get("required")) or any(opened)
+    allows_others = (key in parameters and parameters[key] not in (None, False) for key in ANY_ARGUMENTS)
+    return bool(parameters.get("properties") or parameters.get("required")) or any(allows_others)
 
 
 def target(root: Schema, reference: Any) -> Any:
     """Return the part of a schema that a `$ref` within it leads to by a JSON pointer; None: it leads to none."""
-    value: Any = root
-    start, *words = unquote(str(reference)).split("/")
-    if start != "#":
+    part: Any = root
+    pointer_root, *pointer_keys = unquote(str(reference)).split("/")
+    if pointer_root != "#":
         return None
-    for word in words:
-        key = word.replace("~1", "/").replace("~0", "~")
+    for pointer_key in pointer_keys:
+        key = pointer_key.replace("~1", "/").replace("~0", "~")
         try:
-            value = value[int(key)] if isinstance(value, list) else value[key]
+            part = part[int(key)] if isinstance(part, list) else part[key]
         except (KeyError, IndexError, ValueError, TypeError):
             return None
-    return value
+    return part
 
 
-def endless(root: Schema) -> frozenset[int]:
+def find_endless(root: Schema) -> frozenset[int]:
     """Return the `id()` of every part that requires itself recursively, so that no finite value satisfies it."""
     nodes = {id(part): part for _, part in walk(root)}
-    ended, n_before = set[int](), -1
+    finite_ids, n_before = set[int](), -1
     if any("$id" in part for part in nodes.values() if part is not root):
         # With an inner `$id`, references may be relative to that part, which `target` cannot resolve.
         return frozenset()
 
-    def ends(value: Any) -> bool:
-        return not isinstance(value, Mapping) or id(value) in ended or id(value) not in nodes
+    def is_finite(value: Any) -> bool:
+        return not isinstance(value, Mapping) or id(value) in finite_ids or id(value) not in nodes
 
-    def of_kind(part: Schema, kind: Any) -> bool:
+    def is_finite_kind(part: Schema, kind: Any) -> bool:
         if kind == "object":
             properties = part.get("properties") or {}
-            others = None if part.get("patternProperties") else part.get("additionalProperties")
-            return all(ends(properties.get(name, others)) for name in part.get("required") or ())
+            other_properties = None if part.get("patternProperties") else part.get("additionalProperties")
+            return all(is_finite(properties.get(name, other_properties)) for name in part.get("required") or ())
         if kind == "array":
-            first = [*(part.get("prefixItems") or ()), part.get("items")]
-            least = part.get("minItems")
-            return all(map(ends, first[:least])) if isinstance(least, int) else True
+            item_schemas = [*(part.get("prefixItems") or ()), part.get("items")]
+            min_items = part.get("minItems")
+            return all(map(is_finite, item_schemas[:min_items])) if isinstance(min_items, int) else True
         return True
 
     def has_end(part: Schema) -> bool:
         kinds = part.get("type")
         kinds = kinds if isinstance(kinds, list) else [kinds]
         return (
-            ("$ref" not in part or ends(target(root, part["$ref"])))
-            and all(map(ends, part.get("allOf") or ()))
-            and all(any(map(ends, part[key])) for key in ("anyOf", "oneOf") if part.get(key))
-            and ("const" in part or "enum" in part or any(of_kind(part, kind) for kind in kinds))
+            ("$ref" not in part or is_finite(target(root, part["$ref"])))
+            and all(map(is_finite, part.get("allOf") or ()))
+            and all(any(map(is_finite, part[key])) for key in ("anyOf", "oneOf") if part.get(key))
+            and ("const" in part or "enum" in part or any(is_finite_kind(part, kind) for kind in kinds))
         )
 
-    while len(ended) > n_before:
-        n_before = len(ended)
-        ended |= {key for key in reversed(nodes) if key not in ended and has_end(nodes[key])}
-    return frozenset(nodes.keys() - ended)
+    while len(finite_ids) > n_before:
+        n_before = len(finite_ids)
+        finite_ids |= {key for key in reversed(nodes) if key not in finite_ids and has_end(nodes[key])}
+    return frozenset(nodes.keys() - finite_ids)

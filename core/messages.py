@@ -202,7 +202,7 @@ KINDS = kinds_by_name((*get_args(FromServer), *get_args(FromEngine)), "-")
 _NAMES: dict[Any, str] = {kind: name for name, kind in KINDS.items()}
 
 
-def encoded(message: FromServer | FromEngine) -> bytes:
+def encode(message: FromServer | FromEngine) -> bytes:
     """Return a message's line.
 
     Raises: InvalidInput: a text has half of a character, or objects are nested too deeply.
@@ -212,16 +212,16 @@ def encoded(message: FromServer | FromEngine) -> bytes:
         return _NAMES[kind].encode() + b" " + adapter(kind).dump_json(message, warnings=False) + b"\n"
     except ValueError as error:
         if "surrogate" in str(error):
-            words = "a text in the body has half of a character (a surrogate without the other): send whole ones"
+            advice = "a text in the body has half of a character (a surrogate without the other): send whole ones"
         else:
-            words = "the body has too many objects within each other: send it with fewer"
-        raise InvalidInput(words) from None
+            advice = "the body has too many objects within each other: send it with fewer"
+        raise InvalidInput(advice) from None
 
 
-def _decoded(kinds: Any, reader: str, line: bytes) -> Any:
+def _decode(kinds: Any, reader_name: str, line: bytes) -> Any:
     """Return the message of a line, one of the union `kinds`.
 
-    Raises: SettingsError: the line is no message to the `reader`, or the other process has another version of them.
+    Raises: SettingsError: the line is no message to this reader, or the other process has another version of them.
     """
     name, _, values = line.partition(b" ")
     try:
@@ -229,11 +229,11 @@ def _decoded(kinds: Any, reader: str, line: bytes) -> Any:
     except (KeyError, ValueError) as error:
         raise SettingsError(f"{MISMATCH} ({str(error).splitlines()[0]}): restart the server") from error
     if not isinstance(message, kinds):
-        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the {reader}): restart the server")
+        raise SettingsError(f"{MISMATCH} ({type(message).__name__} to the {reader_name}): restart the server")
     if isinstance(message, Serve | Ready) and message.version != VERSION:
         raise SettingsError(f"{MISMATCH} (version {message.version}, not {VERSION}): restart the server")
     return message
 
 
-from_server: Callable[[bytes], FromServer] = partial(_decoded, FromServer, "engine")
-from_engine: Callable[[bytes], FromEngine] = partial(_decoded, FromEngine, "server")
+from_server: Callable[[bytes], FromServer] = partial(_decode, FromServer, "engine")
+from_engine: Callable[[bytes], FromEngine] = partial(_decode, FromEngine, "server")

@@ -115,10 +115,10 @@ class LayerSetRecord(Measurement):
 
         Raises: FileNotFound: no such file. LayerSetError: it holds no layer set.
         """
-        return cls._unstored(_read_set(path), path)
+        return cls._read_set_file(_read_set(path), path)
 
     @classmethod
-    def _unstored(cls, values: Mapping[str, Any], path: Path) -> LayerSetRecord:
+    def _read_set_file(cls, values: Mapping[str, Any], path: Path) -> LayerSetRecord:
         record = cls.from_json(values, str(path))
         check_task(record.task, f"{path}: the task")
         return replace(record, version=None, job=None)
@@ -176,7 +176,7 @@ class LearnedRecord(Record):
 
 
 # Settings of a plan whose layer set already names the weight formats of its draft: no further format is applied.
-AS_FOUND: Mapping[str, Any] = {"draft_format": STORED}
+FOUND_SET_SETTINGS: Mapping[str, Any] = {"draft_format": STORED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +256,18 @@ class PlanInUse(Measurement):
         if figures and self.measured_interval is not None:
             figures += f", 95 % {self.measured_interval[0]:.2f} to {self.measured_interval[1]:.2f}"
         if self.drafts:
-            remarks = "; ".join(filter(None, (figures, self.fallback))) or "not measured"
-            return f"{self.task}: decode with {self.method} drafts of version {self.version} ({remarks})"
+            remark_text = "; ".join(filter(None, (figures, self.fallback))) or "not measured"
+            return f"{self.task}: decode with {self.method} drafts of version {self.version} ({remark_text})"
         if self.version is None:
-            why = "no plan is in use"
+            reason = "no plan is in use"
         elif self.verdict == "unmeasured":
-            why = f"the drafts of version {self.version} were not compared with plain decoding"
+            reason = f"the drafts of version {self.version} were not compared with plain decoding"
         elif not figures:
-            why = "no method that was compared is reliably faster"
+            reason = "no method that was compared is reliably faster"
         else:
             is_slower = self.measured_interval is not None and self.measured_interval[1] < 1
-            why = f"drafts {figures}: {'slower' if is_slower else 'not enough to be sure'}"
-        return f"{self.task}: decode plainly ({why})"
+            reason = f"drafts {figures}: {'slower' if is_slower else 'not enough to be sure'}"
+        return f"{self.task}: decode plainly ({reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +295,13 @@ class PlanVersion:
     def own_set(self) -> LayerSetRecord | None:
         """Return the layer set that the plan was stored with; None where it took one over, or needs none."""
         record = self.plan.layer_set
-        mine = record is not None and (record.version, record.task) == (self.version, self.task)
-        return record if mine else None
+        is_own = record is not None and (record.version, record.task) == (self.version, self.task)
+        return record if is_own else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `swiftopt layers list`."""
-        about = {"model": self.model, "task": self.task, "version": self.version}
-        return {**about, **self.plan.to_json(), "created_at": self.created_at, "best": bool(self.best_for)}
+        identity = {"model": self.model, "task": self.task, "version": self.version}
+        return {**identity, **self.plan.to_json(), "created_at": self.created_at, "best": bool(self.best_for)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +331,10 @@ def import_file(path: str | Path, n_layers_of: Callable[[str], int | None]) -> l
     path = Path(path)
     values = _read_set(path)
     if "schema" in values:
-        return [LayerSetRecord._unstored(values, path)]
+        return [LayerSetRecord._read_set_file(values, path)]
     if not values:
         raise LayerSetError(f"{path} holds no layer set: expected an exported one or SWIFT's skip_layers.json")
-    return [_published(path, key, value, n_layers_of) for key, value in values.items()]
+    return [_read_published_set(path, key, value, n_layers_of) for key, value in values.items()]
 
 
 def _read_set(path: Path) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def read_object(path: Path, what: str, kind: type[InvalidInput] = InvalidInput, 
     return values
 
 
-def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], int | None]) -> LayerSetRecord:
+def _read_published_set(path: Path, key: str, value: Any, n_layers_of: Callable[[str], int | None]) -> LayerSetRecord:
     model, _, task = key.rpartition("_")
     # Example: key "llama-2-13b_chat_cnndm" is model "llama-2-13b-chat" and task "cnndm".
     model = model.replace("_", "-")
@@ -373,9 +373,9 @@ def _published(path: Path, key: str, value: Any, n_layers_of: Callable[[str], in
     n_layers = n_layers_of(model)
     if n_layers is None:
         raise LayerSetError(f"{path}: the number of layers of {model!r} is unknown: pass --n-layers")
-    its = {"n_layers": n_layers, "skip_attn": value["attention"], "skip_mlp": value["mlp"]}
+    layer_set_values = {"n_layers": n_layers, "skip_attn": value["attention"], "skip_mlp": value["mlp"]}
     check_task(task, f"{path}: the task")
-    return LayerSetRecord(model, task, LayerSet.from_json(its, f"{path}: key {key!r}"))
+    return LayerSetRecord(model, task, LayerSet.from_json(layer_set_values, f"{path}: key {key!r}"))
 
 
 # --- mean hidden states of prompts, by which a search finds layer sets of similar text
@@ -390,29 +390,29 @@ class KnownSet:
     task: str = ""
 
 
-def nearest(known: Iterable[KnownSet], state: State, n: int) -> list[LayerSet]:
-    """At most `n` different sets, those first whose prompts' states have the largest cosine with `state`.
+def nearest(known_sets: Iterable[KnownSet], state: State, n_sets: int) -> list[LayerSet]:
+    """At most `n_sets` different sets, those first whose prompts' states have the largest cosine with `state`.
 
     Sets of states of another size, as another model's are, are left out.
     """
-    alike = [candidate for candidate in known if len(candidate.state) == len(state)]
-    alike.sort(key=lambda candidate: sum(map(mul, candidate.state, state)), reverse=True)
-    return list(dict.fromkeys(candidate.layer_set for candidate in alike))[:n]
+    comparable = [candidate for candidate in known_sets if len(candidate.state) == len(state)]
+    comparable.sort(key=lambda candidate: sum(map(mul, candidate.state, state)), reverse=True)
+    return list(dict.fromkeys(candidate.layer_set for candidate in comparable))[:n_sets]
 
 
 def unit(values: Sequence[float]) -> State:
     """The vector of length 1 in that direction; zeros stay zeros."""
-    length = sqrt(sum(map(mul, values, values)))
-    return tuple(value / length for value in values) if length else tuple(values)
+    norm = sqrt(sum(map(mul, values, values)))
+    return tuple(value / norm for value in values) if norm else tuple(values)
 
 
-def packed(state: State) -> bytes:
+def pack_state(state: State) -> bytes:
     """In single precision, little-endian."""
     return struct.pack(f"<{len(state)}f", *state)
 
 
-def unpacked(data: bytes) -> State:
-    """Inverse of `packed`.
+def unpack_state(data: bytes) -> State:
+    """Inverse of `pack_state`.
 
     Raises: ValueError: these bytes are no such state.
     """
@@ -421,6 +421,6 @@ def unpacked(data: bytes) -> State:
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
-def single(state: Sequence[float]) -> State:
-    """The values as `packed` keeps them, so that a search that continues from a checkpoint computes the same."""
-    return unpacked(packed(tuple(state)))
+def round_to_single(state: Sequence[float]) -> State:
+    """The values as `pack_state` keeps them, so that a search that continues from a checkpoint computes the same."""
+    return unpack_state(pack_state(tuple(state)))

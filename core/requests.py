@@ -161,16 +161,23 @@ class CompletionRequest(Settings):
     salt: str = ""
 
 
-def settled(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
+def settled_length(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
     """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
 
     Args: n_free: characters within which a stop string may end without cutting anything.
     """
     length = len(text)
     for stop in stop_strings:
-        at = text.find(stop, max(0, n_free - len(stop) + 1))
-        begun = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-        length = min(length, at if at >= 0 else len(text) - begun)
+        stop_start = text.find(stop, max(0, n_free - len(stop) + 1))
+        n_begun = next(
+            (
+                n_characters
+                for n_characters in range(min(len(stop), len(text)), 0, -1)
+                if text.endswith(stop[:n_characters])
+            ),
+            0,
+        )
+        length = min(length, stop_start if stop_start >= 0 else len(text) - n_begun)
     return length
 
 

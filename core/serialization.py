@@ -35,7 +35,7 @@ WORDS = {  # Regular expressions for pydantic's wording, and what error messages
     r"string should match pattern '\^\[\^.*": "use a text without control characters",
     "use (?=greater|less)": "use a number ",
 }
-ABOUT_KEYS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
+KEY_ERRORS = ("missing", "unexpected_keyword_argument", "extra_forbidden")
 KEY = "[key]"  # Last item of pydantic's error location when a dictionary key is invalid.
 SCALARS = ("int", "float", "bool", "str")  # Scalar types in pydantic's core schema, which are validated strictly.
 
@@ -99,10 +99,10 @@ class Record:
         values = cls.adapt(values)
         if cls.SCHEMA and values.get("schema", cls.SCHEMA) != cls.SCHEMA:
             raise ValueError(f"its schema is {values['schema']!r}, this version reads {cls.SCHEMA!r}")
-        required = [*(["schema"] if cls.SCHEMA else []), *(_always_written(cls) if cls.COMPLETE else [])]
-        missing = [key for key in required if key not in values]
-        if missing:
-            raise ValueError(f"it lacks {missing[0]!r}")
+        required_keys = [*(["schema"] if cls.SCHEMA else []), *(_always_written(cls) if cls.COMPLETE else [])]
+        missing_keys = [key for key in required_keys if key not in values]
+        if missing_keys:
+            raise ValueError(f"it lacks {missing_keys[0]!r}")
         return {**values, cls.FLAT: values} if cls.FLAT else values
 
     @classmethod
@@ -117,21 +117,21 @@ class Record:
         from pydantic_core import core_schema
 
         schema: Any = handler(source)
-        arguments = schema["schema"]["fields"]
+        field_schemas = schema["schema"]["fields"]
         # Keyword-only fields come last in JSON, also inherited ones.
-        arguments.sort(key=lambda argument: bool(argument.get("kw_only")))
-        schema["fields"] = [argument["name"] for argument in arguments]
+        field_schemas.sort(key=lambda field_schema: bool(field_schema.get("kw_only")))
+        schema["fields"] = [field_schema["name"] for field_schema in field_schemas]
         # Validate strictly: no conversion of texts to numbers, no infinite numbers, no NaN.
-        for part in schemas_in(schema):
-            if part.get("type") in SCALARS:
-                part["strict"] = True
-            if part.get("type") == "float":
-                part["allow_inf_nan"] = False
+        for inner_schema in schemas_in(schema):
+            if inner_schema.get("type") in SCALARS:
+                inner_schema["strict"] = True
+            if inner_schema.get("type") == "float":
+                inner_schema["allow_inf_nan"] = False
         if not (cls.SCHEMA or cls.FLAT or cls.COMPUTED or cls.COMPLETE):
             return cast("CoreSchema", schema)
-        written = core_schema.wrap_serializer_function_ser_schema(cls._write)
+        serializer = core_schema.wrap_serializer_function_ser_schema(cls._write)
         reference = schema.pop("ref", None)
-        return core_schema.no_info_before_validator_function(cls._read, schema, ref=reference, serialization=written)
+        return core_schema.no_info_before_validator_function(cls._read, schema, ref=reference, serialization=serializer)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -139,16 +139,18 @@ class Record:
         definition = handler.resolve_ref_schema(reference)
         definition["description"] = (cls.__doc__ or "").partition("\n")[0]
         if handler.mode == "serialization":
-            flat = handler.resolve_ref_schema(definition["properties"].pop(cls.FLAT, {}))
-            added = {name: get_type_hints(getattr(cls, name).fget)["return"] for name in cls.COMPUTED}
+            flat_schema = handler.resolve_ref_schema(definition["properties"].pop(cls.FLAT, {}))
+            computed_types = {name: get_type_hints(getattr(cls, name).fget)["return"] for name in cls.COMPUTED}
             definition["properties"] = {
                 **({"schema": {"const": cls.SCHEMA, "type": "string"}} if cls.SCHEMA else {}),
-                **flat.get("properties", {}),
+                **flat_schema.get("properties", {}),
                 **definition["properties"],
-                **{name: adapter(hint).json_schema() for name, hint in added.items()},
+                **{name: adapter(hint).json_schema() for name, hint in computed_types.items()},
             }
-            left_out = {_key(field) for field in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field.metadata}
-            definition["required"] = [name for name in definition["properties"] if name not in left_out]
+            optional_keys = {
+                _key(field) for field in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field.metadata
+            }
+            definition["required"] = [name for name in definition["properties"] if name not in optional_keys]
         return reference
 
 
@@ -169,12 +171,14 @@ class Settings(Record):
         choices = _choices(kind)
         for field in dataclasses.fields(kind):
             value, choices_of_field = getattr(self, field.name), choices.get(field.name)
-            fits = value in choices_of_field if choices_of_field else value is None or _in_range(value, field.metadata)
-            if not fits:
-                words = (
+            is_valid = (
+                value in choices_of_field if choices_of_field else value is None or _in_range(value, field.metadata)
+            )
+            if not is_valid:
+                allowed = (
                     " or ".join(map(str, choices_of_field)) if choices_of_field else _range_words(value, field.metadata)
                 )
-                raise SettingsError(f"{field.name} {value} is out of range: use {words}", field.name)
+                raise SettingsError(f"{field.name} {value} is out of range: use {allowed}", field.name)
 
 
 def ranged(default: Any, **bounds: float) -> Any:
@@ -193,18 +197,22 @@ def count(default: int | None, least: int = 1, most: int = LARGEST) -> Any:
 
 
 def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
-    low, above = bounds.get("ge"), bounds.get("gt")
+    minimum, exclusive_minimum = bounds.get("ge"), bounds.get("gt")
     # A number with a lower bound gets a finite upper one: JSON has no infinity.
-    high = bounds.get("le", LARGEST if bounds.keys() & {"ge", "gt"} else None)
-    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+    maximum = bounds.get("le", LARGEST if bounds.keys() & {"ge", "gt"} else None)
+    return (
+        (minimum is None or value >= minimum)
+        and (exclusive_minimum is None or value > exclusive_minimum)
+        and (maximum is None or value <= maximum)
+    )
 
 
 def _range_words(value: Any, bounds: Mapping[str, Any]) -> str:
-    high = bounds.get("le", LARGEST)
-    has_end = high != LARGEST or value > high
+    maximum = bounds.get("le", LARGEST)
+    shows_maximum = maximum != LARGEST or value > maximum
     if "gt" in bounds:
-        return f"a number above {bounds['gt']}" + (f", at most {high}" if has_end else "")
-    return f"a number from {bounds['ge']} to {high}" if has_end else f"{bounds['ge']} or more"
+        return f"a number above {bounds['gt']}" + (f", at most {maximum}" if shows_maximum else "")
+    return f"a number from {bounds['ge']} to {maximum}" if shows_maximum else f"{bounds['ge']} or more"
 
 
 @cache
@@ -224,13 +232,13 @@ class Form:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        form = handler.generate_schema(self.written)
+        written_schema = handler.generate_schema(self.written)
         return core_schema.no_info_before_validator_function(
             self.read or (lambda values: values),
             handler(source),
             # Input and output have the same JSON schema.
-            json_schema_input_schema=form if self.read else None,
-            serialization=core_schema.plain_serializer_function_ser_schema(self.write, return_schema=form),
+            json_schema_input_schema=written_schema if self.read else None,
+            serialization=core_schema.plain_serializer_function_ser_schema(self.write, return_schema=written_schema),
         )
 
 
@@ -243,18 +251,18 @@ class _NullWhereNotFinite:
         return core_schema.nullable_schema(handler(source))
 
 
-def _with_text_keys(values: Mapping[int, Any]) -> dict[str, Any]:
+def _to_text_keys(values: Mapping[int, Any]) -> dict[str, Any]:
     return {str(key): values[key] for key in sorted(values)}
 
 
-def _with_number_keys(values: Any) -> Any:
+def _to_number_keys(values: Any) -> Any:
     """Return the mapping with its keys as integers, ascending: a database may have reordered the text keys."""
     return {key: values[str(key)] for key in sorted(map(int, values))} if isinstance(values, Mapping) else values
 
 
 Figure = Annotated[float, _NullWhereNotFinite()]
 SORTED = Form(sorted, list[int])
-BY_NUMBER = Form(_with_text_keys, dict[str, Any], _with_number_keys)  # Mappings with integer keys.
+BY_NUMBER = Form(_to_text_keys, dict[str, Any], _to_number_keys)  # Mappings with integer keys.
 
 
 @cache
@@ -266,83 +274,105 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 def sentence(error: ValidationError, where: str, kind: type[Any]) -> str:
     """Return the first of the errors as a sentence: where, what, what to do."""
-    first = error.errors(include_url=False)[0]
-    place = [str(part) for part in first["loc"] if part != getattr(kind, "FLAT", "")]
-    names = [field.name for field in dataclasses.fields(kind)] if len(place) == 1 else []
-    return f"{where}: {explained(place, first['type'], first['msg'], first['input'], names)}"
+    first_error = error.errors(include_url=False)[0]
+    path = [str(part) for part in first_error["loc"] if part != getattr(kind, "FLAT", "")]
+    field_names = [field.name for field in dataclasses.fields(kind)] if len(path) == 1 else []
+    return f"{where}: {explain_error(path, first_error['type'], first_error['msg'], first_error['input'], field_names)}"
 
 
-def explained(place: list[str], kind: str, message: str, value: Any, known: Sequence[str] = ()) -> str:
-    """Return one pydantic error as a phrase; `known`: the valid keys, to suggest the nearest."""
-    at, outer = ".".join(place), ".".join(place[:-1])
+def explain_error(path: list[str], kind: str, message: str, value: Any, known_keys: Sequence[str] = ()) -> str:
+    """Return one pydantic error as a phrase; the nearest of the valid keys, `known_keys`, is suggested."""
+    dotted_path, parent_path = ".".join(path), ".".join(path[:-1])
     if kind == "missing":
-        return f"{outer or 'it'} lacks {place[-1]!r}"
-    if kind in ABOUT_KEYS:
-        nearest = difflib.get_close_matches(place[-1], known, n=1)
-        advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}" if known else "omit it"
-        return f"{outer or 'it'} has no {place[-1]!r}: {advice}"
+        return f"{parent_path or 'it'} lacks {path[-1]!r}"
+    if kind in KEY_ERRORS:
+        similar_keys = difflib.get_close_matches(path[-1], known_keys, n=1)
+        advice = (
+            f"did you mean {similar_keys[0]!r}?"
+            if similar_keys
+            else f"known are {', '.join(known_keys)}"
+            if known_keys
+            else "omit it"
+        )
+        return f"{parent_path or 'it'} has no {path[-1]!r}: {advice}"
     if kind == "value_error":
-        words = message.removeprefix("Value error, ")
-        return f"{at}: {words}" if at else words
-    return f"{at or 'it'} is {_short(value)}: {_advice(message)}"
+        reason = message.removeprefix("Value error, ")
+        return f"{dotted_path}: {reason}" if dotted_path else reason
+    return f"{dotted_path or 'it'} is {_shorten(value)}: {_advice(message)}"
 
 
-def explained_body(found: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, Sequence[Mapping[str, Any]]]:
+def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, Sequence[Mapping[str, Any]]]:
     """Return the first error in a body as a sentence, its place, and the pydantic errors at that place.
 
-    Args: found: pydantic's errors, each with its `loc` within the body.
+    Args: errors: pydantic's errors, each with its `loc` within the body.
 
     Where a value fits none of several types, the sentence is about the one that it comes nearest to, or names them all.
     """
-    first, depth = found[0], len(_place_in(body, found[0]))
-    if first["type"] == "missing" and not first["loc"]:
-        return "there is no body: send one JSON object", "", [first]
+    first_error, depth = errors[0], len(_body_path(body, errors[0]))
+    if first_error["type"] == "missing" and not first_error["loc"]:
+        return "there is no body: send one JSON object", "", [first_error]
     # The value fits no type of a union: the rest of `loc` is pydantic's name of the type it tried.
-    if depth < len(first["loc"]) and first["loc"][-1] != KEY:
-        prefix = first["loc"][:depth]
-        rivals = [other for other in found if other["loc"][:depth] == prefix]
-        depth = max(len(_place_in(body, other)) for other in rivals)
-        first = next(other for other in rivals if len(_place_in(body, other)) == depth)
-        rivals = [other for other in rivals if _place_in(body, other) == _place_in(body, first)]
+    if depth < len(first_error["loc"]) and first_error["loc"][-1] != KEY:
+        prefix = first_error["loc"][:depth]
+        same_place_errors = [rival for rival in errors if rival["loc"][:depth] == prefix]
+        depth = max(len(_body_path(body, rival)) for rival in same_place_errors)
+        first_error = next(rival for rival in same_place_errors if len(_body_path(body, rival)) == depth)
+        same_place_errors = [
+            rival for rival in same_place_errors if _body_path(body, rival) == _body_path(body, first_error)
+        ]
     else:
-        rivals = [first]
-    place = _place_in(body, first)
-    at = dotted(place)
-    if first["loc"] and first["loc"][-1] == KEY:
-        return f"{dotted(place[:-1])} has the key {place[-1]!r}: {_advice(first['msg'])}", dotted(place[:-1]), rivals
-    advice = list(dict.fromkeys(_advice(other["msg"]) for other in rivals))
-    if len(advice) > 1 and all(other.startswith("use ") for other in advice):
-        words = ", or ".join([advice[0], *(other[4:] for other in advice[1:])])
-        return f"{at} is {_short(first['input'])}: {words}", at, rivals
-    outer = [dotted(place[:-1]) or "the body", str(place[-1])] if first["type"] in ABOUT_KEYS else [at or "the body"]
-    return explained(outer, first["type"], first["msg"], first["input"]), at, rivals
+        same_place_errors = [first_error]
+    path = _body_path(body, first_error)
+    dotted_path = to_javascript_path(path)
+    if first_error["loc"] and first_error["loc"][-1] == KEY:
+        return (
+            f"{to_javascript_path(path[:-1])} has the key {path[-1]!r}: {_advice(first_error['msg'])}",
+            to_javascript_path(path[:-1]),
+            same_place_errors,
+        )
+    advice = list(dict.fromkeys(_advice(rival["msg"]) for rival in same_place_errors))
+    if len(advice) > 1 and all(rival.startswith("use ") for rival in advice):
+        words = ", or ".join([advice[0], *(rival[4:] for rival in advice[1:])])
+        return f"{dotted_path} is {_shorten(first_error['input'])}: {words}", dotted_path, same_place_errors
+    location = (
+        [to_javascript_path(path[:-1]) or "the body", str(path[-1])]
+        if first_error["type"] in KEY_ERRORS
+        else [dotted_path or "the body"]
+    )
+    return (
+        explain_error(location, first_error["type"], first_error["msg"], first_error["input"]),
+        dotted_path,
+        same_place_errors,
+    )
 
 
-def _place_in(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _body_path(body: Any, error: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Return the part of an error's location that are keys and indices of the body."""
-    place, value = list[str | int](), body
-    for part in error["loc"]:
-        is_key = isinstance(value, Mapping) and part in value
-        if is_key or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
-            place.append(part)
-            value = value[part]
-    return (*place, error["loc"][-1]) if error["type"] == "missing" and error["loc"] else tuple(place)
+    path, value = list[str | int](), body
+    for path_part in error["loc"]:
+        is_key = isinstance(value, Mapping) and path_part in value
+        if is_key or (isinstance(value, list) and isinstance(path_part, int) and path_part < len(value)):
+            path.append(path_part)
+            value = value[path_part]
+    return (*path, error["loc"][-1]) if error["type"] == "missing" and error["loc"] else tuple(path)
 
 
-def dotted(place: Sequence[str | int]) -> str:
+def to_javascript_path(path: Sequence[str | int]) -> str:
     """Return a place in JavaScript notation: `messages[0].role`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in place).removeprefix(".")
+    return "".join(
+        f"[{path_part}]" if isinstance(path_part, int) else f".{path_part[:100]}" for path_part in path
+    ).removeprefix(".")
 
 
 def _advice(message: str) -> str:
     expected = message.removeprefix("Input should be ")
-    words = f"use {expected}" if expected != message else f"{message[:1].lower()}{message[1:]}"
-    for pattern, ours in WORDS.items():
-        words = re.sub(pattern, ours, words)
-    return words
+    advice = f"use {expected}" if expected != message else f"{message[:1].lower()}{message[1:]}"
+    for pattern, replacement in WORDS.items():
+        advice = re.sub(pattern, replacement, advice)
+    return advice
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     # Cut before `repr`, which is slow for values of megabytes.
     text = repr(value[:80] if isinstance(value, list | str) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."

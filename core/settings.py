@@ -46,7 +46,7 @@ Branching = tuple[tuple[float, int], ...]
 
 # Pairs of an upper bound of draft confidence and the number of candidate tokens up to it (SWIFT 4.2).
 PAPER_BRANCHING: Branching = ((0.5, 10), (0.8, 5), (0.95, 3), (1.0, 1))
-MOST_CANDIDATES = 1_000_000  # Upper limit of candidate tokens per draft position.
+MAX_CANDIDATES_PER_STEP = 1_000_000  # Upper limit of candidate tokens per draft position.
 # Models with more parameters start with skip ratio 0.5, as the paper's 34B and 70B do.
 LARGE_MODEL_PARAMETERS = 30_000_000_000
 
@@ -117,8 +117,8 @@ class SwiftSettings(Settings):
             raise SettingsError(f"draft_format {self.draft_format} is out of range: use {', '.join(formats)}")
         for branching in filter(None, (self.branching, self.drawn_branching)):
             bounds = [bound for bound, _ in branching]
-            rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0]
-            if not rising or not all(1 <= k <= MOST_CANDIDATES for _, k in branching):
+            is_rising = bounds == sorted(set(bounds)) and bounds[-1:] == [1.0]
+            if not is_rising or not all(1 <= n_candidates <= MAX_CANDIDATES_PER_STEP for _, n_candidates in branching):
                 rule = "rising (confidence, candidates) pairs that end at confidence 1"
                 raise SettingsError(f"branching {branching} is out of range: use {rule}")
 
@@ -148,8 +148,8 @@ class TuningSettings(SwiftSettings):
 
 
 def candidates_at(branching: Branching, confidence: float) -> int:
-    """k: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
-    return next((k for bound, k in branching if confidence <= bound), branching[-1][1])
+    """n_candidates: how many top candidates a draft position of that confidence offers (SWIFT 4.2)."""
+    return next((n_candidates for bound, n_candidates in branching if confidence <= bound), branching[-1][1])
 
 
 # --- presets (`--preset`): methods exactly as their papers describe them
@@ -211,8 +211,8 @@ PRESETS: Mapping[str, Preset] = {
 @cache
 def presets() -> Mapping[str, Preset]:
     """Return all presets by name, those of wings last."""
-    of_wings = (load(wing.presets) for wing in wings() if wing.presets)
-    return {**PRESETS, **{name: preset for each in of_wings for name, preset in each.items()}}
+    wing_presets = (load(wing.presets) for wing in wings() if wing.presets)
+    return {**PRESETS, **{name: preset for preset_table in wing_presets for name, preset in preset_table.items()}}
 
 
 def preset_of(name: str) -> Preset:
@@ -257,12 +257,12 @@ def cpu_words(key: str) -> str:
 
 def usable_cores() -> int:
     """Processors that this process may use, a container's quota counted in."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
-        return max(1, min(affinity, -(-int(quota) // int(period))))
+        return max(1, min(n_affine, -(-int(quota) // int(period))))
     except (OSError, ValueError):  # The file does not exist (no cgroup v2), or sets no quota.
-        return affinity
+        return n_affine
 
 
 def n_threads() -> int:
@@ -270,13 +270,13 @@ def n_threads() -> int:
 
     Raises: SettingsError: SWIFTOPT_THREADS is no number from 1 to 255.
     """
-    given = os.environ.get(THREADS)
-    if given is None:
-        usual = os.environ.get("OMP_NUM_THREADS", "")
-        return min(int(usual) if usual.isdecimal() and int(usual) > 0 else usable_cores(), 255)
-    if not given.isdecimal() or not 1 <= int(given) <= 255:
-        raise SettingsError(f"{THREADS} is {given!r}: give a number of threads from 1 to 255")
-    return int(given)
+    requested = os.environ.get(THREADS)
+    if requested is None:
+        omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+        return min(int(omp_threads) if omp_threads.isdecimal() and int(omp_threads) > 0 else usable_cores(), 255)
+    if not requested.isdecimal() or not 1 <= int(requested) <= 255:
+        raise SettingsError(f"{THREADS} is {requested!r}: give a number of threads from 1 to 255")
+    return int(requested)
 
 
 def measures_alone() -> bool:
@@ -284,7 +284,7 @@ def measures_alone() -> bool:
 
     Raises: SettingsError: SWIFTOPT_MEASURING is neither "alone" nor "together".
     """
-    given = os.environ.get(MEASURING, "alone")
-    if given not in ("alone", "together"):
-        raise SettingsError(f"{MEASURING} is {given!r}: use alone or together")
-    return given == "alone"
+    setting = os.environ.get(MEASURING, "alone")
+    if setting not in ("alone", "together"):
+        raise SettingsError(f"{MEASURING} is {setting!r}: use alone or together")
+    return setting == "alone"

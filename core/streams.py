@@ -28,17 +28,17 @@ import platformdirs
 from .errors import InvalidInput, OutputError, SettingsError, StreamError, StreamNotFound, UnsupportedValue
 from .serialization import Form, Record, Settings, count, ranged
 from .templates import JUDGES, template_of
-from .types import DEFAULT_TASK, LONGEST_NAME, Completion, Prompt, check_task
+from .types import DEFAULT_TASK, MAX_NAME_LENGTH, Completion, Prompt, check_task
 
 STDIN = "-"
 # Prompts after `limit` that are read as well, for short searches and trainings.
-LEARNED_ON = 32
+N_LEARNED_PROMPTS = 32
 # Each line of a stream has exactly one of these fields.
 FIELDS = ("prompt", "messages", "question", "turns")
 IDS = ("id", "task_id", "qid")  # Fields in which data sets give the id of a row.
-PACKED = ".gz"
+GZIP_SUFFIX = ".gz"
 # Fields of `Prompt` that earlier versions lacked. Empty ones are not hashed, so old streams keep their SHA-256.
-ADDED = ("stop", "reference", "sample")
+LATER_FIELDS = ("stop", "reference", "sample")
 EXAMPLE = '{"prompt": "..."}'
 EMPTY_STOP = "a stop string is empty, and would end every completion at once: leave it out"
 
@@ -60,12 +60,12 @@ def _not_blank(value: Any) -> Any:
 
 def _id_text(value: Any) -> Any:
     text = str(value) if type(value) is int else encodable(value)
-    if isinstance(text, str) and len(text) > LONGEST_NAME:
-        raise ValueError(f"it has {len(text)} characters: use {LONGEST_NAME} at most, or leave it out")
+    if isinstance(text, str) and len(text) > MAX_NAME_LENGTH:
+        raise ValueError(f"it has {len(text)} characters: use {MAX_NAME_LENGTH} at most, or leave it out")
     return text
 
 
-def _several(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     if value is not None and not isinstance(value, str | list):
         raise ValueError("use a text or a list of texts")
     return [value] if isinstance(value, str) else value or []
@@ -87,7 +87,7 @@ TEXT_PARTS: Mapping[str, str] = {
 }
 
 
-def text_of(content: str | Iterable[Any], place: str = "content", parts: Mapping[str, str] = TEXT_PARTS) -> str:
+def text_of(content: str | Iterable[Any], path: str = "content", parts: Mapping[str, str] = TEXT_PARTS) -> str:
     """Return the text of a content, which may be a list of parts in OpenAI's form.
 
     Args:   parts: the types of parts that are read, and where each has its text.
@@ -96,13 +96,13 @@ def text_of(content: str | Iterable[Any], place: str = "content", parts: Mapping
     if isinstance(content, str):
         return content
     texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(kind, str) or kind not in parts:
-            words = f"{place}[{i}] is of type {kind!r}: only text is read here, send parts of type text"
-            raise UnsupportedValue(words, f"{place}[{i}].type")
-        if not isinstance(text := part.get(parts[kind]), str):
-            raise InvalidInput(f"{place}[{i}] has no text: give it one", f"{place}[{i}].{parts[kind]}")
+    for index, part in enumerate(content):
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part_type, str) or part_type not in parts:
+            problem = f"{path}[{index}] is of type {part_type!r}: only text is read here, send parts of type text"
+            raise UnsupportedValue(problem, f"{path}[{index}].type")
+        if not isinstance(text := part.get(parts[part_type]), str):
+            raise InvalidInput(f"{path}[{index}] has no text: give it one", f"{path}[{index}].{parts[part_type]}")
         texts.append(text)
     return "".join(texts)
 
@@ -132,7 +132,7 @@ class StreamLine(Record):
     id: Annotated[str, Form(str, str, _id_text)] | None = None
     task: Any = None
     max_new_tokens: int | None = ranged(None, ge=1)
-    stop: Annotated[tuple[Annotated[str, Form(str, str, encodable)], ...], Form(list, list[str], _several)] = ()
+    stop: Annotated[tuple[Annotated[str, Form(str, str, encodable)], ...], Form(list, list[str], _as_list)] = ()
     reference: Annotated[Mapping[str, str], Form(dict, dict[str, str], _reference)] = field(default_factory=dict)
 
 
@@ -177,21 +177,21 @@ def read_stream(
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
     where = "standard input" if path == STDIN else path
-    stem = Path(path.removesuffix(PACKED)).stem
+    stem = Path(path.removesuffix(GZIP_SUFFIX)).stem
     task = default_task if default_task is not None else (DEFAULT_TASK if path == STDIN else stem)
-    with _opened(path) as source:
+    with _open_stream(path) as source:
         return parse_stream(source, where, task, limit, form)
 
 
 def read_with_others(
     path: str, default_task: str | None, limit: int | None, form: StreamForm | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the first `limit` prompts of a stream, and up to `LEARNED_ON` further prompts for training."""
+    """Return the first `limit` prompts of a stream, and up to `N_LEARNED_PROMPTS` further prompts for training."""
     prompts = read_stream(path, default_task, limit, form)
     if limit is None or path == STDIN:
         return prompts, []
     try:
-        return prompts, read_stream(path, default_task, limit + LEARNED_ON, form)[len(prompts) :]
+        return prompts, read_stream(path, default_task, limit + N_LEARNED_PROMPTS, form)[len(prompts) :]
     except StreamError:  # A line after `limit` is invalid, which must not make the command fail.
         return prompts, []
 
@@ -205,37 +205,42 @@ def parse_stream(
     """
     form = form or StreamForm()
     check_task(task, "the task", StreamError)
-    numbered = enumerate(_text_lines(source, where), start=1)
-    lines = ((number, f"{where} line {number}", line) for number, line in numbered if line.strip())
+    numbered_lines = enumerate(_text_lines(source, where), start=1)
+    lines = ((number, f"{where} line {number}", line) for number, line in numbered_lines if line.strip())
     if form.template is None:
-        prompts_read: Iterable[Prompt] = (_prompt(_object(line, at), number, task, at) for number, at, line in lines)
-        nothing = f"no prompt: write one JSON object per line, such as {EXAMPLE}"
+        prompts_read: Iterable[Prompt] = (
+            _prompt(_parse_object(line, line_name), number, task, line_name) for number, line_name, line in lines
+        )
+        what_is_missing = f"no prompt: write one JSON object per line, such as {EXAMPLE}"
     else:
         shots = template_of(form.template).shots if form.shots is None else form.shots
-        prompts_read = _rows(lines, task, form.template, shots)
-        nothing = f"no row behind its first {shots}, the examples: lower --shots or add rows"
+        prompts_read = _row_prompts(lines, task, form.template, shots)
+        what_is_missing = f"no row behind its first {shots}, the examples: lower --shots or add rows"
     prompts = [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in islice(prompts_read, limit)]
     if not prompts:
-        raise StreamError(f"{where} holds {nothing}")
+        raise StreamError(f"{where} holds {what_is_missing}")
     return prompts
 
 
-def _rows(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots: int) -> Iterator[Prompt]:
+def _row_prompts(lines: Iterable[tuple[int, str, str]], task: str, template: str, shots: int) -> Iterator[Prompt]:
     """The rows of a data set as prompts, without the first `shots` rows, which serve as examples."""
-    its, rows = template_of(template), ((number, at, _object(line, at)) for number, at, line in lines)
-    examples = "".join(its.example(row, at) for _, at, row in islice(rows, shots))
-    for number, at, row in rows:
+    row_template, rows = (
+        template_of(template),
+        ((number, line_name, _parse_object(line, line_name)) for number, line_name, line in lines),
+    )
+    examples = "".join(row_template.example(row, line_name) for _, line_name, row in islice(rows, shots))
+    for number, line_name, row in rows:
         row_id = next((row[name] for name in IDS if name in row), None)
-        prompt = _prompt({"prompt": examples + its.asked(row, at), "id": row_id}, number, task, at)
-        yield replace(prompt, stop=its.stop, reference=its.reference(row, at))
+        prompt = _prompt({"prompt": examples + row_template.ask(row, line_name), "id": row_id}, number, task, line_name)
+        yield replace(prompt, stop=row_template.stop, reference=row_template.reference(row, line_name))
 
 
 def stream_lines(prompts: Iterable[Prompt]) -> str:
     """The prompts as JSON Lines, from which `parse_stream` restores them exactly."""
-    return "".join(json.dumps(_line(prompt)) + "\n" for prompt in prompts)
+    return "".join(json.dumps(_line_values(prompt)) + "\n" for prompt in prompts)
 
 
-def _line(prompt: Prompt) -> dict[str, Any]:
+def _line_values(prompt: Prompt) -> dict[str, Any]:
     values: dict[str, Any] = {"id": prompt.id, "task": prompt.task}
     if prompt.text is not None:
         values["prompt"] = prompt.text
@@ -243,8 +248,12 @@ def _line(prompt: Prompt) -> dict[str, Any]:
         values["messages"] = [dict(message) for message in prompt.messages]
     else:
         values["turns"] = list(prompt.turns)
-    more = {"max_new_tokens": prompt.max_new_tokens, "stop": list(prompt.stop), "reference": dict(prompt.reference)}
-    return {**values, **{name: value for name, value in more.items() if value}}
+    optional_values = {
+        "max_new_tokens": prompt.max_new_tokens,
+        "stop": list(prompt.stop),
+        "reference": dict(prompt.reference),
+    }
+    return {**values, **{name: value for name, value in optional_values.items() if value}}
 
 
 def raw_prompt(text: str, task: str, where: str) -> Prompt:
@@ -266,13 +275,13 @@ def stream_sha256(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         values = {**dataclasses.asdict(prompt), "messages": [dict(message) for message in prompt.messages]}
-        values = {name: value for name, value in values.items() if value or name not in ADDED}
+        values = {name: value for name, value in values.items() if value or name not in LATER_FIELDS}
         digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
+def _open_stream(path: str) -> Iterator[BinaryIO]:
     if path == STDIN:
         yield sys.stdin.buffer
         return
@@ -281,9 +290,9 @@ def _opened(path: str) -> Iterator[BinaryIO]:
     target = Path(path)
     # Not `Path.is_dir`, which raises if the path is too long.
     if os.path.isdir(path):
-        inside = sorted(entry.name for entry in target.glob("*.jsonl"))
-        name_one = f"name one of its files, such as {inside[0]}" if inside else "name a JSON Lines file"
-        raise StreamNotFound(f"the stream {path} is a folder: {name_one}")
+        file_names = sorted(entry.name for entry in target.glob("*.jsonl"))
+        advice = f"name one of its files, such as {file_names[0]}" if file_names else "name a JSON Lines file"
+        raise StreamNotFound(f"the stream {path} is a folder: {advice}")
     try:
         source = target.open("rb")
     except FileNotFoundError as error:
@@ -292,10 +301,10 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StreamError(f"the stream {path} cannot be read ({reason}): check its path and permissions") from error
     with source:
-        yield source if target.suffix != PACKED else _unpacked(source, path)
+        yield source if target.suffix != GZIP_SUFFIX else _decompress(source, path)
 
 
-def _unpacked(source: BinaryIO, path: str) -> BinaryIO:
+def _decompress(source: BinaryIO, path: str) -> BinaryIO:
     """Return the decompressed stream of a gzip file.
 
     Raises: StreamError: it is none.
@@ -311,18 +320,18 @@ def _nearest_file(target: Path) -> str:
         names = sorted(entry.name for entry in target.parent.iterdir() if entry.is_file())
     except OSError:
         return f"the folder {target.parent} does not exist either, check the path"
-    near = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
+    similar_names = difflib.get_close_matches(target.name, names, n=1, cutoff=0.5)
     # Without their extensions the names must be similar, too.
-    near = [name for name in near if difflib.get_close_matches(target.stem, [Path(name).stem])]
-    return f"did you mean {target.parent / near[0]}?" if near else "check the path"
+    similar_names = [name for name in similar_names if difflib.get_close_matches(target.stem, [Path(name).stem])]
+    return f"did you mean {target.parent / similar_names[0]}?" if similar_names else "check the path"
 
 
 def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
     """Lines split at newlines only (JSON strings may hold other Unicode separators), without a byte-order mark."""
     try:
-        for number, raw in enumerate(source, start=1):
+        for number, raw_line in enumerate(source, start=1):
             try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = raw_line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise StreamError(f"{where} line {number} is not UTF-8 text: save the stream as JSON Lines") from error
             if "\0" in text:
@@ -332,17 +341,17 @@ def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
         raise StreamError(f"{where} cannot be read to its end ({error.strerror}): check the file") from error
 
 
-def _prompt(values: Mapping[str, Any], number: int, task: str, at: str) -> Prompt:
-    given = [name for name in FIELDS if values.get(name) is not None]
-    if not given:
-        raise StreamError(f"{at} has none of the fields {', '.join(FIELDS)}: give it one of them")
-    if len(given) > 1:
-        raise StreamError(f"{at} has {' and '.join(repr(name) for name in given)}: keep only one of them")
-    line = StreamLine.from_json(values, at)
+def _prompt(values: Mapping[str, Any], number: int, task: str, line_name: str) -> Prompt:
+    given_fields = [name for name in FIELDS if values.get(name) is not None]
+    if not given_fields:
+        raise StreamError(f"{line_name} has none of the fields {', '.join(FIELDS)}: give it one of them")
+    if len(given_fields) > 1:
+        raise StreamError(f"{line_name} has {' and '.join(repr(name) for name in given_fields)}: keep only one of them")
+    line = StreamLine.from_json(values, line_name)
     if line.task is not None:
-        check_task(line.task, f"{at}: the task", StreamError)
+        check_task(line.task, f"{line_name}: the task", StreamError)
     if "" in line.stop:
-        raise StreamError(f"{at}: {EMPTY_STOP}")
+        raise StreamError(f"{line_name}: {EMPTY_STOP}")
     return Prompt(
         id=str(number) if line.id is None else line.id,
         task=task if line.task is None else line.task,
@@ -355,15 +364,17 @@ def _prompt(values: Mapping[str, Any], number: int, task: str, at: str) -> Promp
     )
 
 
-def _object(line: str, at: str) -> Mapping[str, Any]:
+def _parse_object(line: str, line_name: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
     # Not only for invalid JSON: also for numbers of thousands of digits (ValueError) and deep nesting (RecursionError).
     except (ValueError, RecursionError) as error:
-        what = f"{error.msg.removesuffix(' at')}, column {error.colno}" if isinstance(error, JSONDecodeError) else error
-        raise StreamError(f"{at} is not valid JSON ({what}): expected {EXAMPLE}") from error
+        reason = (
+            f"{error.msg.removesuffix(' at')}, column {error.colno}" if isinstance(error, JSONDecodeError) else error
+        )
+        raise StreamError(f"{line_name} is not valid JSON ({reason}): expected {EXAMPLE}") from error
     if not isinstance(values, dict):
-        raise StreamError(f"{at} is no JSON object: write one per line, such as {EXAMPLE}")
+        raise StreamError(f"{line_name} is no JSON object: write one per line, such as {EXAMPLE}")
     return values
 
 
@@ -379,9 +390,9 @@ def output_line(prompt: Prompt, completion: Completion) -> str:
 def default_output(stream: str) -> Path:
     """Return where completions go by default: the user's data folder, named by stream and time."""
     stem = "stdin" if stream == "-" else Path(stream).stem
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     folder = Path(platformdirs.user_data_dir("swiftopt")) / "completions"
-    return folder / f"{stem}-{stamp}-{os.getpid()}.jsonl"
+    return folder / f"{stem}-{timestamp}-{os.getpid()}.jsonl"
 
 
 class LineWriter(AbstractContextManager["LineWriter"]):
@@ -407,20 +418,22 @@ class LineWriter(AbstractContextManager["LineWriter"]):
 
     def write(self, line: str) -> None:
         """Append one line."""
-        size = os.fstat(self._file.fileno()).st_size
-        rest = memoryview(f"{line}\n".encode())
+        size_before = os.fstat(self._file.fileno()).st_size
+        unwritten = memoryview(f"{line}\n".encode())
         try:
             if self._drop_old:
                 self._file.truncate(0)
-                self._drop_old, size = False, 0
-            while rest:
-                rest = rest[self._file.write(rest) :]
+                self._drop_old, size_before = False, 0
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(size)
-            kept = f"the {self.n_written} {self._what} before this one are there, " if self.n_written else ""
+                self._file.truncate(size_before)
+            kept_note = f"the {self.n_written} {self._what} before this one are there, " if self.n_written else ""
             reason = (error.strerror or str(error)).lower()
-            raise OutputError(f"cannot write to {self.path}: {reason}; {kept}free some space and run again") from error
+            raise OutputError(
+                f"cannot write to {self.path}: {reason}; {kept_note}free some space and run again"
+            ) from error
         self.n_written += 1
 
     def write_completion(self, prompt: Prompt, completion: Completion) -> None:

@@ -38,24 +38,27 @@ class Template:
     references: Mapping[str, str] = field(default_factory=dict)
     words: int | None = None
 
-    def asked(self, row: Mapping[str, Any], where: str) -> str:
+    def ask(self, row: Mapping[str, Any], where: str) -> str:
         """Return the question of a row."""
-        return _filled(self.question, self._cut(row), where)
+        return _fill(self.question, self._cut_words(row), where)
 
     def example(self, row: Mapping[str, Any], where: str) -> str:
         """Return question and answer of a row, as an example for others."""
-        return self.asked(row, where) + _STEPS.sub("", _filled(self.answer, row, where))
+        return self.ask(row, where) + _STEPS.sub("", _fill(self.answer, row, where))
 
     def reference(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
         """Return what an answer to the row is judged by; empty where nothing judges it."""
         if self.judge is None:
             return {}
-        return {"judge": self.judge, **{name: _filled(text, row, where) for name, text in self.references.items()}}
+        return {"judge": self.judge, **{name: _fill(text, row, where) for name, text in self.references.items()}}
 
-    def _cut(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _cut_words(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.words is None:
             return row
-        return {key: " ".join(v.split()[: self.words]) if isinstance(v, str) else v for key, v in row.items()}
+        return {
+            key: " ".join(value.split()[: self.words]) if isinstance(value, str) else value
+            for key, value in row.items()
+        }
 
 
 TEMPLATES: Mapping[str, Template] = {
@@ -129,7 +132,7 @@ def template_of(name: str) -> Template:
     return look_up("template", name, TEMPLATES)
 
 
-def _filled(text: str, row: Mapping[str, Any], where: str) -> str:
+def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
     try:
         return text.format_map({key: _Lines(value) if isinstance(value, list) else value for key, value in row.items()})
     except (KeyError, IndexError, TypeError, AttributeError) as error:

@@ -41,7 +41,7 @@ VerdictWord = Literal["use", "plain", "unmeasured"]
 KINDS: Mapping[Kind, str] = {"attn": "attention", "mlp": "MLP"}
 DEFAULT_TASK = "default"  # Task of prompts and layer sets without a task.
 # Largest length of a task or prompt id, in characters: a database index cannot hold names of kilobytes.
-LONGEST_NAME = 512
+MAX_NAME_LENGTH = 512
 
 NOT_WRITTEN: Any = {"exclude": True}  # Field metadata: leave the field out of JSON.
 # Field metadata: leave the count out of JSON when it is 0.
@@ -69,16 +69,16 @@ def _read_biases(values: Any) -> Any:
 
 AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
 BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
-MOST_BIAS = 100.0  # Largest absolute value of a logit bias.
+MAX_BIAS = 100.0  # Largest absolute value of a logit bias.
 # A `top_p` below this keeps only the most probable token: its probability is larger, as no vocabulary has a million
 # tokens.
-ONE_TOKEN = 1e-6
+MIN_PROBABILITY = 1e-6
 
 
 def searchable(n_layers: int) -> tuple[SubLayer, ...]:
     """Sub-layers a draft may leave out, attention first: 2 (L - 2) of them, none in the first or last layer."""
-    inner = range(1, n_layers - 1)
-    return (*(("attn", i) for i in inner), *(("mlp", i) for i in inner))
+    inner_layers = range(1, n_layers - 1)
+    return (*(("attn", layer) for layer in inner_layers), *(("mlp", layer) for layer in inner_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class LayerSet(Record):
     )
 
     def __post_init__(self) -> None:
-        stray = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
-        if stray:
+        invalid_layers = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
+        if invalid_layers:
             raise LayerSetError(
-                f"layer set skips layers {stray}, but of {self.n_layers} layers"
+                f"layer set skips layers {invalid_layers}, but of {self.n_layers} layers"
                 f" only 0..{self.n_layers - 1} may be skipped"
             )
         if self.formats:
@@ -136,8 +136,8 @@ class LayerSet(Record):
     @property
     def n_searched(self) -> int:
         """Number of sub-layers that could be skipped: all if the set skips in an end layer, else only inner ones."""
-        ends = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
-        return 2 * self.n_layers if ends else 2 * max(0, self.n_layers - 2)
+        skipped_end_layers = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
+        return 2 * self.n_layers if skipped_end_layers else 2 * max(0, self.n_layers - 2)
 
     def skips(self, kind: Kind, layer: int) -> bool:
         """Whether that sub-layer is left out."""
@@ -151,15 +151,15 @@ class LayerSet(Record):
         if not self.formats:
             return None
         formats_by_part = dict(self.formats)
-        name = formats_by_part.get(f"{kind}:{layer}", formats_by_part.get(kind, STORED))
-        return None if name == STORED else name
+        format_name = formats_by_part.get(f"{kind}:{layer}", formats_by_part.get(kind, STORED))
+        return None if format_name == STORED else format_name
 
-    def filled(self, name: str) -> LayerSet:
-        """The set with format `name` for all parts without a format; "stored" returns the set unchanged."""
-        if name == STORED:
+    def filled(self, format_name: str) -> LayerSet:
+        """The set with format `format_name` for all parts without a format; "stored" returns the set unchanged."""
+        if format_name == STORED:
             return self
-        general = {part: name for part in (*KINDS, "head")}
-        return replace(self, formats=tuple({**general, **dict(self.formats)}.items()))
+        formats_by_part = {part: format_name for part in (*KINDS, "head")}
+        return replace(self, formats=tuple({**formats_by_part, **dict(self.formats)}.items()))
 
     @property
     def is_whole(self) -> bool:
@@ -172,7 +172,7 @@ class LayerSet(Record):
 
     def with_bits(self, bits: Sequence[int]) -> LayerSet:
         """The set whose `bits` these are, with the same formats."""
-        return self.skipping(sub for sub, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
+        return self.skipping(sub_layer for sub_layer, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
 
     def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
         """The set that leaves out those sub-layers and no others, with the same formats."""
@@ -239,10 +239,10 @@ class Sampling(Settings):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         for token_id, bias in self.logit_bias:
-            if token_id < 0 or not abs(bias) <= MOST_BIAS:
+            if token_id < 0 or not abs(bias) <= MAX_BIAS:
                 raise SettingsError(
                     f"logit_bias {bias} of token {token_id} is out of range: use token ids of 0 or more and numbers"
-                    f" from {-MOST_BIAS:g} to {MOST_BIAS:g}",
+                    f" from {-MAX_BIAS:g} to {MAX_BIAS:g}",
                     "logit_bias",
                 )
         object.__setattr__(self, "logit_bias", tuple(sorted(dict(self.logit_bias).items())))
@@ -250,7 +250,7 @@ class Sampling(Settings):
     @property
     def greedy(self) -> bool:
         """Return whether the most probable token is taken, with no draw."""
-        return self.temperature == 0 or self.top_p < ONE_TOKEN
+        return self.temperature == 0 or self.top_p < MIN_PROBABILITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,5 +456,5 @@ def check_task(task: Any, what: str, error: type[InvalidInput] = LayerSetError) 
     """Raises: `error`: no task could be called that in MODEL/TASK; `what` names it."""
     if not isinstance(task, str) or not task.strip() or "/" in task or not task.isprintable():
         raise error(f"{what} {task!r} is no name: use a word without '/', such as 'code'")
-    if len(task) > LONGEST_NAME:
-        raise error(f"{what} {task[:40]!r}... has {len(task)} characters: use a name of {LONGEST_NAME} at most")
+    if len(task) > MAX_NAME_LENGTH:
+        raise error(f"{what} {task[:40]!r}... has {len(task)} characters: use a name of {MAX_NAME_LENGTH} at most")

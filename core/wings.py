@@ -71,5 +71,5 @@ def parts() -> dict[str, WingPart]:
 
 def load(reference: str) -> Any:
     """Import and return the object of a reference "package.module:name"."""
-    module, _, name = reference.partition(":")
-    return getattr(import_module(f"{PACKAGE}.{module}"), name)
+    module, _, attribute = reference.partition(":")
+    return getattr(import_module(f"{PACKAGE}.{module}"), attribute)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..core.errors import InvalidInput, ParametersError, SchemaError
-from ..core.json_schemas import has_arguments, relaxed
+from ..core.json_schemas import has_arguments, relax
 from .json_grammar import LIMITS, json_grammar, line, problem_of
 
 MAX_VOCABULARIES = 4  # Maximum tokenizers cached in llguidance's form.
@@ -172,7 +172,7 @@ def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
             f"the JSON schema cannot be used: the arguments of a call are an object, not {argument_types!r}"
         )
     schema = {**schema, "type": "object"}
-    return relaxed(schema) if function.get("strict") is False else schema
+    return relax(schema) if function.get("strict") is False else schema
 
 
 def _quote(text: str) -> str:

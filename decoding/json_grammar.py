@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..core.errors import SchemaError
-from ..core.json_schemas import Place, Schema, endless, limits, parts, rewritten, target
+from ..core.json_schemas import Place, Schema, find_endless, limits, parts, rewrite, target
 
 # These limits keep compilation under 0.5 s and a mask under 0.1 s; other requests wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
@@ -63,7 +63,7 @@ def line(message: str) -> str:
 def _rewrite(schema: Schema) -> dict[str, Any]:
     try:
         root = {**schema, "x-guidance": None}
-        adapted = rewritten(root, partial(_adapt_part, root=root, endless_ids=endless(root)))
+        adapted = rewrite(root, partial(_adapt_part, root=root, endless_ids=find_endless(root)))
         schema_json = json.dumps(schema)
     except RecursionError:
         raise SchemaError("the JSON schema cannot be used: it is nested too deeply") from None

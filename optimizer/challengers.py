@@ -48,10 +48,10 @@ class Incumbent:
     def acceptance_after(self, round_: Round, n_rounds: int) -> float | None:
         """Return α over the latest `n_rounds`, this one included; None if there are fewer, or nothing was drafted."""
         self.rounds = [*self.rounds, (round_.n_steps, round_.n_accepted)][-n_rounds:]
-        drafted = sum(steps for steps, _ in self.rounds)
-        if len(self.rounds) < n_rounds or not drafted:
+        n_drafted = sum(n_steps for n_steps, _ in self.rounds)
+        if len(self.rounds) < n_rounds or not n_drafted:
             return None
-        return sum(accepted for _, accepted in self.rounds) / drafted
+        return sum(n_accepted for _, n_accepted in self.rounds) / n_drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +80,41 @@ class Finals:
     finalists: list[Finalist] = field(default_factory=list)
     latest: WindowStart | None = None  # Window on which finalists were last scored.
 
-    def enter(self, challengers: Mapping[LayerSet, float], place: WindowStart, bar: float) -> None:
-        """Add a window's challengers rated above `bar`; keep the `FINALISTS` best finalists."""
-        entered = {finalist.layer_set for finalist in self.finalists}
+    def enter(self, challengers: Mapping[LayerSet, float], window_start: WindowStart, min_rating: float) -> None:
+        """Add a window's challengers rated above `min_rating`; keep the `FINALISTS` best finalists."""
+        known_sets = {finalist.layer_set for finalist in self.finalists}
         for layer_set, rating in challengers.items():
-            if rating > bar and layer_set not in entered:
-                self.finalists.append(Finalist(layer_set, rating, place))
-        self.finalists.sort(key=lambda own: (len(own.leads), own.lead, own.entry), reverse=True)
+            if rating > min_rating and layer_set not in known_sets:
+                self.finalists.append(Finalist(layer_set, rating, window_start))
+        self.finalists.sort(key=lambda finalist: (len(finalist.leads), finalist.lead, finalist.entry), reverse=True)
         del self.finalists[FINALISTS:]
 
-    def due(self, place: WindowStart, window: int) -> list[LayerSet]:
-        """Return the finalists to score, together with the set in use, on the window at `place`."""
-        if self.latest is not None and not place.is_new_after(self.latest, window):
+    def due(self, window_start: WindowStart, window: int) -> list[LayerSet]:
+        """Return the finalists to score, together with the set in use, on the window at `window_start`."""
+        if self.latest is not None and not window_start.is_new_after(self.latest, window):
             return []
-        return [finalist.layer_set for finalist in self.finalists if place.is_new_after(finalist.place, window)]
+        return [finalist.layer_set for finalist in self.finalists if window_start.is_new_after(finalist.place, window)]
 
-    def settle(self, place: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
+    def settle(self, window_start: WindowStart, leads: Mapping[LayerSet, float]) -> Finalist | None:
         """Add the finalists' leads on a window; return the winner, if any."""
         scored = [finalist for finalist in self.finalists if finalist.layer_set in leads]
         waiting = [finalist for finalist in self.finalists if finalist.layer_set not in leads]
-        judged = [
-            replace(finalist, place=place, leads=(*finalist.leads, leads[finalist.layer_set])) for finalist in scored
+        updated = [
+            replace(finalist, place=window_start, leads=(*finalist.leads, leads[finalist.layer_set]))
+            for finalist in scored
         ]
-        better = sorted(
-            (finalist for finalist in judged if finalist.lead > 0), key=lambda finalist: finalist.lead, reverse=True
+        leaders = sorted(
+            (finalist for finalist in updated if finalist.lead > 0), key=lambda finalist: finalist.lead, reverse=True
         )
-        better = better[: (len(judged) + 1) // 2]
-        self.latest = place
-        won = next((finalist for finalist in better if len(finalist.leads) >= FINAL_WINDOWS), None)
-        self.finalists = [*(better if won is None else []), *waiting]
-        return won
+        leaders = leaders[: (len(updated) + 1) // 2]
+        self.latest = window_start
+        winner = next((finalist for finalist in leaders if len(finalist.leads) >= FINAL_WINDOWS), None)
+        self.finalists = [*(leaders if winner is None else []), *waiting]
+        return winner
 
 
 @dataclass(slots=True)
-class Contest(Record):
+class ChallengerTest(Record):
     """The set in use and its challengers.
 
     `first` are sets to be scored before any that is proposed; `looked` is the window of the latest pass. `opened_at`
@@ -128,45 +129,51 @@ class Contest(Record):
     opened_at: int = 0
     n_at_gain: int = 0
 
-    def is_news(self, place: WindowStart, window: int) -> bool:
+    def is_new_window(self, place: WindowStart, window: int) -> bool:
         """Tell whether at least half of the window is text that the latest pass did not score."""
         return self.looked is None or place.is_new_after(self.looked, window)
 
     def take_highest(self, trials: Sequence[Trial]) -> Trial | None:
         """Adopt the set with the highest score so far (SWIFT 4.1); return its trial if the set is new."""
-        best, before = max(trials, key=lambda trial: trial.score), self.incumbent
-        if before.n and best.score <= before.score:
+        best_trial, old_incumbent = max(trials, key=lambda trial: trial.score), self.incumbent
+        if old_incumbent.n and best_trial.score <= old_incumbent.score:
             return None
-        adopted = self._adopt(best, [best])
-        if best.layer_set != before.layer_set:
-            return adopted
-        self.incumbent.rounds = before.rounds
+        adopted_trial = self._adopt_set(best_trial, [best_trial])
+        if best_trial.layer_set != old_incumbent.layer_set:
+            return adopted_trial
+        self.incumbent.rounds = old_incumbent.rounds
         return None
 
-    def take_best(self, best: LayerSet, trials: Sequence[Trial], earlier: Sequence[Trial]) -> Trial | None:
+    def take_best(self, best_set: LayerSet, trials: Sequence[Trial], earlier_trials: Sequence[Trial]) -> Trial | None:
         """Adopt the set with the best estimate by all trials if this pass scored it; return its trial if it is new.
 
         One that was only scored in an earlier pass is scored again first.
         """
-        decided = next((trial for trial in trials if trial.layer_set == best), None)
-        if decided is None or best == self.incumbent.layer_set:
+        best_trial = next((trial for trial in trials if trial.layer_set == best_set), None)
+        if best_trial is None or best_set == self.incumbent.layer_set:
             return None
-        return self._adopt(decided, [trial for trial in (*earlier, decided) if trial.layer_set == best])
+        return self._adopt_set(
+            best_trial, [trial for trial in (*earlier_trials, best_trial) if trial.layer_set == best_set]
+        )
 
-    def judge(self, place: WindowStart, held: Trial, finalists: Sequence[Trial]) -> Trial | None:
+    def judge(
+        self, window_start: WindowStart, incumbent_trial: Trial, finalist_trials: Sequence[Trial]
+    ) -> Trial | None:
         """Add the scores of the set in use and of finalists; adopt a winner and return its trial."""
         if self.incumbent.n == 0:
-            self.n_at_gain = held.step + 1
-        self.incumbent.add(held)
-        if not finalists:
+            self.n_at_gain = incumbent_trial.step + 1
+        self.incumbent.add(incumbent_trial)
+        if not finalist_trials:
             return None
-        won = self.finals.settle(place, {trial.layer_set: trial.score - held.score for trial in finalists})
-        if won is None:
+        winner = self.finals.settle(
+            window_start, {trial.layer_set: trial.score - incumbent_trial.score for trial in finalist_trials}
+        )
+        if winner is None:
             return None
-        decided = next(trial for trial in finalists if trial.layer_set == won.layer_set)
+        winning_trial = next(trial for trial in finalist_trials if trial.layer_set == winner.layer_set)
         # The winner was scored on fewer, perhaps easier windows, so derive its score from the lead over the set in use.
-        score = self.incumbent.score + won.lead
-        return self._adopt(decided, [replace(decided, score=score)])
+        score = self.incumbent.score + winner.lead
+        return self._adopt_set(winning_trial, [replace(winning_trial, score=score)])
 
     def take(self, layer_set: LayerSet, trials: Sequence[Trial]) -> None:
         """Put a set in use, with its mean score over `trials`."""
@@ -175,17 +182,19 @@ class Contest(Record):
             if trial.layer_set == layer_set:
                 self.incumbent.add(trial)
 
-    def _adopt(self, decided: Trial, scored: Sequence[Trial]) -> Trial:
-        """Put the set of the trial `decided` in use; `scored` are the set's trials so far."""
-        self.take(decided.layer_set, scored)
-        self.n_at_gain = decided.step + 1
-        return replace(decided, adopted=True)
+    def _adopt_set(self, winning_trial: Trial, trials_of_set: Sequence[Trial]) -> Trial:
+        """Put the set of the trial `winning_trial` in use; `trials_of_set` are the set's trials so far."""
+        self.take(winning_trial.layer_set, trials_of_set)
+        self.n_at_gain = winning_trial.step + 1
+        return replace(winning_trial, adopted=True)
 
 
-def trimmed(layer_set: LayerSet, n_skipped: int) -> LayerSet:
+def trim(layer_set: LayerSet, n_skipped: int) -> LayerSet:
     """Return `layer_set` with `n_skipped` of its sub-layers still skipped, spread over the depth."""
-    skipped: list[SubLayer] = [("attn", i) for i in layer_set.skip_attn] + [("mlp", i) for i in layer_set.skip_mlp]
-    skipped.sort(key=lambda sub: sub[::-1])
+    skipped: list[SubLayer] = [("attn", layer) for layer in layer_set.skip_attn] + [
+        ("mlp", layer) for layer in layer_set.skip_mlp
+    ]
+    skipped.sort(key=lambda sub_layer: sub_layer[::-1])
     if n_skipped >= len(skipped):
         return layer_set
-    return layer_set.skipping(skipped[(j * len(skipped)) // n_skipped] for j in range(n_skipped))
+    return layer_set.skipping(skipped[(index * len(skipped)) // n_skipped] for index in range(n_skipped))

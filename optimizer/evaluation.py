@@ -15,18 +15,18 @@ from ..decoding.context import Context
 from ..decoding.methods.adaptive import Acceptance, PassCosts
 from ..decoding.work import PassGenerator
 from ..models.rows import Pass, Rows
-from .strategies import MOST
+from .strategies import MAX_CANDIDATES
 
-LONGEST_CHAIN = 24  # Maximum tokens of an adaptive chain in a replay.
+MAX_CHAIN_LENGTH = 24  # Maximum tokens of an adaptive chain in a replay.
 LAMBDA_ROUNDS = 4
 # Maximum seconds of a pass that scores candidates, as decoding waits for it; twice one candidate's pass if longer.
-LONGEST_PASS_S = 1.0
-SEARCH_SHARE = 0.03  # Maximum share of a stream's decoding time that the search may take.
-FEWEST = 36  # Candidates that a search may always score, even on a short stream.
+MAX_PASS_S = 1.0
+SEARCH_TIME_SHARE = 0.03  # Maximum share of a stream's decoding time that the search may take.
+MIN_CANDIDATES = 36  # Candidates that a search may always score, even on a short stream.
 # Candidates that may always be scored after a shift: the set in use, known sets, and the first new ones.
-FEWEST_AGAIN = 5
+MIN_CANDIDATES_REOPENED = 5
 USUAL_SPEEDUP = 3.0  # Expected speedup over plain decoding, for estimating the time of a stream.
-BATCH_GAIN = 0.95  # A larger batch must cut the time per candidate to at most this share.
+MAX_BATCH_COST_RATIO = 0.95  # A larger batch must cut the time per candidate to at most this share.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +61,41 @@ def score_window(
     n_slots = context.root_slot + window * len(layer_sets)
     assert n_slots <= context.buffer.capacity, f"{n_slots} slots of {context.buffer.capacity}"
     # Position of the token that predicts the first token of the window.
-    first = (len(context.token_ids) - window if start is None else start) - 1
-    inputs, n = context.token_ids[first : first + window], len(layer_sets)
-    visible = torch.eye(n, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
-    positions = list(range(first, first + window)) * n
-    rows = Rows(inputs * n, context.root_slot, positions, visible, tuple(layer_sets), n_read=first)
+    first_position = (len(context.token_ids) - window if start is None else start) - 1
+    input_ids, n_sets = context.token_ids[first_position : first_position + window], len(layer_sets)
+    visible = torch.eye(n_sets, dtype=torch.bool).kron(torch.ones((window, window), dtype=torch.bool).tril())
+    positions = list(range(first_position, first_position + window)) * n_sets
+    rows = Rows(input_ids * n_sets, context.root_slot, positions, visible, tuple(layer_sets), n_read=first_position)
     logits = yield Pass(context.runtime, rows, context.buffer, kind="beside")  # Shape (n * window, vocab).
-    return [_window_score(context, set_logits, first) for set_logits in logits.reshape(n, window, -1).unbind()]
+    return [
+        _window_score(context, set_logits, first_position) for set_logits in logits.reshape(n_sets, window, -1).unbind()
+    ]
 
 
-def _window_score(context: Context, logits: Tensor, first: int) -> WindowScore:
-    """Return the score of logits (window, vocab) for the tokens after position `first`.
+def _window_score(context: Context, logits: Tensor, first_position: int) -> WindowScore:
+    """Return the score of logits (window, vocab) for the tokens after position `first_position`.
 
     One candidate at a time: all scores in float32 would fill a memory that holds the logits of all candidates.
     """
     rule, window = context.rule, len(logits)
-    context.looks_back = len(context.token_ids) - 1 - first
+    context.looks_back = len(context.token_ids) - 1 - first_position
     if rule.is_argmax:
         scores = logits.float()
     else:
-        text = context.text(logits.device)
-        rows = [rule.noisy(rule.scores(text[:n], row), n) for n, row in enumerate(logits, first + 1)]
-        scores = torch.stack(rows)
-    next_tokens = torch.tensor(context.token_ids[first + 1 : first + 1 + window], device=scores.device)
-    top, argmax = scores.max(dim=-1)
+        committed_ids = context.text(logits.device)
+        noisy_rows = [
+            rule.noisy(rule.scores(committed_ids[:position], row), position)
+            for position, row in enumerate(logits, first_position + 1)
+        ]
+        scores = torch.stack(noisy_rows)
+    next_tokens = torch.tensor(
+        context.token_ids[first_position + 1 : first_position + 1 + window], device=scores.device
+    )
+    top_scores, argmax = scores.max(dim=-1)
     ranks = (scores > scores.gather(1, next_tokens[:, None])).sum(dim=-1)
     # Scores often tie in 16 bits. If the draft's argmax is another token of equal score, the rank is 1.
     ranks += (ranks == 0) & (argmax != next_tokens)
-    confidences = (top - scores.logsumexp(dim=-1)).exp()
+    confidences = (top_scores - scores.logsumexp(dim=-1)).exp()
     return WindowScore(tuple(ranks.tolist()), tuple(confidences.tolist()), context.reads_late)
 
 
@@ -111,35 +118,37 @@ def replay(scores: Iterable[WindowScore], settings: SwiftSettings) -> Replay:
     DEVIATION: after a miss the draft continues with the confidences it had on the true text, as its own continuation
     was not computed.
     """
-    total = Replay()
+    totals = Replay()
     for score in scores:
-        n = len(score.ranks)
-        for start in range(n):
-            steps, accepted, rows, on_path, stops = 0, 0, 1, True, False
+        n_positions = len(score.ranks)
+        for start in range(n_positions):
+            steps, accepted, rows, on_path, is_stopped = 0, 0, 1, True, False
             while True:
-                at = (start + steps) % n
+                position = (start + steps) % n_positions
                 steps += 1
-                stopped, stops = stops, settings.stops_after(score.confidences[at], steps)
-                ends = stopped or steps >= settings.max_draft_length if score.reads_late else stops
-                offered = 1 if ends and score.reads_late else settings.candidates_at(score.confidences[at])
-                rows += offered
-                if on_path and score.ranks[at] < offered:
+                was_stopped, is_stopped = is_stopped, settings.stops_after(score.confidences[position], steps)
+                is_last_step = was_stopped or steps >= settings.max_draft_length if score.reads_late else is_stopped
+                n_candidates = (
+                    1 if is_last_step and score.reads_late else settings.candidates_at(score.confidences[position])
+                )
+                rows += n_candidates
+                if on_path and score.ranks[position] < n_candidates:
                     accepted += 1
-                on_path = on_path and score.ranks[at] == 0
-                if ends:
+                on_path = on_path and score.ranks[position] == 0
+                if is_last_step:
                     break
-            total.tokens += accepted + 1
-            total.draft_steps += steps
-            total.widths[rows] = total.widths.get(rows, 0) + 1
-    return total
+            totals.tokens += accepted + 1
+            totals.draft_steps += steps
+            totals.widths[rows] = totals.widths.get(rows, 0) + 1
+    return totals
 
 
 def swift_speedup(
     scores: Iterable[WindowScore], layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile
 ) -> float:
     """Return the expected speedup of SWIFT's rounds, replayed over all the windows."""
-    played = replay(scores, settings)
-    return costs.expected_speedup(layer_set, played.tokens, played.draft_steps, played.widths)
+    totals = replay(scores, settings)
+    return costs.expected_speedup(layer_set, totals.tokens, totals.draft_steps, totals.widths)
 
 
 def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile) -> float:
@@ -149,31 +158,33 @@ def adaptive_speedup(score: WindowScore, layer_set: LayerSet, costs: CostProfile
     speedup of such chains, found by fixed-point iteration. Where drafts are read late, the latest token's chance is not
     known yet. Earlier text and second candidates, by which all sets gain, are left out.
     """
-    n, prices, rate = len(score.ranks), PassCosts(costs, layer_set), 1.0
+    n_positions, pass_costs, tokens_per_cost = len(score.ranks), PassCosts(costs, layer_set), 1.0
     acceptance = Acceptance()
     for rank, confidence in zip(score.ranks, score.confidences, strict=True):
         acceptance.learn(confidence, rank == 0)
     chances = [acceptance.of(confidence) for confidence in score.confidences]
-    ahead = acceptance.overall.value
+    usual_acceptance = acceptance.overall.value
     for _ in range(LAMBDA_ROUNDS):
-        tokens, spent = 0, 0.0
-        for start in range(n):
-            # `expected` is the chance that the next token is accepted.
-            length, right, alive, expected = 0, True, 1.0, ahead
-            while length < min(n, LONGEST_CHAIN):
-                step = prices.draft(1) + prices.verify(length + 2) - prices.verify(length + 1)
-                if expected < rate * step:
+        tokens, cost = 0, 0.0
+        for start in range(n_positions):
+            # `expected_chance` is the chance that the next token is accepted.
+            length, is_right, chain_chance, expected_chance = 0, True, 1.0, usual_acceptance
+            while length < min(n_positions, MAX_CHAIN_LENGTH):
+                step_cost = pass_costs.draft(1) + pass_costs.verify(length + 2) - pass_costs.verify(length + 1)
+                if expected_chance < tokens_per_cost * step_cost:
                     break
-                at = (start + length) % n
-                right = right and score.ranks[at] == 0
-                tokens += right
-                before, alive = alive, alive * chances[at]
-                expected = before * ahead**2 if score.reads_late else alive * ahead
+                position = (start + length) % n_positions
+                is_right = is_right and score.ranks[position] == 0
+                tokens += is_right
+                chance_before, chain_chance = chain_chance, chain_chance * chances[position]
+                expected_chance = (
+                    chance_before * usual_acceptance**2 if score.reads_late else chain_chance * usual_acceptance
+                )
                 length += 1
             tokens += 1
-            spent += length * prices.draft(1) + prices.verify(length + 1)
-        rate = tokens / spent
-    return rate
+            cost += length * pass_costs.draft(1) + pass_costs.verify(length + 1)
+        tokens_per_cost = tokens / cost
+    return tokens_per_cost
 
 
 def objective(score: WindowScore, layer_set: LayerSet, settings: SwiftSettings, costs: CostProfile | None) -> float:
@@ -190,24 +201,29 @@ def candidates_per_pass(costs: CostProfile | None, window: int) -> int:
 
     Measured widths end where more rows make none cheaper (`models.costs`).
     """
-    best, n = 1, 2
-    while costs is not None and n * window <= max(costs.pass_s):
-        seconds = costs.target_pass_s(n * window)
-        longest = max(LONGEST_PASS_S, 2 * costs.target_pass_s(window))
-        if seconds <= longest and seconds / n < BATCH_GAIN * costs.target_pass_s(best * window) / best:
-            best = n
-        n *= 2
-    return best
+    best_batch, batch = 1, 2
+    while costs is not None and batch * window <= max(costs.pass_s):
+        seconds = costs.target_pass_s(batch * window)
+        max_pass_s = max(MAX_PASS_S, 2 * costs.target_pass_s(window))
+        if (
+            seconds <= max_pass_s
+            and seconds / batch < MAX_BATCH_COST_RATIO * costs.target_pass_s(best_batch * window) / best_batch
+        ):
+            best_batch = batch
+        batch *= 2
+    return best_batch
 
 
-def affordable(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
+def affordable_candidates(costs: CostProfile | None, layer_set: LayerSet, window: int, n_tokens: int) -> int:
     """Return the number of candidates that a search may score in a stream of `n_tokens`, by measured costs."""
-    return max(FEWEST, min(MOST, in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP)))
+    return max(
+        MIN_CANDIDATES, min(MAX_CANDIDATES, candidates_in_share(costs, layer_set, window, n_tokens / USUAL_SPEEDUP))
+    )
 
 
-def in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
-    """Return the number of candidates that take `SEARCH_SHARE` of the time of `n_passes` plain passes; 0 without costs.
+def candidates_in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
+    """Return how many candidates take `SEARCH_TIME_SHARE` of the time of `n_passes` plain passes; 0 without costs.
 
     A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use beside it.
     """
-    return 0 if costs is None else int(SEARCH_SHARE * n_passes / (1.5 * costs.draft_cost(layer_set, window)))
+    return 0 if costs is None else int(SEARCH_TIME_SHARE * n_passes / (1.5 * costs.draft_cost(layer_set, window)))

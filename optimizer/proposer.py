@@ -23,10 +23,10 @@ from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
 from .strategies.base import Bits
 
-PAIRED = 2  # Minimum candidates per pass for strategies that score the set in use in every pass.
-TOKENS = 4  # Tokens of the window whose hidden states the knapsack follows.
-BUCKETS = 24  # Number of buckets to which the knapsack rounds saved costs.
-LARGEST_SHARE = 0.6  # Maximum share of the searchable sub-layers' cost that the knapsack may save.
+MIN_PAIRED_SETS = 2  # Minimum candidates per pass for strategies that score the set in use in every pass.
+N_STUDY_TOKENS = 4  # Tokens of the window whose hidden states the knapsack follows.
+N_BUCKETS = 24  # Number of buckets to which the knapsack rounds saved costs.
+MAX_SAVED_SHARE = 0.6  # Maximum share of the searchable sub-layers' cost that the knapsack may save.
 
 
 def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
@@ -37,10 +37,12 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
 
 def savings_of(costs: CostProfile, base: LayerSet) -> tuple[float, ...]:
     """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`."""
-    size = range(len(base.bits()))
-    whole = costs.draft_cost(base.with_bits([0 for _ in size]))
-    singles = (costs.draft_cost(base.with_bits([int(i == at) for i in size])) for at in size)
-    return tuple(max(0.0, whole - single) for single in singles)
+    positions = range(len(base.bits()))
+    full_cost = costs.draft_cost(base.with_bits([0 for _ in positions]))
+    costs_without_one = (
+        costs.draft_cost(base.with_bits([int(i == skipped) for i in positions])) for skipped in positions
+    )
+    return tuple(max(0.0, full_cost - cost_without) for cost_without in costs_without_one)
 
 
 class Proposer:
@@ -83,26 +85,26 @@ class Proposer:
     def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
         """Return the number of new candidates for a pass that also scores `n_due` sets, including finalists."""
         if self.paired:
-            return max(1, max(batch, PAIRED) - n_finalists)
+            return max(1, max(batch, MIN_PAIRED_SETS) - n_finalists)
         return 0 if n_finalists else batch - n_due
 
-    def study_ahead(self, prompt_id: str) -> int:
+    def max_rows_ahead(self, prompt_id: str) -> int:
         """Return the maximum rows of the model that a study on this prompt would run; 0 if no study is due."""
         kind = self.strategy.wants(prompt_id)
-        return 0 if kind is None else most_study_rows(kind, self._window, self._n_layers)
+        return 0 if kind is None else max_study_rows(kind, self._window, self._n_layers)
 
-    def proposed(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
+    def next_candidates(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
         """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            studied = study(context, kind, self._window, self._savings, self._ratio)
-            self.rows_run += studied.rows
-            self.strategy.study(prompt_id, studied)
+            study_result = study(context, kind, self._window, self._savings, self._ratio)
+            self.rows_run += study_result.rows
+            self.strategy.study(prompt_id, study_result)
         return [self.strategy.propose() for _ in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SkipItem:
     """Sub-layers that are skipped together, and the cost weight saved; items of weight 0 are never skipped."""
 
     sub_layers: tuple[SubLayer, ...]
@@ -131,15 +133,15 @@ class StudyPass:
 
     def __init__(self, context: Context, window: int) -> None:
         self.runtime, self.buffer = context.runtime, context.buffer
-        self.scratch = context.root_slot
-        first = len(context.token_ids) - window - 1
-        self.inputs = context.token_ids[first:-1]
-        self.positions = list(range(first, first + window))
+        self.scratch_slot = context.root_slot
+        first_position = len(context.token_ids) - window - 1
+        self.inputs = context.token_ids[first_position:-1]
+        self.positions = list(range(first_position, first_position + window))
         self.n_rows = 0.0  # Rows run so far, in rows of the full model.
         self._plans: dict[tuple[int, ...], PassPlan] = {}
-        self._n_parts = 2 * self.runtime.n_layers
+        self._n_sub_layers = 2 * self.runtime.n_layers
 
-    def own_states(self) -> list[Tensor]:
+    def run_window(self) -> list[Tensor]:
         """Return the hidden states (window, hidden_size) before the first sub-layer and after each, by depth."""
         hidden = self.runtime.embed(self.inputs, self.positions[0])
         states = [hidden]
@@ -154,132 +156,168 @@ class StudyPass:
         """Return a sub-layer's output to be added to `hidden` (rows, hidden_size); the rows have these positions."""
         kind, layer = sub_layer
         block = self.runtime.blocks[layer]
-        self.n_rows += len(positions) / self._n_parts
+        self.n_rows += len(positions) / self._n_sub_layers
         if kind == "attn":
-            group = self._plan(positions).group(block, frozenset({0}))
+            group = self._plan_pass(positions).group(block, frozenset({0}))
             normed = block.parts.attn_norm(hidden.to(block.device))
             return block.attention(normed, BufferRows([(group, self.buffer)]))
         return block.mlp(block.parts.mlp_norm((entered if self.runtime.parallel else hidden).to(block.device)))
 
-    def _plan(self, positions: Sequence[int]) -> PassPlan:
-        key = tuple(positions)
-        if key not in self._plans:
-            n = len(key)
-            visible = torch.zeros((n, self.scratch + n), dtype=torch.bool)
-            visible[:, : self.scratch] = torch.arange(self.scratch)[None] < torch.tensor(key)[:, None]
-            visible[torch.arange(n), self.scratch + torch.arange(n)] = True
-            self._plans[key] = PassPlan(self.runtime, Rows([0] * n, self.scratch, key, visible))
-        return self._plans[key]
+    def _plan_pass(self, positions: Sequence[int]) -> PassPlan:
+        position_key = tuple(positions)
+        if position_key not in self._plans:
+            n_rows = len(position_key)
+            visible = torch.zeros((n_rows, self.scratch_slot + n_rows), dtype=torch.bool)
+            visible[:, : self.scratch_slot] = (
+                torch.arange(self.scratch_slot)[None] < torch.tensor(position_key)[:, None]
+            )
+            visible[torch.arange(n_rows), self.scratch_slot + torch.arange(n_rows)] = True
+            self._plans[position_key] = PassPlan(
+                self.runtime, Rows([0] * n_rows, self.scratch_slot, position_key, visible)
+            )
+        return self._plans[position_key]
 
 
 @torch.inference_mode()
-def study(context: Context, kind: StudyKind, window: int, saved: Sequence[float], skip_ratio: float) -> Study:
+def study(context: Context, kind: StudyKind, window: int, savings: Sequence[float], skip_ratio: float) -> Study:
     """Study the latest `window` generated tokens.
 
-    Args: saved: what skipping each searchable sub-layer saves, in any unit. skip_ratio: bounds what `clasp` skips.
+    Args: savings: what skipping each searchable sub-layer saves, in any unit. skip_ratio: bounds what `clasp` skips.
           The buffer must have `study_rows` slots behind the committed ones.
     """
     context.load.n_beside += 1
-    run = StudyPass(context, window)
-    states = run.own_states()
-    turns = _turns(states, context.runtime.n_layers)
-    sets: list[Bits] = []
+    study_pass = StudyPass(context, window)
+    states = study_pass.run_window()
+    turns = _measure_turns(states, context.runtime.n_layers)
+    found_sets: list[Bits] = []
     if kind == "knapsack":
-        tokens = sorted({round((i + 1) * window / TOKENS) - 1 for i in range(min(TOKENS, window))})
-        sets += _family(run, states, knapsack_items(context.runtime.n_layers, saved), tokens)
+        token_indices = sorted(
+            {round((i + 1) * window / N_STUDY_TOKENS) - 1 for i in range(min(N_STUDY_TOKENS, window))}
+        )
+        found_sets += _best_set_per_weight(
+            study_pass, states, knapsack_items(context.runtime.n_layers, savings), token_indices
+        )
     if kind != "similarity":
-        sets += _family(run, states, clasp_items(context.runtime.n_layers, skip_ratio), [window - 1])
-    return Study(turns, tuple(dict.fromkeys(sets)), run.n_rows)
+        found_sets += _best_set_per_weight(
+            study_pass, states, clasp_items(context.runtime.n_layers, skip_ratio), [window - 1]
+        )
+    return Study(turns, tuple(dict.fromkeys(found_sets)), study_pass.n_rows)
 
 
 def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
     """Return the maximum number of buffer slots that `study` writes."""
-    paths = {"similarity": 0, "knapsack": BUCKETS + 1, "clasp": n_layers}[kind]
-    return max(window, paths * (1 if kind == "clasp" else TOKENS))
+    max_paths = {"similarity": 0, "knapsack": N_BUCKETS + 1, "clasp": n_layers}[kind]
+    return max(window, max_paths * (1 if kind == "clasp" else N_STUDY_TOKENS))
 
 
-def most_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
+def max_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
     """Return the maximum rows of the model that `study` runs: the window's, and those of the paths it follows."""
     programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
-    paths = {"knapsack": (BUCKETS + 1) * TOKENS, "clasp": n_layers}
-    return window + sum(paths[program] for program in programs)
+    max_path_rows = {"knapsack": (N_BUCKETS + 1) * N_STUDY_TOKENS, "clasp": n_layers}
+    return window + sum(max_path_rows[program] for program in programs)
 
 
-def knapsack_items(n_layers: int, saved: Sequence[float]) -> tuple[list[Item], int]:
+def knapsack_items(n_layers: int, savings: Sequence[float]) -> tuple[list[SkipItem], int]:
     """Return every sub-layer with its measured cost as weight, in depth order, and the largest weight that is saved.
 
     Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
     MLPs, whose costs it fits to the context's length.
     """
-    price = dict(zip(searchable(n_layers), saved, strict=True))
-    bucket = LARGEST_SHARE * sum(saved) / BUCKETS
-    weights = {sub: max(1, round(cost / bucket)) if bucket else 1 for sub, cost in price.items()}
-    subs: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
-    return [Item((sub,), weights.get(sub, 0)) for sub in subs], BUCKETS
+    cost_saved = dict(zip(searchable(n_layers), savings, strict=True))
+    bucket_cost = MAX_SAVED_SHARE * sum(savings) / N_BUCKETS
+    weights = {
+        sub_layer: max(1, round(cost / bucket_cost)) if bucket_cost else 1 for sub_layer, cost in cost_saved.items()
+    }
+    sub_layers: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
+    return [SkipItem((sub_layer,), weights.get(sub_layer, 0)) for sub_layer in sub_layers], N_BUCKETS
 
 
-def clasp_items(n_layers: int, skip_ratio: float) -> tuple[list[Item], int]:
+def clasp_items(n_layers: int, skip_ratio: float) -> tuple[list[SkipItem], int]:
     """Return whole layers, all of one weight, and the number of them that is skipped at most.
 
     Source: CLaSp. DEVIATION: the number is not fixed; the program's sets of every smaller number are kept too, and the
     window's last token stands for the last verified one.
     """
-    items = [Item((("attn", i), ("mlp", i)), int(0 < i < n_layers - 1)) for i in range(n_layers)]
+    items = [SkipItem((("attn", layer), ("mlp", layer)), int(0 < layer < n_layers - 1)) for layer in range(n_layers)]
     return items, n_skipped_for(n_layers, skip_ratio) // 2
 
 
-def _family(
-    run: StudyPass, states: Sequence[Tensor], program: tuple[list[Item], int], tokens: Sequence[int]
+def _best_set_per_weight(
+    study_pass: StudyPass, states: Sequence[Tensor], program: tuple[list[SkipItem], int], token_indices: Sequence[int]
 ) -> list[Bits]:
     """Return the best set for each saved weight except 0."""
-    order = searchable(run.runtime.n_layers)
-    paths = follow(run, states, *program, tokens)
-    return [tuple(int(sub in skipped) for sub in order) for skipped in paths.skipped if skipped]
+    searched_sub_layers = searchable(study_pass.runtime.n_layers)
+    paths = extend_paths(study_pass, states, *program, token_indices)
+    return [
+        tuple(int(sub_layer in skipped) for sub_layer in searched_sub_layers) for skipped in paths.skipped if skipped
+    ]
 
 
-def follow(
-    run: StudyPass, states: Sequence[Tensor], items: Sequence[Item], capacity: int, tokens: Sequence[int]
+def extend_paths(
+    study_pass: StudyPass,
+    states: Sequence[Tensor],
+    items: Sequence[SkipItem],
+    capacity: int,
+    token_indices: Sequence[int],
 ) -> _Paths:
     """Run the dynamic program: extend each path by keeping or skipping an item; keep the nearest path per weight.
 
     Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
     need not lead to the nearest at the end.
     """
-    index, positions = list(tokens), [run.positions[i] for i in tokens]
-    hidden = states[0][index][None]
+    token_index_list, positions = list(token_indices), [study_pass.positions[i] for i in token_indices]
+    hidden = states[0][token_index_list][None]
     paths = _Paths([0], [frozenset()], hidden, hidden)
     depth = 0
     for item in items:
         if item.sub_layers[0][0] == "attn":
             paths.entered = paths.hidden
-        around, through = paths.hidden, paths.hidden
-        for sub in item.sub_layers:
-            at = positions * through.shape[0]
-            delta = run.delta(sub, through.flatten(0, 1), paths.entered.flatten(0, 1), at)
-            through = through + delta.to(through.device).view_as(through)
+        kept_hidden, skipped_out_hidden = paths.hidden, paths.hidden
+        for sub_layer in item.sub_layers:
+            row_positions = positions * skipped_out_hidden.shape[0]
+            delta = study_pass.delta(
+                sub_layer, skipped_out_hidden.flatten(0, 1), paths.entered.flatten(0, 1), row_positions
+            )
+            skipped_out_hidden = skipped_out_hidden + delta.to(skipped_out_hidden.device).view_as(skipped_out_hidden)
         depth += len(item.sub_layers)
-        paths = _nearest(paths, item, capacity, around, through, states[depth][index])
+        paths = _keep_nearest(paths, item, capacity, kept_hidden, skipped_out_hidden, states[depth][token_index_list])
     return paths
 
 
-def _nearest(paths: _Paths, item: Item, capacity: int, around: Tensor, through: Tensor, own: Tensor) -> _Paths:
-    both = torch.cat((through, around))
-    near = F.cosine_similarity(both.float(), own.float()[None].to(both.device), dim=-1).mean(dim=1).tolist()
-    n = len(paths.weights)
-    best: dict[int, int] = dict(zip(paths.weights, range(n), strict=True))  # Saved weight -> its row in `both`.
-    for row, weight in enumerate(paths.weights, n):
-        saved = weight + item.weight
-        if item.weight and saved <= capacity and (saved not in best or near[row] > near[best[saved]]):
-            best[saved] = row
-    rows = [best[weight] for weight in sorted(best)]
-    skipped = [paths.skipped[row % n] | (frozenset(item.sub_layers) if row >= n else frozenset()) for row in rows]
-    parents = [row % n for row in rows]
-    return _Paths(sorted(best), skipped, both[rows], paths.entered[parents])
+def _keep_nearest(
+    paths: _Paths, item: SkipItem, capacity: int, kept_hidden: Tensor, run_hidden: Tensor, full_states: Tensor
+) -> _Paths:
+    all_hidden = torch.cat((run_hidden, kept_hidden))
+    cosines = (
+        F.cosine_similarity(all_hidden.float(), full_states.float()[None].to(all_hidden.device), dim=-1)
+        .mean(dim=1)
+        .tolist()
+    )
+    n_paths = len(paths.weights)
+    # Saved weight -> its row in `all_hidden`.
+    best_row: dict[int, int] = dict(zip(paths.weights, range(n_paths), strict=True))
+    for row, weight in enumerate(paths.weights, n_paths):
+        new_weight = weight + item.weight
+        if (
+            item.weight
+            and new_weight <= capacity
+            and (new_weight not in best_row or cosines[row] > cosines[best_row[new_weight]])
+        ):
+            best_row[new_weight] = row
+    rows = [best_row[weight] for weight in sorted(best_row)]
+    skipped = [
+        paths.skipped[row % n_paths] | (frozenset(item.sub_layers) if row >= n_paths else frozenset()) for row in rows
+    ]
+    parents = [row % n_paths for row in rows]
+    return _Paths(sorted(best_row), skipped, all_hidden[rows], paths.entered[parents])
 
 
-def _turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:
+def _measure_turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:
     """Return 1 - cosine of the states before and after each searchable sub-layer, averaged over the window's rows."""
-    before = [2 * layer + (kind == "mlp") for kind, layer in searchable(n_layers)]
-    pairs = [(states[at].float(), states[at + 1].to(states[at].device).float()) for at in before]
-    near = [float(F.cosine_similarity(*pair, dim=-1).mean()) for pair in pairs]
-    return tuple(round(max(0.0, 1.0 - cosine), 6) for cosine in near)
+    state_indices = [2 * layer + (kind == "mlp") for kind, layer in searchable(n_layers)]
+    pairs = [
+        (states[state_index].float(), states[state_index + 1].to(states[state_index].device).float())
+        for state_index in state_indices
+    ]
+    cosines = [float(F.cosine_similarity(*pair, dim=-1).mean()) for pair in pairs]
+    return tuple(round(max(0.0, 1.0 - cosine), 6) for cosine in cosines)

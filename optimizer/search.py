@@ -19,18 +19,18 @@ from ..decoding.session import Session
 from ..decoding.work import PassGenerator, Subscriber, Work, subscribed
 from ..models.costs import is_out_of_memory
 from ..models.restacked import nearest
-from .challengers import FINALISTS, Contest, Finals, Incumbent, WindowStart, trimmed
-from .drafting import FEWEST_WINDOWS, MOST_WINDOWS, drafting_with, search_drafting, starting_set
+from .challengers import FINALISTS, ChallengerTest, Finals, Incumbent, WindowStart, trim
+from .drafting import MAX_WINDOWS, MIN_WINDOWS, drafting_with, search_drafting, starting_set
 from .evaluation import (
-    FEWEST_AGAIN,
+    MIN_CANDIDATES_REOPENED,
     WindowScore,
-    affordable,
+    affordable_candidates,
+    candidates_in_share,
     candidates_per_pass,
-    in_share,
     objective,
     score_window,
 )
-from .proposer import PAIRED, Proposer, chooses_size
+from .proposer import MIN_PAIRED_SETS, Proposer, chooses_size
 from .strategies import Proposal, strategy_info
 
 T = TypeVar("T")
@@ -61,28 +61,32 @@ class Search:
         self._longest_draft = settings.max_draft_length  # Upper bound for draft lengths that the search chooses.
         self.skip_ratio, self.n_layers, self._parallel = skip_ratio, n_layers, parallel
         profile = self.costs
-        start = self._allowed(start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile)))
+        start = self._nearest_allowed(
+            start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile))
+        )
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
         self.trials: list[Trial] = []
         self.batch = settings.candidates or candidates_per_pass(profile, settings.context_window)
-        self._windows: list[WindowScore] = []  # Latest windows predicted by the set in use, oldest first.
-        self.stopped_because = self._switched_off
-        self._most = settings.max_steps  # Maximum candidates scored in one search.
-        self._sparing = n_tokens is not None and strategy_info(settings.strategy).chooses_size
-        if n_tokens is not None and self._sparing:
-            self._most = min(self._most, affordable(profile, start, settings.context_window, n_tokens))
-        self._contest = Contest(Incumbent(start))
+        self._incumbent_scores: list[WindowScore] = []  # Latest windows predicted by the set in use, oldest first.
+        self.stopped_because = self._why_switched_off
+        self._max_candidates = settings.max_steps  # Maximum candidates scored in one search.
+        self._is_budgeted = n_tokens is not None and strategy_info(settings.strategy).chooses_size
+        if n_tokens is not None and self._is_budgeted:
+            self._max_candidates = min(
+                self._max_candidates, affordable_candidates(profile, start, settings.context_window, n_tokens)
+            )
+        self._challengers = ChallengerTest(Incumbent(start))
         self._candidate_rows = 0
         self._n_rounds = 0  # Rounds of all requests so far.
         self._proposer = self._new_proposer()
-        self._scoring = False
+        self._is_scoring = False
 
     @property
     def layer_set(self) -> LayerSet:
         """The layer set in use."""
-        return self._contest.incumbent.layer_set
+        return self._challengers.incumbent.layer_set
 
     @property
     def optimising(self) -> bool:
@@ -92,7 +96,7 @@ class Search:
     @property
     def matchness(self) -> float | None:
         """Mean matchness of the set in use over the windows it was scored on; None before its first."""
-        return self._contest.incumbent.matchness if self._contest.incumbent.n else None
+        return self._challengers.incumbent.matchness if self._challengers.incumbent.n else None
 
     @property
     def scratch_rows(self) -> int:
@@ -111,8 +115,8 @@ class Search:
 
     def rows_ahead(self, prompt_id: str) -> int:
         """Maximum rows that the next scoring pass runs on this prompt, including those of a study if one is due."""
-        n_sets = 1 + max(self.batch, PAIRED)
-        return self.settings.context_window * n_sets + self._proposer.study_ahead(prompt_id)
+        n_sets = 1 + max(self.batch, MIN_PAIRED_SETS)
+        return self.settings.context_window * n_sets + self._proposer.max_rows_ahead(prompt_id)
 
     def request(
         self,
@@ -145,9 +149,9 @@ class Search:
                 yield from self.lower(event)
             yield from on_event(event) or ()
             if has_room and isinstance(event, Prefilled | Round) and event.context.finish is None:
-                for of_search in (yield from self.score(event.context, prompt_id)):
-                    yield from on_event(of_search) or ()
-                    yield of_search
+                for search_event in (yield from self.score(event.context, prompt_id)):
+                    yield from on_event(search_event) or ()
+                    yield search_event
 
         return subscribed(request, follow)
 
@@ -158,32 +162,32 @@ class Search:
         later ones score half as many. Returns the events that come of it.
         """
         settings = self.settings
-        window, waits = settings.context_window, self._n_rounds % settings.optimise_interval > 0
-        if not self.optimising or self._scoring or context.searched or waits or len(context.generated) < window:
+        window, must_wait = settings.context_window, self._n_rounds % settings.optimise_interval > 0
+        if not self.optimising or self._is_scoring or context.searched or must_wait or len(context.generated) < window:
             return ()
-        room = context.buffer.capacity - context.root_slot
-        if room < self._scratch_rows(1):
+        n_free_slots = context.buffer.capacity - context.root_slot
+        if n_free_slots < self._scratch_rows(1):
             return ()
-        batch = min(self.batch, room // window - 1)  # One window of scratch slots is for the set in use.
+        batch = min(self.batch, n_free_slots // window - 1)  # One window of scratch slots is for the set in use.
         context.searched = True  # If this request is interrupted and resumed, it is not searched again.
         start = context.n_prompt if settings.window_at == "first" else len(context.token_ids) - window
-        place = WindowStart(prompt_id, start)
-        if self._proposer.paired and not self._contest.is_news(place, window):
+        window_start = WindowStart(prompt_id, start)
+        if self._proposer.paired and not self._challengers.is_new_window(window_start, window):
             return ()
-        clock = perf_counter()
+        started = perf_counter()
         try:
-            return (yield from self._look(context, place, batch))
+            return (yield from self._score_pass(context, window_start, batch))
         finally:
-            context.tally.optimise_s += perf_counter() - clock
+            context.tally.optimise_s += perf_counter() - started
 
-    def _look(self, context: Context, place: WindowStart, batch: int) -> PassGenerator[list[Event]]:
+    def _score_pass(self, context: Context, place: WindowStart, batch: int) -> PassGenerator[list[Event]]:
         """Score up to `batch` candidates together with the set in use; return the resulting events."""
-        clock, incumbent, window = perf_counter(), self._contest.incumbent, self.settings.context_window
-        self._scoring = True
+        started, incumbent, window = perf_counter(), self._challengers.incumbent, self.settings.context_window
+        self._is_scoring = True
         try:
-            self._contest.looked = place
-            sets = self._sets(context, place, batch)
-            scores = yield from score_window(context, [layer_set for layer_set, _ in sets], window, place.position)
+            self._challengers.looked = place
+            proposals = self._choose_sets(context, place, batch)
+            scores = yield from score_window(context, [layer_set for layer_set, _ in proposals], window, place.position)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -192,33 +196,33 @@ class Search:
                 self.finish("the memory is too small for the pass of a candidate")
             return []
         finally:
-            self._scoring = False
+            self._is_scoring = False
         # A concurrent request has ended the search or replaced the set in use during this pass, so discard the scores.
-        if self.stopped_because or self._contest.incumbent is not incumbent:
+        if self.stopped_because or self._challengers.incumbent is not incumbent:
             return []
-        self._candidate_rows += window * len(sets)
-        return self._settle(place, self._trials_of(place, sets, scores, clock), scores)
+        self._candidate_rows += window * len(proposals)
+        return self._settle(place, self._make_trials(place, proposals, scores, started), scores)
 
     def lower(self, round_: Round) -> Iterator[Event]:
         """Lower the skip ratio if acceptance stays too low (SWIFT C.2), unless the strategy chooses the size."""
         if not self.optimising or self._proposer.chooses_size:
             return
-        settings, n_now = self.settings, self.layer_set.n_skipped
-        acceptance = self._contest.incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
+        settings, n_before = self.settings, self.layer_set.n_skipped
+        acceptance = self._challengers.incumbent.acceptance_after(round_, settings.min_acceptance_rounds)
         if acceptance is None or acceptance >= settings.min_acceptance:
             return
-        lowered = self.skip_ratio - settings.skip_ratio_step
+        new_ratio = self.skip_ratio - settings.skip_ratio_step
         # A single step of the ratio may not change the number of skipped sub-layers.
-        while 0 < n_now <= n_skipped_for(self.n_layers, lowered):
-            lowered -= settings.skip_ratio_step
-        n_skipped = n_skipped_for(self.n_layers, lowered)
-        if 0 < n_skipped < n_now:
-            self.skip_ratio = lowered
+        while 0 < n_before <= n_skipped_for(self.n_layers, new_ratio):
+            new_ratio -= settings.skip_ratio_step
+        n_skipped = n_skipped_for(self.n_layers, new_ratio)
+        if 0 < n_skipped < n_before:
+            self.skip_ratio = new_ratio
             self._proposer.strategy.set_n_skipped(n_skipped)
-            self._contest.incumbent = Incumbent(self._allowed(trimmed(self.layer_set, n_skipped)))
-            self._contest.finals = Finals()
+            self._challengers.incumbent = Incumbent(self._nearest_allowed(trim(self.layer_set, n_skipped)))
+            self._challengers.finals = Finals()
             self._draft_with_incumbent()
-            yield SkipRatioLowered(self.task, lowered, acceptance)
+            yield SkipRatioLowered(self.task, new_ratio, acceptance)
 
     def reopen(self, first: Sequence[LayerSet] = ()) -> bool:
         """Restart the search from the set in use; the sets of `first` are scored before any other.
@@ -230,15 +234,17 @@ class Search:
 
         Returns: whether a search has begun; none does where none was wanted.
         """
-        if self._switched_off:
+        if self._why_switched_off:
             return False
         self.close()
         self.stopped_because = ""
-        allowed_sets = dict.fromkeys(map(self._allowed, [*first, self._start]))
-        stored = [layer_set for layer_set in allowed_sets if layer_set != self.layer_set]
-        n = len(self.trials)
-        self._contest = Contest(Incumbent(self.layer_set), first=stored, opened_at=n, n_at_gain=n)
-        self._windows = []
+        candidate_sets = dict.fromkeys(map(self._nearest_allowed, [*first, self._start]))
+        stored = [layer_set for layer_set in candidate_sets if layer_set != self.layer_set]
+        n_trials = len(self.trials)
+        self._challengers = ChallengerTest(
+            Incumbent(self.layer_set), first=stored, opened_at=n_trials, n_at_gain=n_trials
+        )
+        self._incumbent_scores = []
         self._candidate_rows += round(self._proposer.rows_run)
         self._proposer = self._new_proposer()
         return True
@@ -252,14 +258,14 @@ class Search:
     @property
     def contenders(self) -> list[LayerSet]:
         """Sets ranked by estimates only, to be compared by time, the one in use first; [] if scores decide."""
-        by_estimate = self._proposer.chooses_size and self.settings.adoption == "finals"
+        ranks_by_estimate = self._proposer.chooses_size and self.settings.adoption == "finals"
         sets = list(dict.fromkeys([self.layer_set, self._start]))
-        return sets if by_estimate and not self.settings.deterministic and len(sets) > 1 else []
+        return sets if ranks_by_estimate and not self.settings.deterministic and len(sets) > 1 else []
 
     def take(self, layer_set: LayerSet) -> None:
         """Put a set in use that was measured to be faster."""
         if layer_set != self.layer_set:
-            self._contest.take(layer_set, self.trials[self._contest.opened_at :])
+            self._challengers.take(layer_set, self.trials[self._challengers.opened_at :])
             self._draft_with_incumbent()
 
     def choose_drafting(self) -> Iterator[Event]:
@@ -271,16 +277,16 @@ class Search:
         is_searched = (
             settings.search_drafting and settings.method == "swift" and settings.objective == "expected_speedup"
         )
-        if self.optimising or not is_searched or self.costs is None or len(self._windows) < FEWEST_WINDOWS:
+        if self.optimising or not is_searched or self.costs is None or len(self._incumbent_scores) < MIN_WINDOWS:
             return
-        chosen_settings, promised, before = search_drafting(
-            self._windows, self.layer_set, settings, self.costs, self._longest_draft
+        chosen_settings, expected_after, expected_before = search_drafting(
+            self._incumbent_scores, self.layer_set, settings, self.costs, self._longest_draft
         )
-        self._windows = []
+        self._incumbent_scores = []
         if chosen_settings != settings:
             self._draft_by(chosen_settings)
-            chosen = chosen_settings.stop_threshold, chosen_settings.max_draft_length, chosen_settings.branching
-            yield DraftingChosen(self.task, *chosen, promised, before)
+            chosen_values = chosen_settings.stop_threshold, chosen_settings.max_draft_length, chosen_settings.branching
+            yield DraftingChosen(self.task, *chosen_values, expected_after, expected_before)
 
     def _draft_by(self, settings: SwiftSettings) -> None:
         self.settings = settings
@@ -296,9 +302,11 @@ class Search:
             "n_trials": len(self.trials),
             "skip_ratio": self.skip_ratio,
             "n_rounds": self._n_rounds,
-            "standing": self._contest.to_json(),
+            "standing": self._challengers.to_json(),
             "stopped_because": self.stopped_because,
-            "windows": [[list(score.ranks), list(score.confidences), score.reads_late] for score in self._windows],
+            "windows": [
+                [list(score.ranks), list(score.confidences), score.reads_late] for score in self._incumbent_scores
+            ],
             "drafting": [self.settings.stop_threshold, self.settings.max_draft_length, list(self.settings.branching)],
             "learnt": self.method.drafter.state(),
             "strategy": self._proposer.strategy.state() if self.optimising else None,
@@ -312,17 +320,24 @@ class Search:
         if [trial.step for trial in trials] != list(range(state["n_trials"])):
             raise ValueError(f"task {self.task!r} stood at {state['n_trials']} trials, but {len(trials)} are stored")
         self.trials, self.skip_ratio, self._n_rounds = list(trials), state["skip_ratio"], state["n_rounds"]
-        self._contest = Contest.from_json(state["standing"])
-        self._windows = [WindowScore(tuple(ranks), tuple(sure), *late) for ranks, sure, *late in state["windows"]]
-        threshold, length, branching = state["drafting"]
-        pairs = tuple((bound, k) for bound, k in branching)
-        self._draft_by(replace(self.settings, stop_threshold=threshold, max_draft_length=length, branching=pairs))
+        self._challengers = ChallengerTest.from_json(state["standing"])
+        self._incumbent_scores = [
+            WindowScore(tuple(ranks), tuple(confidences), *reads_late)
+            for ranks, confidences, *reads_late in state["windows"]
+        ]
+        threshold, max_draft_length, branching = state["drafting"]
+        branching_pairs = tuple((bound, n_candidates) for bound, n_candidates in branching)
+        self._draft_by(
+            replace(
+                self.settings, stop_threshold=threshold, max_draft_length=max_draft_length, branching=branching_pairs
+            )
+        )
         if state["learnt"] is not None:
             self.method.drafter.restore(state["learnt"])
         self._draft.layer_set = self.layer_set
         self.stopped_because = state["stopped_because"]
         if self.optimising:
-            for trial in self.trials[self._contest.opened_at :]:
+            for trial in self.trials[self._challengers.opened_at :]:
                 self._proposer.strategy.observe(trial)
             self._proposer.strategy.restore(state["strategy"])
 
@@ -334,119 +349,137 @@ class Search:
     @property
     def _budget(self) -> int:
         """Maximum number of candidates that this search may score since its latest start."""
-        opened_at = self._contest.opened_at
-        if not opened_at or not self._sparing:
-            return self._most
-        earned = in_share(self.costs, self._start, self.settings.context_window, self._n_rounds)
-        return min(self._most, max(FEWEST_AGAIN, 2 * self._most + earned - opened_at))
+        opened_at = self._challengers.opened_at
+        if not opened_at or not self._is_budgeted:
+            return self._max_candidates
+        n_affordable = candidates_in_share(self.costs, self._start, self.settings.context_window, self._n_rounds)
+        return min(
+            self._max_candidates, max(MIN_CANDIDATES_REOPENED, 2 * self._max_candidates + n_affordable - opened_at)
+        )
 
     @property
-    def _switched_off(self) -> str:
+    def _why_switched_off(self) -> str:
         """Reason why no search takes place; "" if one does."""
         if not self.settings.optimise:
             return "optimisation is switched off"
         return "" if self.settings.max_steps else "no candidates were asked for"
 
     def _new_proposer(self) -> Proposer:
-        project = self._allowed if self.settings.exportable else None
+        project = self._nearest_allowed if self.settings.exportable else None
         return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project)
 
-    def _allowed(self, layer_set: LayerSet) -> LayerSet:
+    def _nearest_allowed(self, layer_set: LayerSet) -> LayerSet:
         """Return the set itself, or the nearest exportable set if only those are searched."""
         return nearest(layer_set, self._parallel, most=1)[0] if self.settings.exportable else layer_set
 
-    def _sets(self, context: Context, place: WindowStart, batch: int) -> list[Proposal]:
+    def _choose_sets(self, context: Context, window_start: WindowStart, batch: int) -> list[Proposal]:
         """Return the sets that the next pass scores, with origins: due finalists before new proposals."""
-        contest, n_tried = self._contest, len(self.trials) - self._contest.opened_at
-        room = self._budget - n_tried
-        held = Proposal(self.layer_set, "in use" if self.trials else "uniform")
-        due = contest.finals.due(place, self.settings.context_window)
-        if self._by_rating and (best := self._proposer.strategy.best(self.layer_set)) != self.layer_set:
-            due = [best]
-        if contest.incumbent.n == 0:
-            due, sets = [], [Proposal(self.layer_set, "trimmed") if n_tried else held]
-        elif (due or self._proposer.paired) and len(due) + 1 < room:
-            sets = [held, *(Proposal(layer_set, "final") for layer_set in due)]
+        challengers, n_tried = self._challengers, len(self.trials) - self._challengers.opened_at
+        n_left = self._budget - n_tried
+        incumbent_proposal = Proposal(self.layer_set, "in use" if self.trials else "uniform")
+        due_sets = challengers.finals.due(window_start, self.settings.context_window)
+        if self._adopts_by_rating and (best_set := self._proposer.strategy.best(self.layer_set)) != self.layer_set:
+            due_sets = [best_set]
+        if challengers.incumbent.n == 0:
+            due_sets, proposals = [], [Proposal(self.layer_set, "trimmed") if n_tried else incumbent_proposal]
+        elif (due_sets or self._proposer.paired) and len(due_sets) + 1 < n_left:
+            proposals = [incumbent_proposal, *(Proposal(layer_set, "final") for layer_set in due_sets)]
         else:
-            due, sets = [], []
-        room -= len(sets)
-        n = min(self._proposer.n_beside(len(due), batch, len(sets)), room)
-        stored = contest.first[:n]  # Sets stay in `first` until they are scored.
-        sets += [Proposal(stored_set, "uniform" if stored_set == self._start else "stored") for stored_set in stored]
-        return sets + self._proposer.proposed(context, place.prompt_id, n - len(stored))
-
-    def _trials_of(
-        self, place: WindowStart, sets: Sequence[Proposal], scores: Sequence[WindowScore], began: float
-    ) -> list[Trial]:
-        """Return the trials of one scoring pass, which started at `began`."""
-        worths = [
-            objective(score, proposal[0], self.settings, self.costs)
-            for proposal, score in zip(sets, scores, strict=True)
+            due_sets, proposals = [], []
+        n_left -= len(proposals)
+        n_new = min(self._proposer.n_beside(len(due_sets), batch, len(proposals)), n_left)
+        stored = challengers.first[:n_new]  # Sets stay in `first` until they are scored.
+        proposals += [
+            Proposal(stored_set, "uniform" if stored_set == self._start else "stored") for stored_set in stored
         ]
-        share = (perf_counter() - began) / len(sets)
-        prompt_id, position, seed = place.prompt_id, place.position, self.settings.seed
+        return proposals + self._proposer.next_candidates(context, window_start.prompt_id, n_new - len(stored))
+
+    def _make_trials(
+        self, window_start: WindowStart, proposals: Sequence[Proposal], scores: Sequence[WindowScore], started: float
+    ) -> list[Trial]:
+        """Return the trials of one scoring pass, which started at `started`."""
+        objectives = [
+            objective(score, proposal[0], self.settings, self.costs)
+            for proposal, score in zip(proposals, scores, strict=True)
+        ]
+        seconds_each = (perf_counter() - started) / len(proposals)
+        prompt_id, position, seed = window_start.prompt_id, window_start.position, self.settings.seed
         return [
-            Trial(step, proposal, origin, score.matchness, worth, prompt_id, position, seed, seconds=share)
-            for step, (proposal, origin), score, worth in zip(
-                count(len(self.trials)), sets, scores, worths, strict=False
+            Trial(
+                step,
+                proposal,
+                origin,
+                score.matchness,
+                objective_value,
+                prompt_id,
+                position,
+                seed,
+                seconds=seconds_each,
+            )
+            for step, (proposal, origin), score, objective_value in zip(
+                count(len(self.trials)), proposals, scores, objectives, strict=False
             )
         ]
 
-    def _settle(self, place: WindowStart, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:
+    def _settle(self, window_start: WindowStart, trials: list[Trial], scores: Sequence[WindowScore]) -> list[Event]:
         """Show the strategy the trials, adopt a better set, and check whether the search is over.
 
         `scores` are what the trials' sets predicted. Returns the events, `TrialsDone` last.
         """
         events: list[Event] = []
-        contest, strategy, n_before = self._contest, self._proposer.strategy, len(self.trials)
-        finalists = [trial for trial in trials if trial.origin == "final" and not self._by_rating]
-        by_finals = self.settings.adoption == "finals" and not self._by_rating
-        decided = None
+        challengers, strategy, n_before = self._challengers, self._proposer.strategy, len(self.trials)
+        finalists = [trial for trial in trials if trial.origin == "final" and not self._adopts_by_rating]
+        adopts_by_finals = self.settings.adoption == "finals" and not self._adopts_by_rating
+        adopted = None
         for trial in trials:
             strategy.observe(trial)
-        contest.first = [
-            stored_set for stored_set in contest.first if stored_set not in {trial.layer_set for trial in trials}
+        challengers.first = [
+            stored_set for stored_set in challengers.first if stored_set not in {trial.layer_set for trial in trials}
         ]
         if self.settings.adoption == "highest":
-            decided = contest.take_highest(trials)
+            adopted = challengers.take_highest(trials)
         elif trials[0].layer_set == self.layer_set:
-            decided = contest.judge(place, trials[0], finalists)
-        if self._by_rating:
-            decided = contest.take_best(strategy.best(self.layer_set), trials, self.trials[contest.opened_at :])
-        if decided is not None:
-            trials = [decided if trial.step == decided.step else trial for trial in trials]
+            adopted = challengers.judge(window_start, trials[0], finalists)
+        if self._adopts_by_rating:
+            adopted = challengers.take_best(strategy.best(self.layer_set), trials, self.trials[challengers.opened_at :])
+        if adopted is not None:
+            trials = [adopted if trial.step == adopted.step else trial for trial in trials]
             self._draft_with_incumbent()
-            events.append(Adopted(self.task, self.layer_set, self.matchness, decided.step))
+            events.append(Adopted(self.task, self.layer_set, self.matchness, adopted.step))
         if self.settings.search_drafting:
-            seen = [score for trial, score in zip(trials, scores, strict=True) if trial.layer_set == self.layer_set]
-            self._windows = [*self._windows, *seen[:1]][-MOST_WINDOWS:]
+            incumbent_scores = [
+                score for trial, score in zip(trials, scores, strict=True) if trial.layer_set == self.layer_set
+            ]
+            self._incumbent_scores = [*self._incumbent_scores, *incumbent_scores[:1]][-MAX_WINDOWS:]
         self.trials += trials
-        fresh = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
-        if by_finals and fresh and not self._spent(n_before):
-            contest.finals.enter({trial.layer_set: trial.score for trial in fresh}, place, contest.incumbent.score)
+        new_challengers = [trial for trial in trials if trial.origin != "final" and trial.layer_set != self.layer_set]
+        if adopts_by_finals and new_challengers and not self._has_stalled(n_before):
+            challengers.finals.enter(
+                {trial.layer_set: trial.score for trial in new_challengers}, window_start, challengers.incumbent.score
+            )
         self._check_end()
         return [*events, TrialsDone(self.task, tuple(trials))]
 
     @property
-    def _by_rating(self) -> bool:
+    def _adopts_by_rating(self) -> bool:
         """Whether sets are adopted by the strategy's estimate from all trials, not by wins on single windows."""
         return self.settings.adoption == "finals" and self._proposer.paired
 
-    def _spent(self, n_tried: int) -> bool:
+    def _has_stalled(self, n_tried: int) -> bool:
         """Whether the last `patience` candidates brought no better set."""
-        return n_tried - self._contest.n_at_gain >= self._proposer.patience
+        return n_tried - self._challengers.n_at_gain >= self._proposer.patience
 
     def _check_end(self) -> None:
-        settings, n = self.settings, len(self.trials)
-        n_tried, matchness = n - self._contest.opened_at, self._contest.incumbent.matchness
+        settings, n_trials = self.settings, len(self.trials)
+        n_tried, matchness = n_trials - self._challengers.opened_at, self._challengers.incumbent.matchness
         if not self._proposer.chooses_size and matchness > settings.target_matchness:
             self.finish(f"matchness {matchness:.2f} is above {settings.target_matchness}")
         elif n_tried >= self._budget:
-            enough = "" if n_tried >= settings.max_steps else ", the limit for this stream"
-            self.finish(f"{n_tried} candidates were scored{enough}")
-        elif self._spent(n) and not self._contest.finals.finalists:
+            limit_note = "" if n_tried >= settings.max_steps else ", the limit for this stream"
+            self.finish(f"{n_tried} candidates were scored{limit_note}")
+        elif self._has_stalled(n_trials) and not self._challengers.finals.finalists:
             self.finish(f"no better layer set in {self._proposer.patience} candidates")
 
     def _draft_with_incumbent(self) -> None:
         self._draft.layer_set = self.layer_set
-        self._windows = []
+        self._incumbent_scores = []

@@ -13,7 +13,7 @@ from math import sqrt
 from operator import mul
 from typing import Annotated, ClassVar, NamedTuple
 
-from ..core.records import KnownSet, State, nearest, packed, single, unit, unpacked
+from ..core.records import KnownSet, State, nearest, pack_state, round_to_single, unit, unpack_state
 from ..core.serialization import Form, Record
 from ..core.types import NOT_WRITTEN, Completion, LayerSet
 
@@ -21,20 +21,20 @@ N_LEARN = 3  # Completions from which the usual acceptance rate is learnt.
 ALARM = 4.0  # CUSUM height, in standard deviations, that signals a shift.
 # N_LEARN and ALARM for served requests: there are many short ones, and their acceptance rates vary by 0.2.
 SERVED_N_LEARN, SERVED_ALARM = 8, 8.0
-ELSEWHERE = 0.375  # Factor on ALARM for prompts whose hidden states are far from the earlier ones.
-UNLIKE = 3.0  # A prompt is far if its cosine to the earlier ones is this many deviations below usual.
-FAR_FOR = 3  # Consecutive far prompts that signal a shift regardless of acceptance.
+FAR_ALARM_FACTOR = 0.375  # Factor on ALARM for prompts whose hidden states are far from the earlier ones.
+FAR_SPREADS = 3.0  # A prompt is far if its cosine to the earlier ones is this many deviations below usual.
+FAR_PROMPTS = 3  # Consecutive far prompts that signal a shift regardless of acceptance.
 USUAL_COSINE_SPREAD = 0.02  # Assumed spread of the cosines until enough prompts were read.
 SLACK = 0.5  # CUSUM slack: deviations per completion that count as noise.
-LARGEST = 4.0  # Maximum deviations that one completion adds, so that one outlier signals no shift.
+MAX_DEVIATION = 4.0  # Maximum deviations that one completion adds, so that one outlier signals no shift.
 # Prior spread of acceptance rates between texts, and its weight in completions.
 USUAL_SPREAD, USUAL_WEIGHT = 0.1, 4
-N_STORED = 3  # Known sets that are tried after a shift.
+N_NEAREST_SETS = 3  # Known sets that are tried after a shift.
 
 
 # A prompt's hidden state; base64 in JSON.
 PackedState = Annotated[
-    State, Form(lambda state: b64encode(packed(state)).decode(), str, lambda text: unpacked(b64decode(text)))
+    State, Form(lambda state: b64encode(pack_state(state)).decode(), str, lambda text: unpack_state(b64decode(text)))
 ]
 
 
@@ -52,10 +52,10 @@ class RunningStats:
 
     def count(self, value: float) -> None:
         """Add a value."""
-        before = value - self.mean
+        deviation = value - self.mean
         self.n += 1
-        self.mean += before / self.n
-        self.squares += before * (value - self.mean)
+        self.mean += deviation / self.n
+        self.squares += deviation * (value - self.mean)
 
 
 @dataclass(slots=True)
@@ -76,17 +76,17 @@ class AcceptanceChart(RunningStats):
 
     def add(self, accepted: int, drafted: int, alarm: float = ALARM, n_learn: int = N_LEARN) -> bool:
         """Add a completion; return True if a CUSUM exceeds `alarm`, which signals a shift."""
-        rate = accepted / drafted
+        acceptance_rate = accepted / drafted
         if self.n >= n_learn:
             spread = self.spread(USUAL_SPREAD)
             # Sampling variance of a completion's rate: large for short completions.
-            noise = self.mean * (1 - self.mean) / drafted
-            z = (rate - self.mean) / sqrt((spread**2 + noise) * (1 + 1 / self.n))
-            z = max(-LARGEST, min(LARGEST, z))
-            self.rise, self.fall = max(0.0, self.rise + z - SLACK), max(0.0, self.fall - z - SLACK)
-            reach = 2 * spread
-            rate = max(self.mean - reach, min(self.mean + reach, rate))
-        self.count(rate)
+            sampling_variance = self.mean * (1 - self.mean) / drafted
+            deviation = (acceptance_rate - self.mean) / sqrt((spread**2 + sampling_variance) * (1 + 1 / self.n))
+            deviation = max(-MAX_DEVIATION, min(MAX_DEVIATION, deviation))
+            self.rise, self.fall = max(0.0, self.rise + deviation - SLACK), max(0.0, self.fall - deviation - SLACK)
+            max_outlier = 2 * spread
+            acceptance_rate = max(self.mean - max_outlier, min(self.mean + max_outlier, acceptance_rate))
+        self.count(acceptance_rate)
         return max(self.rise, self.fall) > alarm
 
 
@@ -127,7 +127,7 @@ class ShiftWatch(Record):
     @property
     def state(self) -> State | None:
         """Mean hidden state of the prompts since the latest shift; None before the first prompt."""
-        return single(unit(self.total)) if self.total else None
+        return round_to_single(unit(self.total)) if self.total else None
 
     def add_prompt(self, state: Sequence[float], settled: bool, goes_on: bool = False) -> ReadPrompt:
         """Add a prompt's mean hidden state, and whether all of its completion will be drafted with one set.
@@ -137,54 +137,58 @@ class ShiftWatch(Record):
         """
         self.settled = settled
         if not goes_on:
-            self._place(state)
-        return self._read_last
+            self._compare_prompt(state)
+        return self._last_read_prompt
 
     @property
-    def _read_last(self) -> ReadPrompt:
+    def _last_read_prompt(self) -> ReadPrompt:
         return ReadPrompt(self.chart if self.settled else None, self.n_far > 0)
 
-    def _place(self, state: Sequence[float]) -> None:
+    def _compare_prompt(self, state: Sequence[float]) -> None:
         """Decide whether a prompt is far from the earlier ones, and update the sums."""
-        self.latest = single(unit(state))
-        centre, usual = self.state, self.nearness
-        if centre is not None:
-            cosine = sum(map(mul, centre, self.latest))
-            if usual.n >= N_LEARN and cosine < usual.mean - UNLIKE * usual.spread(USUAL_COSINE_SPREAD):
+        self.latest = round_to_single(unit(state))
+        mean_state, usual_cosines = self.state, self.nearness
+        if mean_state is not None:
+            cosine = sum(map(mul, mean_state, self.latest))
+            if usual_cosines.n >= N_LEARN and cosine < usual_cosines.mean - FAR_SPREADS * usual_cosines.spread(
+                USUAL_COSINE_SPREAD
+            ):
                 self.n_far += 1
-                self.elsewhere = _sum(self.elsewhere, self.latest)
+                self.elsewhere = _add_states(self.elsewhere, self.latest)
                 return
-            usual.count(cosine)
+            usual_cosines.count(cosine)
         self.n_far, self.elsewhere = 0, ()
-        self.total = _sum(self.total, self.latest)
+        self.total = _add_states(self.total, self.latest)
 
     def add(self, completion: Completion, prompt: ReadPrompt | None = None) -> str:
         """Add the completion of a prompt, by default the one read last; return in words what has changed, or "".
 
         It does not count where a shift has come since its prompt was read.
         """
-        chart, is_far = prompt or self._read_last
-        if self.n_far >= FAR_FOR:
+        chart, is_far = prompt or self._last_read_prompt
+        if self.n_far >= FAR_PROMPTS:
             return f"{self.n_far} prompts in a row lie elsewhere than those before"
-        before, alarm = self.chart.mean, self.alarm * (ELSEWHERE if is_far else 1.0)
+        mean_before, alarm = self.chart.mean, self.alarm * (FAR_ALARM_FACTOR if is_far else 1.0)
         if chart is not self.chart or not completion.drafted:
             return ""
         if not self.chart.add(completion.accepted, completion.drafted, alarm, self.n_learn):
             return ""
-        word = "fell" if self.chart.fall > self.chart.rise else "rose"
-        rate = completion.accepted / completion.drafted
-        return f"acceptance {word} from {before:.2f} to {rate:.2f}"
+        direction = "fell" if self.chart.fall > self.chart.rise else "rose"
+        acceptance_rate = completion.accepted / completion.drafted
+        return f"acceptance {direction} from {mean_before:.2f} to {acceptance_rate:.2f}"
 
     def restart(self, layer_set: LayerSet) -> list[LayerSet]:
         """Remember the set in use for the text before the shift; return the known sets nearest to the text after it."""
-        before, come = self.state, self.elsewhere or self.latest
-        nearest_sets = nearest([*starmap(KnownSet, self.left), *self.known], single(unit(come)), N_STORED)
-        if before is not None:
-            self.left = [*(left_set for left_set in self.left if left_set[0] != layer_set), (layer_set, before)]
+        state_before, state_after = self.state, self.elsewhere or self.latest
+        nearest_sets = nearest(
+            [*starmap(KnownSet, self.left), *self.known], round_to_single(unit(state_after)), N_NEAREST_SETS
+        )
+        if state_before is not None:
+            self.left = [*(left_set for left_set in self.left if left_set[0] != layer_set), (layer_set, state_before)]
         self.chart, self.nearness = AcceptanceChart(), RunningStats()
-        self.total, self.elsewhere, self.n_far, self.settled = come, (), 0, False
+        self.total, self.elsewhere, self.n_far, self.settled = state_after, (), 0, False
         return nearest_sets
 
 
-def _sum(total: State, state: State) -> State:
-    return single([a + b for a, b in zip(total or (0.0,) * len(state), state, strict=True)])
+def _add_states(state_sum: State, state: State) -> State:
+    return round_to_single([a + b for a, b in zip(state_sum or (0.0,) * len(state), state, strict=True)])

@@ -69,28 +69,30 @@ def gp(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped:
     points = points_of(scores, MAX_POINTS)
     mean = sum(score for _, score in points) / len(points)
     # Give pending sets the mean score, so that they are not suggested again.
-    value_of = {bits: mean for bits in pending} | dict(points)
-    rows, values = np.array(list(value_of), dtype=float), np.array(list(value_of.values()))
-    taken = {row.tobytes() for row in rows}
-    draws = np.random.RandomState(seed)
-    process = GaussianProcessRegressor(  # As in bayesian-optimization, except for alpha and n_restarts_optimizer.
-        Matern(nu=2.5), normalize_y=True, random_state=draws, alpha=NOISE, n_restarts_optimizer=N_RESTARTS
-    ).fit(rows, values)
-    rng = np.random.default_rng(draws.randint(2**32, dtype=np.uint32))
+    score_of_set = {bits: mean for bits in pending} | dict(points)
+    known_rows, known_scores = np.array(list(score_of_set), dtype=float), np.array(list(score_of_set.values()))
+    known_bytes = {row.tobytes() for row in known_rows}
+    random_state = np.random.RandomState(seed)
+    gaussian_process = (
+        GaussianProcessRegressor(  # As in bayesian-optimization, except for alpha and n_restarts_optimizer.
+            Matern(nu=2.5), normalize_y=True, random_state=random_state, alpha=NOISE, n_restarts_optimizer=N_RESTARTS
+        ).fit(known_rows, known_scores)
+    )
+    generator = np.random.default_rng(random_state.randint(2**32, dtype=np.uint32))
 
-    def bound(candidates: Array) -> Array:
+    def upper_bound(candidates: Array) -> Array:
         """Return the upper confidence bounds; minus infinity for sets already scored or pending."""
-        expected, deviation = process.predict(candidates, return_std=True)
-        return np.where([row.tobytes() in taken for row in candidates], -np.inf, expected + KAPPA * deviation)
+        expected, deviation = gaussian_process.predict(candidates, return_std=True)
+        return np.where([row.tobytes() in known_bytes for row in candidates], -np.inf, expected + KAPPA * deviation)
 
-    some = np.repeat([1.0, 0.0], [n_skipped, rows.shape[1] - n_skipped])
-    drawn = rng.permuted(np.tile(some, (N_RANDOM, 1)), axis=1)
-    drawn = drawn[np.argsort(-bound(drawn), kind="stable")]
-    fitting = [i for i in range(len(rows)) if rows[i].sum() == n_skipped]
-    seen = [rows[max(fitting, key=lambda i: values[i])]] if fitting else []
-    tops = [climb(start, bound, rng) for start in [*seen, *drawn][:N_CLIMBS]]
-    best = max(tops, key=lambda top: top[1])[0]
-    return tuple(map(int, best))
+    example_row = np.repeat([1.0, 0.0], [n_skipped, known_rows.shape[1] - n_skipped])
+    random_rows = generator.permuted(np.tile(example_row, (N_RANDOM, 1)), axis=1)
+    random_rows = random_rows[np.argsort(-upper_bound(random_rows), kind="stable")]
+    allowed_indices = [index for index in range(len(known_rows)) if known_rows[index].sum() == n_skipped]
+    start_rows = [known_rows[max(allowed_indices, key=lambda index: known_scores[index])]] if allowed_indices else []
+    climbed = [climb(start_row, upper_bound, generator) for start_row in [*start_rows, *random_rows][:N_CLIMBS]]
+    best_row = max(climbed, key=lambda row_and_bound: row_and_bound[1])[0]
+    return tuple(map(int, best_row))
 
 
 def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, float]:
@@ -98,17 +100,17 @@ def climb(start: Array, value: Value, rng: np.random.Generator) -> tuple[Array, 
 
     Returns: the set and its bound.
     """
-    top, top_value = start, float(value(start[None])[0])
+    best_row, best_value = start, float(value(start[None])[0])
     for _ in range(MAX_CLIMB_STEPS):
-        rows = exchanges(top, rng)
+        rows = exchanges(best_row, rng)
         if not len(rows):
             break
         values = value(rows)
-        best = int(values.argmax())
-        if not values[best] > top_value:
+        best_index = int(values.argmax())
+        if not values[best_index] > best_value:
             break
-        top, top_value = rows[best], float(values[best])
-    return top, top_value
+        best_row, best_value = rows[best_index], float(values[best_index])
+    return best_row, best_value
 
 
 def exchanges(row: Array, rng: np.random.Generator) -> Array:
@@ -128,22 +130,22 @@ def cube(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skippe
     DEVIATION: the points that the process knows are the 0/1 sets that were run, where the published code registers the
     continuous point that it was given. `pending` is not used, for it is asked for one candidate at a time.
     """
-    point = next_point(scores, seed, PUBLISHED_NOISE, most=None)
-    chosen = set(np.argsort(-point, kind="stable")[:n_skipped].tolist())
-    return tuple(int(i in chosen) for i in range(len(point)))
+    point = next_point(scores, seed, PUBLISHED_NOISE, max_points=None)
+    chosen_indices = set(np.argsort(-point, kind="stable")[:n_skipped].tolist())
+    return tuple(int(index in chosen_indices) for index in range(len(point)))
 
 
 def next_point(
     scores: Iterable[tuple[tuple[float, ...], float]],
     seed: int,
     noise: float = LIBRARY_NOISE,
-    most: int | None = MAX_POINTS,
+    max_points: int | None = MAX_POINTS,
 ) -> Array:
     """Return the point of the unit cube with the highest upper confidence bound (bayesian-optimization 3.4).
 
-    `noise` is the library's `alpha`, and `most` how many scored points it sees (None: all). Its `BayesianOptimization`
-    does the same, to the bit, in twice the time: for each of thousands of predictions it goes through the coordinates,
-    which may be no numbers elsewhere, and scikit-learn through the settings.
+    `noise` is the library's `alpha`, and `max_points` the number of scored points that it sees (None: all). The class
+    `BayesianOptimization` gives the same bits in twice the time: in each of thousands of predictions it checks whether
+    the coordinates are numbers, and scikit-learn checks its settings.
     """
     from bayes_opt.acquisition import UpperConfidenceBound
     from bayes_opt.target_space import TargetSpace
@@ -151,17 +153,17 @@ def next_point(
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Matern
 
-    points = points_of(scores, most)
+    points = points_of(scores, max_points)
     names = [f"x{i:04}" for i in range(len(points[0][0]))]
-    draws = np.random.RandomState(seed)
-    space = TargetSpace(None, dict.fromkeys(names, (0.0, 1.0)), random_state=draws, allow_duplicate_points=True)
+    random_state = np.random.RandomState(seed)
+    space = TargetSpace(None, dict.fromkeys(names, (0.0, 1.0)), random_state=random_state, allow_duplicate_points=True)
     for point, value in points:
         space.register(np.asarray(point, dtype=float), value)
-    process = GaussianProcessRegressor(
-        Matern(nu=2.5), alpha=noise, normalize_y=True, n_restarts_optimizer=5, random_state=draws
+    gaussian_process = GaussianProcessRegressor(
+        Matern(nu=2.5), alpha=noise, normalize_y=True, n_restarts_optimizer=5, random_state=random_state
     )
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        suggestion = UpperConfidenceBound(kappa=KAPPA).suggest(process, space, random_state=draws)
+        suggestion = UpperConfidenceBound(kappa=KAPPA).suggest(gaussian_process, space, random_state=random_state)
     return np.asarray(suggestion, dtype=np.float64)
 
 
@@ -183,15 +185,15 @@ def tpe(scores: Iterable[tuple[Bits, float]], pending: Sequence[Bits], n_skipped
         params = dict(zip(names, bits, strict=True))
         study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=score))
     trial = study.ask(space)
-    return repaired([int(trial.params[name]) for name in names], n_skipped, random.Random(seed))
+    return repair([int(trial.params[name]) for name in names], n_skipped, random.Random(seed))
 
 
-def repaired(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
+def repair(bits: Sequence[int], n_skipped: int, rng: random.Random) -> Bits:
     """Flip the minimum number of random bits to get `n_skipped` skipped sub-layers."""
     surplus = sum(bits) - n_skipped
-    flippable = [i for i, bit in enumerate(bits) if bit == int(surplus > 0)]
-    flipped = set(rng.sample(flippable, abs(surplus)))
-    return tuple(1 - bit if i in flipped else bit for i, bit in enumerate(bits))
+    flippable = [index for index, bit in enumerate(bits) if bit == int(surplus > 0)]
+    flipped_indices = set(rng.sample(flippable, abs(surplus)))
+    return tuple(1 - bit if index in flipped_indices else bit for index, bit in enumerate(bits))
 
 
 def points_of(scores: Iterable[tuple[P, float]], limit: int | None) -> list[tuple[P, float]]:
@@ -207,22 +209,22 @@ def points_of(scores: Iterable[tuple[P, float]], limit: int | None) -> list[tupl
     if limit is None or len(points) <= limit:
         return points
     n_latest = limit * 2 // 3
-    older, latest = points[:-n_latest], points[-n_latest:]
-    best = sorted(older, key=lambda point: point[1], reverse=True)[: limit - n_latest]
-    return best + latest
+    older_points, latest_points = points[:-n_latest], points[-n_latest:]
+    best_points = sorted(older_points, key=lambda point: point[1], reverse=True)[: limit - n_latest]
+    return best_points + latest_points
 
 
 ENGINES = {"gp": gp, "cube": cube, "tpe": tpe}
 
 
-def answer(request: Mapping[str, Any]) -> Bits:
+def suggest(request: Mapping[str, Any]) -> Bits:
     """Suggest a layer set."""
-    scores = [(_bits(text), score) for text, score in request["scores"]]
-    pending = [_bits(text) for text in request["pending"]]
+    scores = [(_parse_bits(text), score) for text, score in request["scores"]]
+    pending = [_parse_bits(text) for text in request["pending"]]
     return ENGINES[request["engine"]](scores, pending, request["n_skipped"], request["seed"])
 
 
-def _bits(text: str) -> Bits:
+def _parse_bits(text: str) -> Bits:
     return tuple(map(int, text))
 
 
@@ -236,7 +238,7 @@ def main() -> None:
     os.dup2(2, 1)  # Redirect output of libraries to stderr: stdout carries the answers.
     for line in sys.stdin:
         try:
-            reply: dict[str, Any] = {"bits": answer(json.loads(line))}
+            reply: dict[str, Any] = {"bits": suggest(json.loads(line))}
         except Exception as error:
             # Report any error: the parent process logs it and continues without a suggestion.
             reply = {"error": f"{type(error).__name__}: {error}"}

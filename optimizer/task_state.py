@@ -51,10 +51,10 @@ class TunedTask:
 
         Raises: UnsupportedModel: `settings.exportable`, and no set of this model is a checkpoint.
         """
-        ratio = settings.start_skip_ratio(runtime.info.n_parameters)
+        skip_ratio = settings.start_skip_ratio(runtime.info.n_parameters)
         if settings.exportable:
             check_restackable(runtime.hf_model.config)
-        search = Search(name, runtime.n_layers, settings, ratio, costs, start, n_tokens, runtime.parallel)
+        search = Search(name, runtime.n_layers, settings, skip_ratio, costs, start, n_tokens, runtime.parallel)
         return cls(name, search, ShiftWatch(known))
 
     def add_prompt(self, prefilled: Prefilled, goes_on: bool = False) -> ReadPrompt | None:
@@ -68,8 +68,8 @@ class TunedTask:
         reason = self.shift.add(completion, prompt)
         if not reason:
             return None
-        first = self.shift.restart(self.search.layer_set)
-        return StreamShifted(self.name, reason, len(first)) if self.search.reopen(first) else None
+        nearest_sets = self.shift.restart(self.search.layer_set)
+        return StreamShifted(self.name, reason, len(nearest_sets)) if self.search.reopen(nearest_sets) else None
 
     def record(
         self, model: str, runtime: Runtime, verdict: Verdict, pairs: Sequence[tuple[Timed, Timed]]
@@ -84,9 +84,9 @@ class TunedTask:
             task=self.name,
             layer_set=self.search.layer_set,
             fingerprint=runtime.info.fingerprint,
-            matchness=_rounded(self.search.matchness),
-            expected_speedup=_rounded(verdict.expected),
-            measured_speedup=_rounded(verdict.ratio),
+            matchness=_round(self.search.matchness),
+            expected_speedup=_round(verdict.expected),
+            measured_speedup=_round(verdict.ratio),
             measured_interval=None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
             verdict=verdict.word,
             device=machine_name(runtime),
@@ -178,15 +178,18 @@ class TaskState(TunedTask):
 
         Args: turns: what the verdict was made of.
         """
-        drafted, accepted, passes, tokens = self.drafted, self.accepted, self.rounds, self.tokens
+        n_drafted, n_accepted, n_passes, n_tokens = self.drafted, self.accepted, self.rounds, self.tokens
         if tuned:
-            drafted, accepted = sum(done.drafted for done in tuned), sum(done.accepted for done in tuned)
-            passes = sum(done.target_passes for done in tuned)
-            tokens = sum(done.n_decoded for done in tuned)
+            n_drafted, n_accepted = (
+                sum(completion.drafted for completion in tuned),
+                sum(completion.accepted for completion in tuned),
+            )
+            n_passes = sum(completion.target_passes for completion in tuned)
+            n_tokens = sum(completion.n_decoded for completion in tuned)
         record = replace(
             self.record(model, runtime, verdict, turns),
-            acceptance_rate=_rounded(accepted / drafted if drafted else None),
-            mean_generated_length=_rounded(tokens / passes if passes else None),
+            acceptance_rate=_round(n_accepted / n_drafted if n_drafted else None),
+            mean_generated_length=_round(n_tokens / n_passes if n_passes else None),
         )
         return TaskFinished(
             task=self.name,
@@ -226,10 +229,15 @@ class TaskState(TunedTask):
         self.timings = Timings.from_json(values["timings"])
         self.timed = [[Pair(*map(Completion.from_json, pair)) for pair in pairs] for pairs in values["timed"]]
         self.learnt = values["learnt"]
-        judged = [(int(index), prompts[int(index)], int(n)) for index, n in values["judged"]]
-        if [index for index, _ in self.judged] != [index for index, _, _ in judged[: self.n_held_out]]:
+        judged_prompts = [
+            (int(index), prompts[int(index)], int(n_turns_judged)) for index, n_turns_judged in values["judged"]
+        ]
+        if [index for index, _ in self.judged] != [index for index, _, _ in judged_prompts[: self.n_held_out]]:
             raise ValueError("other prompts were held out")
-        self.judged = [(index, replace(prompt, turns=prompt.turns[:n])) for index, prompt, n in judged]
+        self.judged = [
+            (index, replace(prompt, turns=prompt.turns[:n_turns_judged]))
+            for index, prompt, n_turns_judged in judged_prompts
+        ]
         self.search.restore(values["search"], trials)
         self.shift = replace(ShiftWatch.from_json(values["shift"]), known=self.shift.known)
 
@@ -254,25 +262,27 @@ class PromptInProgress:
 
     def to_json(self, chart: AcceptanceChart) -> dict[str, Any]:
         """Return plain values for `from_json`; `chart` is the present one of its task, as there."""
-        read = None if self.read is None else [self.read.chart is chart, self.read.is_far]
-        point = self.resume_from if self.context is None else self.context.resume_point()
-        written = adapter(ResumePoint | None).dump_python(point, mode="json", exclude={"tally": {"started"}})
-        return {"answers": self.answers[:], "begun": written, "read": read}
+        read_state = None if self.read is None else [self.read.chart is chart, self.read.is_far]
+        resume_point = self.resume_from if self.context is None else self.context.resume_point()
+        resume_values = adapter(ResumePoint | None).dump_python(
+            resume_point, mode="json", exclude={"tally": {"started"}}
+        )
+        return {"answers": self.answers[:], "begun": resume_values, "read": read_state}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompt: Prompt, chart: AcceptanceChart) -> PromptInProgress:
         """Restore the state in which an earlier process of this run left `prompt`."""
-        answers, point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
+        answers, resume_point = list(values["answers"]), adapter(ResumePoint | None).validate_python(values["begun"])
         if len(answers) >= n_turns(prompt):
             raise ValueError("the prompt in flight has no turn left")
-        if point is not None and not point.token_ids:
+        if resume_point is not None and not resume_point.token_ids:
             raise ValueError("a prompt that was begun has no tokens")
-        counts, is_far = values["read"] or (False, False)
-        return cls(answers, point, read=ReadPrompt(chart if counts else None, is_far))
+        counts_for_chart, is_far = values["read"] or (False, False)
+        return cls(answers, resume_point, read=ReadPrompt(chart if counts_for_chart else None, is_far))
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def refuse_unreadable_state() -> Iterator[None]:
     """Convert any error from reading a checkpoint to a SettingsError."""
     try:
         yield
@@ -285,17 +295,19 @@ def reading() -> Iterator[None]:
 
 def check(start: Mapping[str, Any], n_layers: int, n_prompts: int, tasks: Collection[str]) -> None:
     """Raises: SettingsError: the checkpoint belongs to another format version, model or stream."""
-    wrong = ""
+    problem = ""
     if start["version"] != VERSION:
-        wrong = f"has version {start['version']!r}, and this swiftopt reads version {VERSION}: start the run anew"
+        problem = f"has version {start['version']!r}, and this swiftopt reads version {VERSION}: start the run anew"
     elif start["n_layers"] != n_layers:
-        wrong = f"is of a model with {start['n_layers']} layers, but this one has {n_layers}: give the run's own model"
+        problem = (
+            f"is of a model with {start['n_layers']} layers, but this one has {n_layers}: give the run's own model"
+        )
     elif (names := sorted([*start["concluded"], *start["tasks"]])) != sorted(tasks) or start["n_prompts"] != n_prompts:
-        wrong = f"is of a stream of {start['n_prompts']} prompts in the tasks {names},"
-        wrong += f" but this one has {n_prompts} in {sorted(tasks)}: give the run's own stream"
-    if wrong:
-        raise SettingsError(f"the checkpoint of this run {wrong}")
+        problem = f"is of a stream of {start['n_prompts']} prompts in the tasks {names},"
+        problem += f" but this one has {n_prompts} in {sorted(tasks)}: give the run's own stream"
+    if problem:
+        raise SettingsError(f"the checkpoint of this run {problem}")
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)

@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from ..core.json_schemas import Place
-from ..core.serialization import dotted, schemas_in
+from ..core.serialization import schemas_in, to_javascript_path
 
 PROMPT_FIELDS = frozenset(  # Fields that determine a prompt's tokens.
     [
@@ -85,7 +85,7 @@ class Lenient(Body):
     @property
     def ignored(self) -> list[str]:
         """The places of what is not obeyed: keys that nobody knows, and those of `unused`, in ASCII for a header."""
-        paths = {dotted(path) for path in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
+        paths = {to_javascript_path(path) for path in unknown_keys(self)} - set(self.UNSUPPORTED) | {*self.unused()}
         return [json.dumps(path)[1:-1] for path in sorted(paths)]
 
     def unused(self) -> Iterator[str]:

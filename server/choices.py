@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..core.messages import AnswerDone, AnswerText, PieceLogprob, PromptRead
-from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settled
+from ..core.requests import CALL_BEGINS, CALL_ENDS, THINK, THOUGHT, Piece, settled_length
 from ..core.types import Completion
 from .engines import Reply
 
@@ -82,7 +82,7 @@ class ToolParser:
             if self._end_mark.startswith(self._pending_text):
                 return visible
             self._after_call = False
-        n_visible = min(settled(self._pending_text, [CALL_BEGINS]), self._open_fence())
+        n_visible = min(settled_length(self._pending_text, [CALL_BEGINS]), self._open_fence())
         visible, self._pending_text = visible + self._pending_text[:n_visible], self._pending_text[n_visible:]
         self._has_text = self._has_text or bool(visible.strip())
         return visible
@@ -208,7 +208,7 @@ class ThoughtParser:
         thought = ""
         if self.is_open:
             self._strip()
-            thought_end = settled(self._pending_text, [THOUGHT])
+            thought_end = settled_length(self._pending_text, [THOUGHT])
             thought = self._pending_text[:thought_end].rstrip("\n")
             if not self._pending_text.startswith(THOUGHT, thought_end):
                 self._pending_text = self._pending_text[len(thought) :]

@@ -32,7 +32,7 @@ from ..core.messages import (
     Serve,
     Steer,
     TuningNow,
-    encoded,
+    encode,
     from_engine,
 )
 from ..core.requests import ServedModel
@@ -165,7 +165,7 @@ class EngineProcess:
     def ask(self, question: Question, answers: Answers | None = None) -> Reply:
         """Send a question; its answers go to the given queue (None: to a new one).
 
-        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait. InvalidInput: `encoded`.
+        Raises: EngineGone: the process is not there. Busy: too many requests to decode wait. InvalidInput: `encode`.
         """
         if self.about is None:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
@@ -220,7 +220,7 @@ class EngineProcess:
             reply.put(Failed.of(reply.question.id, EngineGone(problem)))
 
     def _write(self, message: FromServer) -> None:
-        line = encoded(message)  # Encode first: an invalid request is refused even while no process runs.
+        line = encode(message)  # Encode first: an invalid request is refused even while no process runs.
         if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(line)
 

@@ -33,7 +33,7 @@ from ..core.errors import (
     UnsupportedField,
     UnsupportedValue,
 )
-from ..core.serialization import explained, explained_body
+from ..core.serialization import explain_body_error, explain_error
 from .settings import GUARDED
 
 MEDIA_TYPE = "application/problem+json"
@@ -197,10 +197,10 @@ def _invalid(error: RequestValidationError) -> Refused:
             for field_error in error.errors()
             if field_error["loc"][0] == "body"
         ]
-        problem, path, value_errors = explained_body(body_errors, error.body)
+        problem, path, value_errors = explain_body_error(body_errors, error.body)
         return Refused(422, "invalid-input", problem, param=path or None, code=_code_of(value_errors))
     field_path = [str(part)[:100] for part in first_error["loc"]]
-    problem = explained(field_path, first_error["type"], first_error["msg"], first_error["input"])
+    problem = explain_error(field_path, first_error["type"], first_error["msg"], first_error["input"])
     return Refused(422, "invalid-input", problem, code="invalid_value")
 
 

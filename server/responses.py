@@ -14,7 +14,7 @@ from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
-from ..core.serialization import LARGEST, explained_body
+from ..core.serialization import LARGEST, explain_body_error
 from ..core.streams import text_of
 from .bodies import Lenient
 from .completions import Exchange, Pieces
@@ -141,7 +141,7 @@ class AskedResponse(CommonFields):
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
-            problem, path, _ = explained_body(error.errors(include_url=False), values)
+            problem, path, _ = explain_body_error(error.errors(include_url=False), values)
             raise InvalidInput(problem, path) from error
 
     def _format(self) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ from pydantic import (
 )
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
-from ..core.json_schemas import not_enforced, relaxed
+from ..core.json_schemas import list_not_enforced, relax
 from ..core.requests import CompletionRequest
-from ..core.serialization import LARGEST, dotted
+from ..core.serialization import LARGEST, to_javascript_path
 from ..core.streams import text_of
 from ..core.types import Sampling
 from .bodies import NAMES, PROMPT_FIELDS, REPLACEMENTS, Lenient, Strict
@@ -118,7 +118,7 @@ class ResponseFormat(Lenient):
         if not self.is_json:
             return None
         schema = {"type": "object"} if self.given_schema is None else self.given_schema
-        return relaxed(schema) if self.is_relaxed else schema
+        return relax(schema) if self.is_relaxed else schema
 
 
 class Prediction(Lenient):
@@ -240,7 +240,9 @@ class GenerationFields(CommonFields):
             yield from (name for name in ("stop", "stop_token_ids") if getattr(self, name))
         form = self.response_format
         if form is not None and form.is_json and form.is_relaxed:
-            yield from (f"{form.place}.{dotted(path)}" for path in not_enforced(form.given_schema or {}))
+            yield from (
+                f"{form.place}.{to_javascript_path(path)}" for path in list_not_enforced(form.given_schema or {})
+            )
 
     @property
     def most_tokens(self) -> int | None:
@@ -373,7 +375,8 @@ class AskedChat(GenerationFields):
                 yield f"{path}.strict"  # The arguments of optional calls are not constrained to the schema.
             elif function.strict is False and i in forced:
                 yield from (
-                    f"{path}.parameters.{dotted(parameter)}" for parameter in not_enforced(function.parameters or {})
+                    f"{path}.parameters.{to_javascript_path(parameter)}"
+                    for parameter in list_not_enforced(function.parameters or {})
                 )
 
     def _forced(self) -> tuple[int, ...]:

@@ -16,7 +16,17 @@ from sqlalchemy import Select, String, bindparam, case, func, select
 from sqlalchemy.orm import Session, aliased, lazyload, undefer
 
 from ..core.errors import InvalidInput, LayerSetNotFound, StoreError
-from ..core.records import AS_FOUND, AliasMove, FoundPlan, KnownSet, LayerSetRecord, Plan, PlanVersion, packed, unpacked
+from ..core.records import (
+    FOUND_SET_SETTINGS,
+    AliasMove,
+    FoundPlan,
+    KnownSet,
+    LayerSetRecord,
+    Plan,
+    PlanVersion,
+    pack_state,
+    unpack_state,
+)
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
 from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, where_task
@@ -104,7 +114,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         record,
         model_id=model.id,
         version=next_version(session, PlanRow, model, record.task),
-        prompt_state=None if record.prompt_state is None else packed(record.prompt_state),
+        prompt_state=None if record.prompt_state is None else pack_state(record.prompt_state),
         created_at=record.created_at or now(),
     )
     row = add_row(session, set_row)
@@ -115,7 +125,7 @@ def add_version(session: Session, record: LayerSetRecord, method: str) -> tuple[
         model_id=model.id,
         version=row.version,
         method=method,
-        settings=AS_FOUND if method == "adaptive" else record.settings,
+        settings=FOUND_SET_SETTINGS if method == "adaptive" else record.settings,
         layer_set=row,
     )
     return row, add_row(session, plan)
@@ -153,7 +163,7 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     for row in rows:
         try:
             with reading(LayerSetRow, row.id):
-                state = unpacked(row.prompt_state or b"")
+                state = unpack_state(row.prompt_state or b"")
             known.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
         except StoreError as error:  # A search can do without an unreadable layer set.
             message = "layer set=skipped model=%s version=%d task=%s reason=%r"

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
 from ..core.plainly import REQUESTED, WhyPlain
 from ..core.records import FoundPlan, Plan
-from ..core.requests import GenerateRequest, settled
+from ..core.requests import GenerateRequest, settled_length
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken
 from ..decoding.engine import side_by_side
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Shown, TextAdded, Turn, WorkEvent
@@ -268,7 +268,9 @@ class GrowingText:
         unstoppable_ids = self._token_ids[: self._min_new_tokens] if self._stop_strings else []
         return self._take_new_text(
             self._text[
-                : settled(self._text, self._stop_strings, len(self._to_text(unstoppable_ids)) if unstoppable_ids else 0)
+                : settled_length(
+                    self._text, self._stop_strings, len(self._to_text(unstoppable_ids)) if unstoppable_ids else 0
+                )
             ]
         )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 from .. import __version__
 from ..core.costs import CostProfile, context_bucket
 from ..core.errors import LayerSetError, LayerSetNotFound, LearnedNotFound
-from ..core.records import AS_FOUND, LayerSetRecord, LearnedKind, LearnedRecord
+from ..core.records import FOUND_SET_SETTINGS, LayerSetRecord, LearnedKind, LearnedRecord
 from ..core.requests import ModelRequest
 from ..core.settings import STORED, Preset, SwiftSettings
 from ..core.types import DEFAULT_TASK, LayerSet, Prompt, now
@@ -90,7 +90,7 @@ class Recipes:
             if layer_set is None and "draft_format" not in settings:
                 layer_set = self._newest(name, task)
             record = None if layer_set is None else self._checked(layer_set)
-            found_settings = AS_FOUND if record is not None and record.found_for == name else {}
+            found_settings = FOUND_SET_SETTINGS if record is not None and record.found_for == name else {}
             adaptive_settings: AdaptiveSettings = method.settings_from({**found_settings, **settings})
             skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
             formats = {format_name for _, format_name in skipped.filled(adaptive_settings.draft_format).formats}

@@ -19,7 +19,7 @@ from ..core.types import Completion, LayerSet, Verdict, VerdictWord
 from ..decoding.events import Round
 from ..decoding.load import Load
 from ..models.runtime import Runtime
-from ..optimizer.evaluation import SEARCH_SHARE
+from ..optimizer.evaluation import SEARCH_TIME_SHARE
 from ..optimizer.search import Search
 from ..optimizer.shift import AcceptanceChart
 from ..optimizer.task_state import TunedTask
@@ -235,7 +235,7 @@ class TaskTraffic(TunedTask):
 
         The expected seconds are multiplied by the largest overrun so far.
         """
-        has_room = self.search_s + self.slowest_look * expected_s <= SEARCH_SHARE * self.seconds
+        has_room = self.search_s + self.slowest_look * expected_s <= SEARCH_TIME_SHARE * self.seconds
         return self.looked_up and self.pinned is None and has_room
 
     def count_look(self, seconds: float, expected_s: float) -> None:

@@ -25,7 +25,7 @@ from ..core.errors import LayerSetNotFound, StoreError
 from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
 from ..core.plainly import WhyPlain
-from ..core.records import FoundPlan, KnownSet, LayerSetRecord, single, unit
+from ..core.records import FoundPlan, KnownSet, LayerSetRecord, round_to_single, unit
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
@@ -368,7 +368,7 @@ class Traffic:
     def nearest_task(self, prefilled: Prefilled) -> str:
         """The task whose prompts are most similar to the prompt just read, else the default task."""
         assert prefilled.state is not None
-        state = single(unit(prefilled.state.tolist()))
+        state = round_to_single(unit(prefilled.state.tolist()))
         states = {task.name: task.shift.state for task in self._tasks.values()}
         cosines = {name: sum(map(mul, state, of_task)) for name, of_task in states.items() if of_task}
         most_similar = max(cosines, key=lambda name: cosines[name], default=DEFAULT_TASK)

@@ -26,9 +26,9 @@ from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep
-from ..optimizer.drafting import prepared
-from ..optimizer.task_state import reading
-from ..optimizer.tuning import MID_STEP, Tuner
+from ..optimizer.drafting import prepare_draft_format
+from ..optimizer.task_state import refuse_unreadable_state
+from ..optimizer.tuning import EVENTS_WITHIN_STEP, Tuner
 from ..store import Claim, Store
 from .admission import check_tuning
 from .job import PATIENCE_S, HandedBack, LeaseKeeper, ModelTurn, Paused, tune_spec, with_retries
@@ -135,7 +135,7 @@ class TuningRun:
                     finished_tasks.append(self._finish(event, "always"))
                 else:
                     self.handle(event)
-                if self._is_stopped and not isinstance(event, MID_STEP):
+                if self._is_stopped and not isinstance(event, EVENTS_WITHIN_STEP):
                     break
         if self._is_stopped:
             finished_tasks += [self._finish(task, "if none") for task in self.tuner.unfinished("stopped on request")]
@@ -149,7 +149,7 @@ class TuningRun:
         settings, snapshot = self.request.settings, self.claim.snapshot or {}
         if settings.draft_format == AUTO and (chosen_format := snapshot.get("draft_format")):
             settings = replace(settings, draft_format=chosen_format)
-        with reading():
+        with refuse_unreadable_state():
             saved_costs = CostProfile.from_json(snapshot["costs"]) if "costs" in snapshot else None
         if saved_costs is not None and saved_costs.fingerprint != session.runtime.info.fingerprint:
             problem = f"the weights of {self.request.model} are others than when this run began: start the run anew"
@@ -166,7 +166,9 @@ class TuningRun:
             patience_s = PATIENCE_S if self._turn is None else SHORT_PATIENCE_S
             return stored_costs(session.runtime, self.store, n_positions, on_step, formats, patience_s)
 
-        return exhaust(self._in_turns(prepared(session, self.prompts, settings, measure_or_load)), self.handle)
+        return exhaust(
+            self._in_turns(prepare_draft_format(session, self.prompts, settings, measure_or_load)), self.handle
+        )
 
     def _in_turns(self, events: Generator[E, None, T]) -> Generator[E, None, T]:
         """Yield a generator's events, computing each while holding the model."""

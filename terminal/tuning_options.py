@@ -8,7 +8,7 @@ from functools import partial
 import click
 
 from ..core.settings import AUTO, FORMATS, STORED, Branching, SwiftSettings, TuningSettings, preset_of, presets
-from ..optimizer.strategies import MOST, SIZE_CHOOSING, STRATEGIES, strategy_info
+from ..optimizer.strategies import MAX_CANDIDATES, SIZE_CHOOSING, STRATEGIES, strategy_info
 from .commands import SEARCH, from_field, option, together
 from .inputs import on_command_line
 from .output import note
@@ -64,7 +64,10 @@ settings = together(
         "skip_ratio", "r, from 0 to 1, where the strategy leaves the size to it.  [default: 0.45, 0.5 from 34B on]"
     ),
     _search("context_window", "γ, generated tokens that score a layer set."),
-    _search("max_steps", f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MOST} for themselves."),
+    _search(
+        "max_steps",
+        f"S, candidates to try at most; {', '.join(SIZE_CHOOSING)} stop at {MAX_CANDIDATES} for themselves.",
+    ),
     _search(
         "optimise",
         "Keep what a search starts from: nothing left out of quantised drafts, else evenly spaced sub-layers.",
@@ -134,8 +137,8 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[SwiftSettings], bool], str], ...] =
     ),
     (
         ("max_steps",),
-        lambda tuning: tuning.strategy in SIZE_CHOOSING and tuning.max_steps > MOST,
-        f"has no effect above {MOST} with --strategy {{strategy}}, which ends there: --strategy swift goes on",
+        lambda tuning: tuning.strategy in SIZE_CHOOSING and tuning.max_steps > MAX_CANDIDATES,
+        f"has no effect above {MAX_CANDIDATES} with --strategy {{strategy}}, which ends there: use --strategy swift",
     ),
     (
         ("deterministic",),

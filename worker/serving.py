@@ -58,7 +58,7 @@ from ..core.messages import (
     Tokenize,
     TokensText,
     TuningNow,
-    encoded,
+    encode,
     from_server,
 )
 from ..core.requests import CompletionRequest, Piece, ServedModel
@@ -91,7 +91,7 @@ class MessageWriter:
         self._out, self._lock = output, threading.Lock()
 
     def send(self, message: FromEngine) -> None:
-        line = encoded(message)
+        line = encode(message)
         with self._lock:
             self._out.write(line)
             self._out.flush()

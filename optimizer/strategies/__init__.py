@@ -12,7 +12,7 @@ from ...core.errors import look_up
 from .base import Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind
 
 __all__ = [
-    "MOST",
+    "MAX_CANDIDATES",
     "SIZE_CHOOSING",
     "STRATEGIES",
     "Proposal",
@@ -24,7 +24,7 @@ __all__ = [
     "strategy_info",
 ]
 
-MOST = 96  # Maximum candidates scored by a strategy that chooses the number of skipped sub-layers.
+MAX_CANDIDATES = 96  # Maximum candidates scored by a strategy that chooses the number of skipped sub-layers.
 
 STRATEGIES: dict[str, StrategyInfo] = {}
 for _file in iter_modules(__path__):

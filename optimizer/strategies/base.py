@@ -58,7 +58,7 @@ class SearchProblem:
     savings: tuple[float, ...] | None = None
     project: Callable[[LayerSet], LayerSet] | None = None
 
-    def projected(self, bits: Bits) -> Bits:
+    def project_bits(self, bits: Bits) -> Bits:
         """Return `bits`, or the nearest allowed set if `bits` is not allowed."""
         return bits if self.project is None else self.project(self.base.with_bits(bits)).bits()
 
@@ -137,19 +137,19 @@ class Strategy(ABC):
         self.step += 1
         return random.Random(f"{self.problem.seed}/{self.step}")
 
-    def proposed(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
+    def claim_unseen(self, bits: Bits, origin: str, rng: random.Random) -> Proposal:
         """Return the nearest set to `bits` that a bounded walk of exchanges finds unseen, and mark it as seen."""
         for _ in range(MAX_REDRAWS):
-            bits = self.problem.projected(bits)
+            bits = self.problem.project_bits(bits)
             if bits not in self.seen:
                 break
             # A random exchange stays close to the suggestion, and keeps a random set uniformly random.
-            bits = exchanged(bits, rng)
-        bits = self.problem.projected(bits)
+            bits = exchange(bits, rng)
+        bits = self.problem.project_bits(bits)
         self.seen.add(bits)
         return Proposal(self.problem.base.with_bits(bits), origin)
 
-    def observed(self, trial: Trial) -> Bits:
+    def mark_seen(self, trial: Trial) -> Bits:
         """Return the bits of a trial's set, and mark it as seen.
 
         Raises: LayerSetError: the trial is of a model with another number of layers.
@@ -188,15 +188,15 @@ class StrategyInfo:
 
 def draw(size: int, n_skipped: int, rng: random.Random) -> Bits:
     """Return a uniform choice of `n_skipped` among `size` sub-layers."""
-    chosen = set(rng.sample(range(size), n_skipped))
-    return tuple(int(i in chosen) for i in range(size))
+    chosen_indices = set(rng.sample(range(size), n_skipped))
+    return tuple(int(index in chosen_indices) for index in range(size))
 
 
-def exchanged(bits: Bits, rng: random.Random) -> Bits:
+def exchange(bits: Bits, rng: random.Random) -> Bits:
     """Return the set with a random skipped and a random kept sub-layer exchanged; itself if it lacks either kind."""
-    skipped = [i for i, bit in enumerate(bits) if bit]
-    kept = [i for i, bit in enumerate(bits) if not bit]
+    skipped = [index for index, bit in enumerate(bits) if bit]
+    kept = [index for index, bit in enumerate(bits) if not bit]
     if not skipped or not kept:
         return bits
-    out, into = rng.choice(skipped), rng.choice(kept)
-    return tuple(int(i == into or (bit == 1 and i != out)) for i, bit in enumerate(bits))
+    removed, added = rng.choice(skipped), rng.choice(kept)
+    return tuple(int(index == added or (bit == 1 and index != removed)) for index, bit in enumerate(bits))

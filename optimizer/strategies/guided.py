@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
     Array = NDArray[float64]
 
-FAMILY = 8  # Sets per study that are scored before the search tries moves.
-REACH = 6  # Maximum moves from the best scored set to a candidate; with 3 the search stopped too early.
-SWAPPED = 12  # Only this many of the best skipped and of the best kept sub-layers are exchanged.
-DOUBT = 1.0  # Standard deviations by which a set must beat the set in use to replace it.
-SPREAD = 0.3  # Factor on the posterior's standard deviation when moves are sampled.
+SETS_PER_STUDY = 8  # Sets per study that are scored before the search tries moves.
+MAX_MOVES = 6  # Maximum moves from the best scored set to a candidate; with 3 the search stopped too early.
+MAX_SWAPPED = 12  # Only this many of the best skipped and of the best kept sub-layers are exchanged.
+LEAD_DEVIATIONS = 1.0  # Standard deviations by which a set must beat the set in use to replace it.
+SAMPLE_SPREAD = 0.3  # Factor on the posterior's standard deviation when moves are sampled.
 
 MAX_POINTS = 300  # Maximum trials used in a fit; 300 take 4 ms on one core.
-FLOOR = 0.03  # Minimum score in a fit, so that its logarithm stays bounded.
+MIN_SCORE = 0.03  # Minimum score in a fit, so that its logarithm stays bounded.
 
 # Prior of a sub-layer's loss: HARM times its relative turn of the residual stream, minus GAIN times the plain passes
 # that skipping it saves. GAIN approximates how fast the logarithm of (1 + 2.5 √m) / (2.5 c + 1.2), the approximate
 # speed of a draft of matchness m and cost c, falls with c.
-HARM = 0.03
-GAIN = 0.9
-ALONE = 0.05  # Prior deviation of each sub-layer's own effect; TOGETHER is that of the effect shared by all.
-TOGETHER = 0.02
-OFFSET = 1.0  # Prior standard deviation of the constant term.
+TURN_HARM = 0.03
+SAVING_GAIN = 0.9
+OWN_DEVIATION = 0.05  # Prior deviation of each sub-layer's own effect; TOGETHER is that of the effect shared by all.
+SHARED_DEVIATION = 0.02
+CONSTANT_DEVIATION = 1.0  # Prior standard deviation of the constant term.
 # Standard deviations of the noise, fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval and to scores of unseen sets
 # over 32 windows.
-WINDOW = 0.1  # Noise that a window adds to every set scored on it.
-BY_WINDOW = 0.02  # Noise that a window adds per skipped sub-layer.
-TOKEN = 0.8  # Noise of a single score over one token; divided by the root of the window's length.
+WINDOW_NOISE = 0.1  # Noise that a window adds to every set scored on it.
+SUB_LAYER_NOISE = 0.02  # Noise that a window adds per skipped sub-layer.
+TOKEN_NOISE = 0.8  # Noise of a single score over one token; divided by the root of the window's length.
 
 
 class GuidedStrategy(Strategy):
@@ -61,48 +61,48 @@ class GuidedStrategy(Strategy):
     ) -> None:
         super().__init__(problem)
         self._study, self._n_studies, self._savings = study, n_studies, problem.savings
-        self._whole = whole_layers
-        half = self.size // 2
-        layers = [(i, half + i) for i in range(half)]
-        self._units = layers if whole_layers else [*((i,) for i in range(self.size)), *layers]
+        self._whole_layers = whole_layers
+        n_layers = self.size // 2
+        layers = [(layer, n_layers + layer) for layer in range(n_layers)]
+        self._units = layers if whole_layers else [*((layer,) for layer in range(self.size)), *layers]
         if problem.project is not None:
             # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
-            self._units += [(half + i, i + 1) for i in range(half - 1)]
+            self._units += [(n_layers + layer, layer + 1) for layer in range(n_layers - 1)]
         self._studies: dict[str, Study] = {}
         self._trials: list[ScoredSet] = []
-        self._fitted: Posterior | None = None
+        self._cached_model: Posterior | None = None
 
     def propose(self) -> Proposal:
         rng = self.next_step()
-        bits, origin = next(self._ideas(rng), ((), ""))
+        bits, origin = next(self._rank_candidates(rng), ((), ""))
         if not origin:
             n_skipped = self.n_skipped if self._savings is None else rng.randint(0, self.size)
             bits, origin = draw(self.size, n_skipped, rng), "random"
-        return self.proposed(bits, origin, rng)
+        return self.claim_unseen(bits, origin, rng)
 
     def observe(self, trial: Trial) -> None:
         window = f"{trial.prompt_id}/{trial.position}"
-        self._trials.append(ScoredSet(self.observed(trial), trial.score, window))
-        self._fitted = None
+        self._trials.append(ScoredSet(self.mark_seen(trial), trial.score, window))
+        self._cached_model = None
 
     def wants(self, prompt_id: str) -> StudyKind | None:
         """Ask for a study of each new prompt's window, up to `n_studies`."""
-        again = self.size and prompt_id not in self._studies and len(self._studies) < self._n_studies
-        return self._study if again else None
+        is_due = self.size and prompt_id not in self._studies and len(self._studies) < self._n_studies
+        return self._study if is_due else None
 
     def study(self, prompt_id: str, study: Study) -> None:
         """Receive a study: sets to try, and how far each sub-layer rotates the residual stream."""
         self._studies[prompt_id] = study
-        self._fitted = None
+        self._cached_model = None
 
     def best(self, in_use: LayerSet) -> LayerSet:
         """Rate sets by the fitted model, because all windows together say more than the windows of one set."""
-        scored = self._scored()
-        if not scored:
+        scored_sets = self._scored_sets()
+        if not scored_sets:
             return in_use
-        lead = self._model().lead(scored, in_use.bits(), DOUBT)
-        best = int(lead.argmax())
-        return self.problem.base.with_bits(scored[best]) if lead[best] > 0 else in_use
+        leads = self._model().lead(scored_sets, in_use.bits(), LEAD_DEVIATIONS)
+        best_index = int(leads.argmax())
+        return self.problem.base.with_bits(scored_sets[best_index]) if leads[best_index] > 0 else in_use
 
     def state(self) -> dict[str, Any]:
         """Return the position and the studies."""
@@ -115,88 +115,100 @@ class GuidedStrategy(Strategy):
         """Continue from a state."""
         super().restore(state)
         self._studies = {prompt_id: Study.from_json(study) for prompt_id, study in state["studies"].items()}
-        self._fitted = None
+        self._cached_model = None
 
-    def _ideas(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
+    def _rank_candidates(self, rng: random.Random) -> Iterator[tuple[Bits, str]]:
         """Yield sets not seen yet with their origins, the most promising first."""
         if not self.size:
             return
         model = self._model()
-        family = [bits for bits in self._family(model.mean) if self._fits(bits)]
-        if sum(bits in self.seen for bits in family) < FAMILY * max(1, len(self._studies)):
-            order = (-worth(family, model.mean)).argsort(kind="stable")
-            yield from ((family[i], "family") for i in order if family[i] not in self.seen)
-        drawn = model.draw(rng.getrandbits(32), SPREAD)
-        yield from ((bits, "move") for bits in self._climbed(drawn, model.mean))
+        study_sets = [bits for bits in self._study_sets(model.mean) if self._is_allowed(bits)]
+        if sum(bits in self.seen for bits in study_sets) < SETS_PER_STUDY * max(1, len(self._studies)):
+            order = (-worth(study_sets, model.mean)).argsort(kind="stable")
+            yield from ((study_sets[index], "family") for index in order if study_sets[index] not in self.seen)
+        sampled_effects = model.draw(rng.getrandbits(32), SAMPLE_SPREAD)
+        yield from ((bits, "move") for bits in self._climb(sampled_effects, model.mean))
 
-    def _fits(self, bits: Bits) -> bool:
-        half = self.size // 2
-        if self._whole and bits[:half] != bits[half:]:
+    def _is_allowed(self, bits: Bits) -> bool:
+        n_layers = self.size // 2
+        if self._whole_layers and bits[:n_layers] != bits[n_layers:]:
             return False
         return self._savings is not None or sum(bits) == self.n_skipped
 
-    def _family(self, added: Array) -> list[Bits]:
+    def _study_sets(self, effects: Array) -> list[Bits]:
         """Return the sets of all studies; where those have none, the units that add least first, in every size."""
         sets_of_studies = dict.fromkeys(bits for study in self._studies.values() for bits in study.sets)
         if sets_of_studies:
             return list(sets_of_studies)
         skipped: set[int] = set()
-        for unit in sorted(self._units, key=lambda unit: _sum(unit, added)):
+        for unit in sorted(self._units, key=lambda unit: _added_loss(unit, effects)):
             skipped.update(unit)
-            sets_of_studies[tuple(int(i in skipped) for i in range(self.size))] = None
+            sets_of_studies[tuple(int(index in skipped) for index in range(self.size))] = None
         return list(sets_of_studies)
 
-    def _climbed(self, drawn: Array, mean: Array) -> list[Bits]:
+    def _climb(self, sampled_effects: Array, mean_effects: Array) -> list[Bits]:
         """Return unseen sets met while hill-climbing from the best scored set, best first, by the sampled model."""
-        scored = self._scored()
-        if not scored:
+        scored_sets = self._scored_sets()
+        if not scored_sets:
             return []
-        top = scored[int(worth(scored, mean).argmax())]
-        value = float(worth([top], drawn)[0])
-        looked: dict[Bits, float] = {}
-        for _ in range(REACH):
-            near = self._neighbours(top, drawn)
-            if not near:
+        current_set = scored_sets[int(worth(scored_sets, mean_effects).argmax())]
+        current_worth = float(worth([current_set], sampled_effects)[0])
+        worth_of_unseen: dict[Bits, float] = {}
+        for _ in range(MAX_MOVES):
+            neighbours = self._neighbours(current_set, sampled_effects)
+            if not neighbours:
                 break
-            worths = worth(near, drawn)
-            looked |= {
-                bits: float(set_worth) for bits, set_worth in zip(near, worths, strict=True) if bits not in self.seen
+            worths = worth(neighbours, sampled_effects)
+            worth_of_unseen |= {
+                bits: float(set_worth)
+                for bits, set_worth in zip(neighbours, worths, strict=True)
+                if bits not in self.seen
             }
-            best = int(worths.argmax())
-            if not worths[best] > value:
+            best_index = int(worths.argmax())
+            if not worths[best_index] > current_worth:
                 break
-            top, value = near[best], float(worths[best])
-        return sorted(looked, key=lambda bits: -looked[bits])
+            current_set, current_worth = neighbours[best_index], float(worths[best_index])
+        return sorted(worth_of_unseen, key=lambda bits: -worth_of_unseen[bits])
 
-    def _scored(self) -> list[Bits]:
-        return [bits for bits in dict.fromkeys(trial.bits for trial in self._trials) if self._fits(bits)]
+    def _scored_sets(self) -> list[Bits]:
+        return [bits for bits in dict.fromkeys(trial.bits for trial in self._trials) if self._is_allowed(bits)]
 
-    def _neighbours(self, bits: Bits, added: Array) -> list[Bits]:
-        out = [unit for unit in self._units if all(bits[i] for i in unit)]
-        kept = [unit for unit in self._units if not any(bits[i] for i in unit)]
-        out.sort(key=lambda unit: -_sum(unit, added))
-        kept.sort(key=lambda unit: _sum(unit, added))
-        swaps = [[back, more] for back in out[:SWAPPED] for more in kept[:SWAPPED]]
+    def _neighbours(self, bits: Bits, effects: Array) -> list[Bits]:
+        skipped_units = [unit for unit in self._units if all(bits[index] for index in unit)]
+        kept_units = [unit for unit in self._units if not any(bits[index] for index in unit)]
+        skipped_units.sort(key=lambda unit: -_added_loss(unit, effects))
+        kept_units.sort(key=lambda unit: _added_loss(unit, effects))
+        swaps = [
+            [restored_unit, skipped_unit]
+            for restored_unit in skipped_units[:MAX_SWAPPED]
+            for skipped_unit in kept_units[:MAX_SWAPPED]
+        ]
         if self._savings is None:
-            moves = [[back, more] for back, more in swaps if len(back) == len(more)]
+            moves = [
+                [restored_unit, skipped_unit]
+                for restored_unit, skipped_unit in swaps
+                if len(restored_unit) == len(skipped_unit)
+            ]
         else:
-            moves = [*swaps, *([unit] for unit in (*out, *kept))]
-        flipped = [{i for unit in move for i in unit} for move in moves]
-        near = [tuple(1 - bit if i in flips else bit for i, bit in enumerate(bits)) for flips in flipped]
-        return [neighbour for neighbour in near if self.problem.projected(neighbour) == neighbour]
+            moves = [*swaps, *([unit] for unit in (*skipped_units, *kept_units))]
+        flipped_bits = [{index for unit in move for index in unit} for move in moves]
+        neighbour_sets = [
+            tuple(1 - bit if index in flips else bit for index, bit in enumerate(bits)) for flips in flipped_bits
+        ]
+        return [neighbour for neighbour in neighbour_sets if self.problem.project_bits(neighbour) == neighbour]
 
     def _model(self) -> Posterior:
         """Return the model fitted to all studies and trials; refitted after each new one."""
         import numpy as np
 
-        if self._fitted is None:
+        if self._cached_model is None:
             turns = np.ones(self.size)
             if self._studies:
                 turns = np.mean([study.turns for study in self._studies.values()], axis=0)
                 turns = turns / max(1e-12, float(turns.mean()))
-            saved = np.zeros(self.size) if self._savings is None else np.array(self._savings)
-            self._fitted = posterior(turns, saved, self._trials, self.problem.window)
-        return self._fitted
+            savings = np.zeros(self.size) if self._savings is None else np.array(self._savings)
+            self._cached_model = posterior(turns, savings, self._trials, self.problem.window)
+        return self._cached_model
 
 
 class ScoredSet(NamedTuple):
@@ -218,60 +230,69 @@ class Posterior(NamedTuple):
         import numpy as np
 
         size = len(self.mean)
-        normal = np.random.default_rng(seed).standard_normal(size)
-        root = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(size))
-        return np.asarray(self.mean + spread * (root @ normal))
+        normal_draws = np.random.default_rng(seed).standard_normal(size)
+        cholesky_factor = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(size))
+        return np.asarray(self.mean + spread * (cholesky_factor @ normal_draws))
 
-    def lead(self, rows: ArrayLike, over: ArrayLike, doubt: float) -> Array:
-        """Return how much less each of `rows` (n, size) loses than `over`, less `doubt` standard deviations; (n,)."""
+    def lead(self, set_rows: ArrayLike, base_row: ArrayLike, n_deviations: float) -> Array:
+        """Return how much less each of `set_rows` (n, size) loses than `base_row`, at a lower bound: (n,).
+
+        The bound is `n_deviations` standard deviations below the mean.
+        """
         import numpy as np
 
-        change = np.asarray(rows, dtype=float) - np.asarray(over, dtype=float)
+        change = np.asarray(set_rows, dtype=float) - np.asarray(base_row, dtype=float)
         variance = np.einsum("ij,jk,ik->i", change, self.covariance[:-1, :-1], change)
-        return np.asarray(-change @ self.mean[:-1] - doubt * np.sqrt(np.maximum(0.0, variance)))
+        return np.asarray(-change @ self.mean[:-1] - n_deviations * np.sqrt(np.maximum(0.0, variance)))
 
 
-def posterior(turns: Array, saved: Array, points: Sequence[ScoredSet], n_tokens: int) -> Posterior:
-    """Fit what each sub-layer adds to `points`.
+def posterior(turns: Array, savings: Array, scored_sets: Sequence[ScoredSet], n_tokens: int) -> Posterior:
+    """Fit what each sub-layer adds to `scored_sets`.
 
-    Args: turns: how far each turns the residual stream, of mean 1. saved: plain passes that skipping it saves.
+    Args: turns: how far each turns the residual stream, of mean 1. savings: plain passes that skipping it saves.
           n_tokens: of a window.
     """
     import numpy as np
 
-    points = points[-MAX_POINTS:]
-    mean = np.append(HARM * turns - GAIN * saved, 0.0)
-    together = np.append(TOGETHER * turns, 0.0)
-    covariance = np.outer(together, together) + np.diag(np.append(ALONE * (0.5 + 0.5 * turns), OFFSET) ** 2)
-    if not points:
-        return Posterior(mean, covariance)
-    rows = np.array([(*point.bits, 1) for point in points], dtype=float)
-    windows = np.array([point.window for point in points])
-    loss = np.array([-log(max(FLOOR, point.score)) for point in points])
-    noise = (windows[:, None] == windows[None]) * (WINDOW**2 + BY_WINDOW**2 * (rows[:, :-1] @ rows[:, :-1].T))
-    noise += np.diag(np.full(len(points), TOKEN**2 / n_tokens))
-    reach = covariance @ rows.T  # Shape (size + 1, points).
-    gain = np.linalg.solve(rows @ reach + noise, reach.T).T
-    return Posterior(mean + gain @ (loss - rows @ mean), covariance - gain @ reach.T)
+    scored_sets = scored_sets[-MAX_POINTS:]
+    prior_mean = np.append(TURN_HARM * turns - SAVING_GAIN * savings, 0.0)
+    shared_effect = np.append(SHARED_DEVIATION * turns, 0.0)
+    prior_covariance = np.outer(shared_effect, shared_effect) + np.diag(
+        np.append(OWN_DEVIATION * (0.5 + 0.5 * turns), CONSTANT_DEVIATION) ** 2
+    )
+    if not scored_sets:
+        return Posterior(prior_mean, prior_covariance)
+    rows = np.array([(*scored_set.bits, 1) for scored_set in scored_sets], dtype=float)
+    window_names = np.array([scored_set.window for scored_set in scored_sets])
+    loss = np.array([-log(max(MIN_SCORE, scored_set.score)) for scored_set in scored_sets])
+    noise = (window_names[:, None] == window_names[None]) * (
+        WINDOW_NOISE**2 + SUB_LAYER_NOISE**2 * (rows[:, :-1] @ rows[:, :-1].T)
+    )
+    noise += np.diag(np.full(len(scored_sets), TOKEN_NOISE**2 / n_tokens))
+    cross_covariance = prior_covariance @ rows.T  # Shape (size + 1, points).
+    kalman_gain = np.linalg.solve(rows @ cross_covariance + noise, cross_covariance.T).T
+    return Posterior(
+        prior_mean + kalman_gain @ (loss - rows @ prior_mean), prior_covariance - kalman_gain @ cross_covariance.T
+    )
 
 
-def worth(sets: Sequence[Bits], added: Array) -> Array:
-    """Return minus the predicted loss of each set, without the constant term: (n,); `added` as `Posterior.mean`."""
+def worth(sets: Sequence[Bits], effects: Array) -> Array:
+    """Return minus the predicted loss of each set, without the constant term: (n,); `effects` as `Posterior.mean`."""
     import numpy as np
 
-    return np.asarray(-np.array(sets, dtype=float).reshape(-1, len(added) - 1) @ added[:-1])
+    return np.asarray(-np.array(sets, dtype=float).reshape(-1, len(effects) - 1) @ effects[:-1])
 
 
-def _sum(unit: Sequence[int], added: Array) -> float:
-    return float(sum(added[i] for i in unit))
+def _added_loss(unit: Sequence[int], effects: Array) -> float:
+    return float(sum(effects[index] for index in unit))
 
 
-def _by_study(help: str, study: StudyKind, patience: int, **options: Any) -> StrategyInfo:
+def _study_strategy(help: str, study: StudyKind, patience: int, **options: Any) -> StrategyInfo:
     return StrategyInfo(help, partial(GuidedStrategy, study=study, **options), study, patience)
 
 
 STRATEGIES = {
-    "local": _by_study("moves from the best set known", "similarity", 100),
-    "knapsack": _by_study("a dynamic program over measured costs, then moves", "knapsack", 60, n_studies=2),
-    "clasp": _by_study("the same with whole layers", "clasp", 100, n_studies=8, whole_layers=True),
+    "local": _study_strategy("moves from the best set known", "similarity", 100),
+    "knapsack": _study_strategy("a dynamic program over measured costs, then moves", "knapsack", 60, n_studies=2),
+    "clasp": _study_strategy("the same with whole layers", "clasp", 100, n_studies=8, whole_layers=True),
 }

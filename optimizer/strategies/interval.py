@@ -29,10 +29,10 @@ from ...core.types import Trial
 from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, draw
 
 DEADLINE_S = 60.0  # Maximum seconds per suggestion, including the start of the process.
-UNHURRIED = frozenset({"cube"})  # Search engines without a time limit, as in SWIFT's published code.
+ENGINES_WITHOUT_DEADLINE = frozenset({"cube"})  # Search engines without a time limit, as in SWIFT's published code.
 MAX_FAILURES = 3  # Consecutive crashes or timeouts after which no more suggestions are requested.
 MAX_PENDING = 64  # Maximum pending sets sent with a request; needed because callers may never score a candidate.
-MODULE = "swiftopt.optimizer.suggestions"
+SUGGESTIONS_MODULE = "swiftopt.optimizer.suggestions"
 
 logger = logging.getLogger(__name__)
 
@@ -63,28 +63,28 @@ class IntervalStrategy(Strategy):
         rng = self.next_step()
         bits, origin = draw(self.size, self.n_skipped, rng), "random"
         # With only one possible set there is nothing to suggest.
-        due = self.step % self._interval == 0 and math.comb(self.size, self.n_skipped) > 1
-        process = self._process if due else None
-        waits = self.problem.deterministic
+        is_due = self.step % self._interval == 0 and math.comb(self.size, self.n_skipped) > 1
+        process = self._process if is_due else None
+        must_wait = self.problem.deterministic
         if process is not None:
-            if waits:
+            if must_wait:
                 process.ask(self.step, self.n_skipped, list(self._pending))
             was_asked = process.in_flight
-            suggested = process.take(wait=waits)
-            if suggested is not None and sum(suggested) == self.n_skipped:
-                bits, origin = suggested, process.engine
+            suggestion = process.take(wait=must_wait)
+            if suggestion is not None and sum(suggestion) == self.n_skipped:
+                bits, origin = suggestion, process.engine
             elif was_asked:
                 origin = "late"
-        proposal = self.proposed(bits, origin, rng)
+        proposal = self.claim_unseen(bits, origin, rng)
         self._pending[proposal.layer_set.bits()] = None
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        if process is not None and not waits:
+        if process is not None and not must_wait:
             process.ask(self.step, self.n_skipped, list(self._pending))
         return proposal
 
     def observe(self, trial: Trial) -> None:
-        bits = self.observed(trial)
+        bits = self.mark_seen(trial)
         self._pending.pop(bits, None)
         if self._process is not None:
             self._process.observe(bits, trial.score)
@@ -129,8 +129,8 @@ class SuggestionProcess:
         self.request: SuggestionRequest | None = None  # The request in progress; kept after `close`.
         self._seed = seed
         self._scores: list[tuple[str, float]] = []
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stop: Callable[[], object] = lambda: None
+        self._subprocess: subprocess.Popen[bytes] | None = None
+        self._stop_subprocess: Callable[[], object] = lambda: None
         self._answer: Future[Bits] | None = None
         self._due_at = 0.0
         self._failures = 0
@@ -148,19 +148,19 @@ class SuggestionProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the running process, if any."""
-        return self._child.pid if self._child and self._child.poll() is None else None
+        return self._subprocess.pid if self._subprocess and self._subprocess.poll() is None else None
 
     def observe(self, bits: Bits, score: float) -> None:
         """Store a score for the next request; drop non-finite scores, which no engine can use."""
         if math.isfinite(score):
-            self._scores.append((_text(bits), score))
+            self._scores.append((_bits_text(bits), score))
 
     def ask(self, step: int, n_skipped: int, pending: Sequence[Bits]) -> None:
         """Request a set of `n_skipped` sub-layers; `step` seeds it; `pending` sets are being scored elsewhere.
 
         Does nothing while a request is in flight, before the first observation, and after too many failures.
         """
-        self.send(SuggestionRequest(step, n_skipped, len(self._scores), [_text(bits) for bits in pending]))
+        self.send(SuggestionRequest(step, n_skipped, len(self._scores), [_bits_text(bits) for bits in pending]))
 
     def send(self, request: SuggestionRequest) -> None:
         """Send a request, maybe that of an earlier process of this search; as `ask`."""
@@ -180,10 +180,10 @@ class SuggestionProcess:
             "pending": request.pending,
         }
         self.request, self._answer = request, Future()
-        self._due_at = math.inf if self.engine in UNHURRIED else time.monotonic() + DEADLINE_S
+        self._due_at = math.inf if self.engine in ENGINES_WITHOUT_DEADLINE else time.monotonic() + DEADLINE_S
         # Use a thread because even the write can block: a long history fills the pipe while the process still imports.
         # Use a daemon thread because the interpreter waits for an executor's threads when it exits.
-        exchange = (self._child, json.dumps(message).encode() + b"\n", self._answer)
+        exchange = (self._subprocess, json.dumps(message).encode() + b"\n", self._answer)
         threading.Thread(target=_exchange, args=exchange, daemon=True).start()
 
     def take(self, *, wait: bool) -> Bits | None:
@@ -206,28 +206,28 @@ class SuggestionProcess:
 
     def close(self) -> None:
         """Kill the process and stop requesting suggestions; may be called repeatedly."""
-        self._stop()
+        self._stop_subprocess()
         self._answer = None
         self._failures = MAX_FAILURES
 
     def _start(self) -> None:
-        self._stop()
+        self._stop_subprocess()
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         # -P keeps files in the caller's folder from shadowing libraries. The separate session keeps a terminal's Ctrl-C
         # from the process. The process exits when its standard input closes, however this process ended.
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],
+        self._subprocess = subprocess.Popen(
+            [sys.executable, "-P", "-m", SUGGESTIONS_MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | one_thread,
             start_new_session=True,
         )
-        self._stop = weakref.finalize(self, _kill, self._child, os.getpid())
-        logger.debug("suggestions=started engine=%s pid=%d", self.engine, self._child.pid)
+        self._stop_subprocess = weakref.finalize(self, _kill, self._subprocess, os.getpid())
+        logger.debug("suggestions=started engine=%s pid=%d", self.engine, self._subprocess.pid)
 
     def _fail(self, reason: str) -> None:
-        self._stop()
+        self._stop_subprocess()
         self._answer = self.request = None
         self._failures += 1
         logger.info("suggestions=failed engine=%s failures=%d reason=%r", self.engine, self._failures, reason)
@@ -237,25 +237,25 @@ class SuggestionProcess:
             )
 
 
-def _text(bits: Bits) -> str:
+def _bits_text(bits: Bits) -> str:
     return "".join(map(str, bits))
 
 
-def _exchange(child: subprocess.Popen[bytes], line: bytes, answer: Future[Bits]) -> None:
+def _exchange(suggester: subprocess.Popen[bytes], line: bytes, answer: Future[Bits]) -> None:
     """Send one request, wait for the reply, and store the suggestion or a ValueError in `answer`."""
-    assert child.stdin is not None and child.stdout is not None
+    assert suggester.stdin is not None and suggester.stdout is not None
     reply = b""
     with suppress(OSError, ValueError):  # The pipe is broken or was closed meanwhile.
-        child.stdin.write(line)
-        child.stdin.flush()
-        reply = child.stdout.readline()
+        suggester.stdin.write(line)
+        suggester.stdin.flush()
+        reply = suggester.stdout.readline()
     try:
         if not reply.endswith(b"\n"):
             raise ValueError("the process ended")
-        values = json.loads(reply)
-        if not isinstance(values, dict) or "bits" not in values:
-            raise ValueError(str(values))
-        answer.set_result(tuple(int(bit) for bit in values["bits"]))
+        reply_values = json.loads(reply)
+        if not isinstance(reply_values, dict) or "bits" not in reply_values:
+            raise ValueError(str(reply_values))
+        answer.set_result(tuple(int(bit) for bit in reply_values["bits"]))
     except ValueError as error:
         answer.set_exception(error)
 
@@ -268,14 +268,14 @@ def _kill(child: subprocess.Popen[bytes], owner_pid: int) -> None:
             pass
 
 
-def _asking(help: str, engine: str, interval: int | None = None) -> StrategyInfo:
+def _suggesting_strategy(help: str, engine: str, interval: int | None = None) -> StrategyInfo:
     return StrategyInfo(help, partial(IntervalStrategy, engine=engine, interval=interval), suggests=True)
 
 
 STRATEGIES = {
     "random": StrategyInfo("uniform draws", IntervalStrategy),
-    "bayes": _asking("a Gaussian process at every step", "gp", 1),
-    "swift": _asking("draws, and a Gaussian process at every β-th step", "gp"),
-    "published": _asking("the same over the cube of all sub-layers, as SWIFT's code", "cube"),
-    "tpe": _asking("a tree-structured Parzen estimator at every step", "tpe", 1),
+    "bayes": _suggesting_strategy("a Gaussian process at every step", "gp", 1),
+    "swift": _suggesting_strategy("draws, and a Gaussian process at every β-th step", "gp"),
+    "published": _suggesting_strategy("the same over the cube of all sub-layers, as SWIFT's code", "cube"),
+    "tpe": _suggesting_strategy("a tree-structured Parzen estimator at every step", "tpe", 1),
 }

@@ -18,7 +18,7 @@ from ...core.errors import (
     UnsupportedModel,
 )
 from ...core.requests import DEFAULT_QUEUE, Job, TuneRequest
-from ...core.serialization import explained
+from ...core.serialization import explain_error
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling
 from ...models.sources import DTYPES
@@ -159,7 +159,7 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
         name = ".".join(str(name_part) for name_part in problem["loc"][:2])
         name = "stream" if name.startswith("stream") else name
         problems.append(
-            (name, explained([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
+            (name, explain_error([label(name)] if name else [], problem["type"], problem["msg"], problem["input"]))
         )
     return problems
 

@@ -13,7 +13,7 @@ from job_table import finished, running
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.errors import InvalidInput, LayerSetError, LayerSetNotFound, StoreError
 from swiftopt.core.events import TrialsDone
-from swiftopt.core.records import KnownSet, LayerSetRecord, ModelInfo, packed, unpacked
+from swiftopt.core.records import KnownSet, LayerSetRecord, ModelInfo, pack_state, unpack_state
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import LayerSet, Prompt, Trial
@@ -157,7 +157,7 @@ def test_layer_set_of_an_unknown_job_is_refused(store: Store) -> None:
 
 
 def test_known_sets_are_those_of_the_model_with_a_state_newest_first(store: Store) -> None:
-    near, far = unpacked(packed((0.6, 0.8))), (1.0, 0.0)
+    near, far = unpack_state(pack_state((0.6, 0.8))), (1.0, 0.0)
     store.add_layer_set(record(1, task="code"))
     older = store.add_layer_set(dataclasses.replace(record(2, task="prose"), prompt_state=far))
     newer = store.add_layer_set(dataclasses.replace(record(3, task="code"), prompt_state=near))

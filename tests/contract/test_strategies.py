@@ -43,17 +43,17 @@ def one_process_per_engine() -> Iterator[None]:
         child = children.get(process.engine)
         if child is None or child.poll() is not None:
             start(process)
-            process._stop.detach()  # type: ignore[attr-defined]  a finalizer
-            assert process._child is not None
-            child = children[process.engine] = process._child
-        process._child = child
+            process._stop_subprocess.detach()  # type: ignore[attr-defined]  a finalizer
+            assert process._subprocess is not None
+            child = children[process.engine] = process._subprocess
+        process._subprocess = child
 
         def stop() -> None:
             if process.in_flight:
                 child.kill()
                 child.wait()
 
-        process._stop = stop
+        process._stop_subprocess = stop
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SuggestionProcess, "_start", share)

@@ -27,7 +27,7 @@ from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import drafting
 from swiftopt.optimizer.drafting import choose_format
 from swiftopt.optimizer.evaluation import WindowScore
-from swiftopt.optimizer.verdict import ERROR, Timed
+from swiftopt.optimizer.verdict import ERROR_RATE, Timed
 from swiftopt.store import Store
 from swiftopt.tasks.tune import run_tuning
 
@@ -85,7 +85,7 @@ def chosen(
 
 
 def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "ENOUGH", 1.06)
+    monkeypatch.setattr(drafting, "SUFFICIENT_SPEEDUP", 1.06)
     name, costs, told, runtime = chosen(with_shares(int4=0.01, int8=0.01))
     assert name == "int4" and set(costs.formats) == {"int4"}
     (tried,) = told  # int8 was not looked at, for int4 is enough
@@ -94,7 +94,7 @@ def test_cheap_format_is_chosen_and_said_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def timing(*speeds: float) -> Callable[..., Generator[Event, None, list[list[Timed]]]]:
-    """Stands for `timed_by_turns`; a method has the same speed on every prompt."""
+    """Stands for `time_methods`; a method has the same speed on every prompt."""
 
     def timed(*_: object) -> Generator[Event, None, list[list[Timed]]]:
         yield from ()
@@ -113,19 +113,19 @@ def has_copies(runtime: Runtime) -> list[str]:
 def test_near_estimates_are_decided_by_time(
     speeds: tuple[float, ...], best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafting, "ENOUGH", 99.0)
-    monkeypatch.setattr(drafting, "DOUBT", 99.0)
-    monkeypatch.setattr(drafting, "timed_by_turns", timing(*speeds))
+    monkeypatch.setattr(drafting, "SUFFICIENT_SPEEDUP", 99.0)
+    monkeypatch.setattr(drafting, "MAX_SPEEDUP_RATIO", 99.0)
+    monkeypatch.setattr(drafting, "time_methods", timing(*speeds))
     name, costs, told, runtime = chosen(with_shares(int4=0.1, int8=0.1))
     assert name == best and set(costs.formats) == {best} and has_copies(runtime) == [best]
     assert [tried.format for tried in told[2:]] == ["int4", "int8"]
     assert [tried.tok_s for tried in told[2:]] == pytest.approx(speeds)
-    monkeypatch.setattr(drafting, "timed_by_turns", timing())  # too little to time: the estimates decide
+    monkeypatch.setattr(drafting, "time_methods", timing())  # too little to time: the estimates decide
     assert chosen(with_shares(int4=0.3, int8=0.2))[0] == "int8"
 
 
 def test_far_estimates_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "ENOUGH", 99.0)
+    monkeypatch.setattr(drafting, "SUFFICIENT_SPEEDUP", 99.0)
     name, _, told, runtime = chosen(with_shares(int4=0.01, int8=0.9))
     assert name == "int4" and [tried.format for tried in told] == ["int4", "int8"]
     assert has_copies(runtime) == ["int4"]
@@ -143,33 +143,39 @@ def by_turns(n_prompts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list
     methods = [Method(str(n), Noting(n)) for n in (1, 2)]
     prompts = [replace(PROMPTS[0], id=f"p{i}") for i in range(n_prompts)]
     phase = PhaseChanged("t", "profile", "timing")
-    work = drafting.timed_by_turns(Session(runtime, Sampling(), 20), prompts, methods, phase)
+    work = drafting.time_methods(Session(runtime, Sampling(), 20), prompts, methods, phase)
     return exhaust(work, lambda event: None), order
 
 
 def test_methods_are_timed_by_turns_until_one_is_surely_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_turns(2, monkeypatch) == ([], [])  # too few prompts
-    monkeypatch.setattr(drafting, "unbeaten", lambda runs, error: [0, 1])
+    monkeypatch.setattr(drafting, "unbeaten_methods", lambda runs, error: [0, 1])
     runs, order = by_turns(16, monkeypatch)
     assert [len(own) for own in runs] == [4, 4] and order == ["1", "2", "2", "1"] * 2  # a quarter of the prompts
-    monkeypatch.setattr(drafting, "unbeaten", lambda runs, error: [1])
-    assert len(by_turns(40, monkeypatch)[1]) == 2 * drafting.FEWEST_TIMED
+    monkeypatch.setattr(drafting, "unbeaten_methods", lambda runs, error: [1])
+    assert len(by_turns(40, monkeypatch)[1]) == 2 * drafting.MIN_TIMED_PROMPTS
 
 
 def test_method_is_ahead_when_its_whole_interval_is() -> None:
     base = [Timed(10, 1.0), Timed(10, 1.1), Timed(10, 0.9)]
     double = [Timed(10, run.seconds / 2) for run in base]
     mixed = [Timed(10, 0.5), Timed(10, 1.6), Timed(10, 0.8)]
-    assert drafting.unbeaten([base, double], ERROR) == [1] and drafting.unbeaten([double, base, base], ERROR) == [0]
-    assert drafting.unbeaten([base, mixed], ERROR) == drafting.unbeaten([base, base], ERROR) == [0, 1]
+    assert drafting.unbeaten_methods([base, double], ERROR_RATE) == [1] and drafting.unbeaten_methods(
+        [double, base, base], ERROR_RATE
+    ) == [0]
+    assert (
+        drafting.unbeaten_methods([base, mixed], ERROR_RATE)
+        == drafting.unbeaten_methods([base, base], ERROR_RATE)
+        == [0, 1]
+    )
 
 
 def test_method_is_beaten_when_another_leads_by_a_standard_error() -> None:
     base = [Timed(10, seconds) for seconds in (1.0, 1.1, 0.9, 1.0)]
     double, alike = [Timed(10, run.seconds / 2) for run in base], [Timed(10, run.seconds * 0.999) for run in base[::-1]]
-    assert drafting.unbeaten([base, double]) == [1] and drafting.unbeaten([double, base]) == [0]
-    assert drafting.unbeaten([base, alike])[0] == drafting.unbeaten([alike, base])[0] == 0
-    assert drafting.unbeaten([base, alike, double]) == [2]
+    assert drafting.unbeaten_methods([base, double]) == [1] and drafting.unbeaten_methods([double, base]) == [0]
+    assert drafting.unbeaten_methods([base, alike])[0] == drafting.unbeaten_methods([alike, base])[0] == 0
+    assert drafting.unbeaten_methods([base, alike, double]) == [2]
 
 
 def test_format_that_costs_as_much_as_the_model_is_not_chosen_and_its_copies_go() -> None:

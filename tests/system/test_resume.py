@@ -40,7 +40,7 @@ from swiftopt.models.restacked import pairs_of
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer import shift, tuning, verdict
 from swiftopt.optimizer.task_state import VERSION, TaskState
-from swiftopt.optimizer.tuning import MID_STEP, Tuner
+from swiftopt.optimizer.tuning import EVENTS_WITHIN_STEP, Tuner
 
 SMALL: dict[str, Any] = dict(
     context_window=6, strategy="random", stop_threshold=0.05, max_draft_length=4, target_matchness=1.0
@@ -108,7 +108,8 @@ class Case:
     def tuner(self) -> Tuner:
         shift.ALARM = self.alarm
         verdict.is_open = lambda verdict: self.stays_open
-        tuning.BEAT_S = math.inf  # signs of life come by the clock: on a slow machine no life would get further
+        # signs of life come by the clock: on a slow machine no life would get further
+        tuning.PROGRESS_INTERVAL_S = math.inf
         settings = SwiftSettings(**{**SMALL, "deterministic": True, **self.settings})
         session = Session(runtime(), self.sampling, self.max_new_tokens)
         return Tuner(session, settings, self.costs, "tiny", self.known, self.concurrency)
@@ -360,7 +361,7 @@ def test_verdict_is_of_chats_and_its_evidence_of_their_turns() -> None:
 def test_verdict_counts_no_time_that_its_caller_takes() -> None:
     """A caller writes checkpoints and, in a server's engine, waits for its turn, as often as a run is long."""
     tuner, waited, has_begun = CASES["single"].tuner(), 0.0, False
-    tuning.BEAT_S = 0.0
+    tuning.PROGRESS_INTERVAL_S = 0.0
     for event in tuner.run(CASES["single"].prompts):
         has_begun |= is_verdict(event)
         if has_begun and isinstance(event, Progress):
@@ -433,7 +434,7 @@ def stopped_at(name: str, stop_at: int, start: str = "null", before: Sequence[Ev
     with closing(tuner.run(CASES[name].prompts, json.loads(start), trials)) as events:
         for event in events:
             seen.append(event)
-            if n_without_progress(seen) >= stop_at and not isinstance(event, MID_STEP):
+            if n_without_progress(seen) >= stop_at and not isinstance(event, EVENTS_WITHIN_STEP):
                 break
     return seen, tuner
 

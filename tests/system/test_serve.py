@@ -52,7 +52,7 @@ from swiftopt.core.messages import (
     Question,
     Steer,
     TokensText,
-    encoded,
+    encode,
     from_engine,
 )
 from swiftopt.core.requests import CompletionRequest, ServedModel
@@ -1405,10 +1405,10 @@ def test_request_that_waits_for_its_plan_or_is_long_to_read_holds_up_nobody(
     serving.start()
     for number, task in enumerate(("slow", "slow", "quick"), start=1):
         text = slow_text if task == "slow" else TEXT
-        lines.put(encoded(Decode(CompletionRequest(text=text, task=task, max_new_tokens=4), number)))
+        lines.put(encode(Decode(CompletionRequest(text=text, task=task, max_new_tokens=4), number)))
     until(3, AnswerDone)
-    lines.put(encoded(Cancel(2)))
-    lines.put(encoded(Detokenize((3,), 4)))
+    lines.put(encode(Cancel(2)))
+    lines.put(encode(Detokenize((3,), 4)))
     until(4, TokensText)
     answering.set()
     assert (2, AnswerDone) not in until(1, AnswerDone)

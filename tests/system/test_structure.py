@@ -19,11 +19,11 @@ from swiftopt.decoding.context import Context, TokenRule
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.proposer import (
-    BUCKETS,
-    Item,
+    N_BUCKETS,
+    SkipItem,
     StudyPass,
     clasp_items,
-    follow,
+    extend_paths,
     knapsack_items,
     study,
     study_rows,
@@ -85,15 +85,15 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(StudyPass, "delta", delta)
     for block in runtime.blocks[2:]:
         monkeypatch.setattr(block, "device", torch.device("meta"))
-    states = StudyPass(context, WINDOW).own_states()
+    states = StudyPass(context, WINDOW).run_window()
     assert [state.device.type for state in states] == ["cpu"] * 5 + ["meta"] * 4
 
 
 @pytest.mark.parametrize("family", variants())
-def test_own_states_are_those_of_the_models_own_pass(family: str) -> None:
+def test_window_states_are_those_of_the_models_own_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))
     with torch.inference_mode():
-        states = StudyPass(context, WINDOW).own_states()
+        states = StudyPass(context, WINDOW).run_window()
     assert len(states) == 2 * context.runtime.n_layers + 1
     logits = context.runtime.logits(states[-1])
     assert torch.allclose(logits, own_logits(context, WINDOW), atol=1e-9)
@@ -106,9 +106,9 @@ def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
     context = context_of(tiny_runtime(family))
     look = StudyPass(context, 1)
     weights = {("attn", 1): 1, ("mlp", 1): 2, ("attn", 2): 4, ("mlp", 2): 8}
-    items = [Item((sub,), weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
+    items = [SkipItem((sub,), weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
     with torch.inference_mode():
-        paths = follow(look, look.own_states(), items, 15, [0])
+        paths = extend_paths(look, look.run_window(), items, 15, [0])
     assert len(set(paths.skipped)) == 16
     logits = context.runtime.logits(paths.hidden[:, 0])
     for own, skipped in zip(logits, paths.skipped, strict=True):
@@ -146,11 +146,11 @@ def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_
     """One of many, all but one and all of four sub-layers; the program is greedy in between."""
     context = context_of(deep_runtime())
     free: list[SubLayer] = [("attn", 2), ("mlp", 3), ("attn", 5), ("mlp", 6)]
-    items = [Item((sub,), int(sub in free)) for sub in SUB_LAYERS]
+    items = [SkipItem((sub,), int(sub in free)) for sub in SUB_LAYERS]
     look = StudyPass(context, WINDOW)
     with torch.inference_mode():
-        states = look.own_states()
-        paths = follow(look, states, items, 4, range(WINDOW))
+        states = look.run_window()
+        paths = extend_paths(look, states, items, 4, range(WINDOW))
         subsets = {frozenset(own) for n in range(5) for own in combinations(free, n)}
         by_hand = {own: nearness(look, states, own) for own in subsets}
     near = F.cosine_similarity(paths.hidden, states[-1][None], dim=-1).mean(dim=1).tolist()
@@ -176,7 +176,7 @@ def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
 def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
     items, capacity = knapsack_items(6, [1.0] * 4 + [5.0] * 4)
     weights = {item.sub_layers[0]: item.weight for item in items}
-    assert weights["attn", 0] == weights["mlp", 5] == 0 and capacity == BUCKETS
+    assert weights["attn", 0] == weights["mlp", 5] == 0 and capacity == N_BUCKETS
     assert weights["mlp", 2] > 3 * weights["attn", 2] > 0
     layers, most = clasp_items(6, 0.5)
     assert [item.weight for item in layers] == [0, 1, 1, 1, 1, 0] and most == 2

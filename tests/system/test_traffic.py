@@ -31,7 +31,7 @@ from swiftopt.decoding.work import Slots, Work
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.challengers import Incumbent
-from swiftopt.optimizer.evaluation import SEARCH_SHARE
+from swiftopt.optimizer.evaluation import SEARCH_TIME_SHARE
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
@@ -146,7 +146,7 @@ def test_learning_changes_no_token(
 ) -> None:
     expected = {text: model.generate(text, max_new_tokens=40).token_ids for text in TEXTS}
     traffic = Traffic("tiny", model.runtime, store, SETTINGS)
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     for task in ("code", None):
         done = answers(traffic, model.runtime, task, at_once)
         assert {each.prompt.text: each.completion.token_ids[:40] for each in done} == expected
@@ -161,7 +161,7 @@ def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic, session = Traffic("tiny", model.runtime, None, SETTINGS), Session(model.runtime, Sampling(), 150)
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
 
     def work(text: str, learn: bool = True) -> Work[None]:
         return traffic.work(session, Prompt("p", "x", text=text), None, learn)
@@ -244,7 +244,7 @@ def test_a_verdict_is_made_of_the_drafts_in_use_alone(model: swiftopt.Model) -> 
     for _ in range(MIN_PAIRS + 2):
         learnt(task, 1.0, 0.4)
     first, mixed = task.search.layer_set, rounds(task, 1.0, 0.4)
-    task.search._contest.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
+    task.search._challengers.incumbent = Incumbent(LayerSet(first.n_layers, frozenset({1}), formats=first.formats))
     assert task.search.layer_set != first and len(task.pairs) == MIN_PAIRS + 2
     assert not task.add(mixed)
     assert not task.pairs and task.judged.verdict.ratio is None and task.word == "use"
@@ -291,7 +291,7 @@ def test_what_is_said_of_drafts_is_what_requests_take_with_and_without_them(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch, at_once: int, draft_s: float
 ) -> None:
     """Also where several run at once: a plain round that waits for others' drafts would be no measure of plain ones."""
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 0.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 0.0)
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs_of(model.runtime))
     clock = Clock(monkeypatch, model.runtime, draft_s, target_s=1.0)
     took: dict[Way, float] = {}
@@ -313,7 +313,7 @@ def test_search_takes_its_share_of_the_time_at_most(
 ) -> None:
     """Of the time that has passed, however many requests run at once, and as the task's figures say."""
     share = 0.5
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", share)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", share)
     costs = replace(costs_of(model.runtime), pass_s={1: 1.0, 256: 256.0})
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: costs)
     clock = Clock(monkeypatch, model.runtime, draft_s=0.5, target_s=1.0)
@@ -418,7 +418,7 @@ def test_tasks_are_told_apart_by_their_prompts_after_a_restart(
 def test_nothing_is_tried_on_a_request_that_is_not_to_be_learnt_from(
     model: swiftopt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     traffic = Traffic("tiny", model.runtime, None, SETTINGS)
     done = answers(traffic, model.runtime, "code", learn=False)
     [found] = traffic.status().tasks
@@ -453,8 +453,8 @@ def test_search_pays_a_slow_look_back_before_the_next_one(model: swiftopt.Model)
         task.count_look(factor * expected_s, expected_s)
         shares.append(task.search_s / task.seconds)
     before, slow, after = shares[:300], shares[300], shares[301:]
-    assert before[-1] > 0.5 * SEARCH_SHARE and max(before) <= SEARCH_SHARE < slow
-    assert after[-1] > 0.5 * SEARCH_SHARE and max(after) <= SEARCH_SHARE
+    assert before[-1] > 0.5 * SEARCH_TIME_SHARE and max(before) <= SEARCH_TIME_SHARE < slow
+    assert after[-1] > 0.5 * SEARCH_TIME_SHARE and max(after) <= SEARCH_TIME_SHARE
 
 
 def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
@@ -490,7 +490,7 @@ def test_paused_traffic_neither_searches_nor_compares(model: swiftopt.Model, sto
 def test_one_replica_at_a_time_searches_for_a_task(
     model: swiftopt.Model, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     first, second = (Traffic("tiny", model.runtime, store, SETTINGS) for _ in range(2))
 
     def n_trials(traffic: Traffic, task: str) -> int:
@@ -526,7 +526,7 @@ def test_no_round_waits_for_the_database(
     model: swiftopt.Model, store: Store, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While nobody can write to it, requests are answered, and what it has not said is neither searched nor used."""
-    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_SHARE", 1.0)
+    monkeypatch.setattr("swiftopt.tasks.served_task.SEARCH_TIME_SHARE", 1.0)
     with Store.open(f"{sqlite_url}?timeout=600") as patient:
         first = Traffic("tiny", model.runtime, store, SETTINGS)
         task = first.task("notes")

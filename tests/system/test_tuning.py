@@ -37,8 +37,8 @@ from swiftopt.decoding.session import Session
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
-from swiftopt.optimizer.challengers import Contest, Incumbent, trimmed
-from swiftopt.optimizer.evaluation import FEWEST_AGAIN, candidates_per_pass
+from swiftopt.optimizer.challengers import ChallengerTest, Incumbent, trim
+from swiftopt.optimizer.evaluation import MIN_CANDIDATES_REOPENED, candidates_per_pass
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.tuning import Tuner
 
@@ -221,7 +221,7 @@ def test_batch_grows_only_while_it_makes_a_candidate_cheaper() -> None:
 @pytest.mark.parametrize("n", [0, 1, 3, 5, 9])
 def test_trimmed_keeps_a_subset_of_the_wanted_size(n: int) -> None:
     whole = LayerSet(8, frozenset({1, 3, 4, 6}), frozenset({2, 5, 6}))
-    smaller = trimmed(whole, n)
+    smaller = trim(whole, n)
     assert smaller.n_skipped == min(n, whole.n_skipped)
     assert smaller.skip_attn <= whole.skip_attn and smaller.skip_mlp <= whole.skip_mlp
 
@@ -288,7 +288,7 @@ def test_reopened_search_looks_at_its_first_set_again() -> None:
     start = search.layer_set
     run_on(search, 1)
     thin, stored = LayerSet(4, frozenset({1, 2}), frozenset({1, 2})), LayerSet(4, frozenset({2}))
-    search._contest = Contest(Incumbent(thin))
+    search._challengers = ChallengerTest(Incumbent(thin))
     assert search.reopen([stored])
     run_on(search, 2, name="q")
     assert [(trial.origin, trial.layer_set) for trial in search.trials[6:9]] == [
@@ -325,7 +325,9 @@ def test_shifts_without_end_take_no_more_than_a_share_of_the_time() -> None:
         opened.append(len(search.trials) - sum(opened))
         assert search.reopen(known)
     n_earned = 0.03 * search._n_rounds / (1.5 * flat_costs().draft_cost(search._start, 8))
-    assert opened[:2] == [36, 36] and all(FEWEST_AGAIN <= n <= FEWEST_AGAIN + n_earned for n in opened[2:])
+    assert opened[:2] == [36, 36] and all(
+        MIN_CANDIDATES_REOPENED <= n <= MIN_CANDIDATES_REOPENED + n_earned for n in opened[2:]
+    )
     assert {t.origin for t in search.trials[-opened[-1] :]} >= {"in use", "stored"}
 
 

@@ -84,7 +84,7 @@ def test_set_of_the_search_is_used_unless_another_proves_faster(
         yield phase
         return runs
 
-    monkeypatch.setattr(tuning, "timed_by_turns", by_turns)
+    monkeypatch.setattr(tuning, "time_methods", by_turns)
     monkeypatch.setattr(Search, "contenders", [WHOLE, TUNED])
     (result,), _ = tune(strategy="knapsack")
     assert timed == [(2, ["t2", "t1", "t0"])]  # those that were served, the latest first

@@ -7,8 +7,8 @@ import dataclasses
 from fakes import cheap_draft_costs, flat_costs
 
 from swiftopt.core.types import LayerSet
-from swiftopt.optimizer.evaluation import FEWEST, affordable, candidates_per_pass
-from swiftopt.optimizer.strategies import MOST
+from swiftopt.optimizer.evaluation import MIN_CANDIDATES, affordable_candidates, candidates_per_pass
+from swiftopt.optimizer.strategies import MAX_CANDIDATES
 
 INT4 = LayerSet(4).filled("int4")
 
@@ -27,10 +27,11 @@ def test_more_candidates_share_a_pass_where_rows_are_free() -> None:
 
 def test_search_gets_its_share_of_a_stream_within_bounds() -> None:
     costs = cheap_draft_costs(0.25)
-    assert affordable(costs, INT4, 32, 0) == affordable(None, INT4, 32, 10**9) == FEWEST
-    assert affordable(costs, INT4, 32, 10**9) == MOST
-    counts = [affordable(costs, INT4, 32, n) for n in range(0, 60_000, 2_000)]
-    assert counts == sorted(counts) and FEWEST in counts and len(set(counts)) > 5
-    assert affordable(costs, INT4, 8, 16_000) >= affordable(costs, INT4, 32, 16_000)  # shorter windows cost less
-    dear = affordable(cheap_draft_costs(0.9), INT4, 32, 40_000)
-    assert dear <= affordable(costs, INT4, 32, 40_000)
+    assert affordable_candidates(costs, INT4, 32, 0) == affordable_candidates(None, INT4, 32, 10**9) == MIN_CANDIDATES
+    assert affordable_candidates(costs, INT4, 32, 10**9) == MAX_CANDIDATES
+    counts = [affordable_candidates(costs, INT4, 32, n) for n in range(0, 60_000, 2_000)]
+    assert counts == sorted(counts) and MIN_CANDIDATES in counts and len(set(counts)) > 5
+    # shorter windows cost less
+    assert affordable_candidates(costs, INT4, 8, 16_000) >= affordable_candidates(costs, INT4, 32, 16_000)
+    dear = affordable_candidates(cheap_draft_costs(0.9), INT4, 32, 40_000)
+    assert dear <= affordable_candidates(costs, INT4, 32, 40_000)

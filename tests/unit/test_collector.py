@@ -19,7 +19,7 @@ collector.start()
 print(gc.isenabled(), gc.get_threshold()[0])
 from swiftopt.models.loading import load
 runtime = load(sys.argv[1], device="cpu", speed="eager")
-print(gc.isenabled(), gc.get_threshold() == collector.USUAL)
+print(gc.isenabled(), gc.get_threshold() == collector.DEFAULT_THRESHOLDS)
 circle = Told()
 circle.itself = circle
 del circle

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from swiftopt.core.types import LayerSet, Trial
-from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, Contest, Finals, Incumbent, WindowStart
+from swiftopt.optimizer.challengers import FINAL_WINDOWS, FINALISTS, ChallengerTest, Finals, Incumbent, WindowStart
 
 WINDOW = 8
 SETS = [LayerSet(12, frozenset({i})) for i in range(1, 11)]
@@ -95,7 +95,7 @@ def trial(layer_set: LayerSet, score: float, step: int, origin: str) -> Trial:
 
 def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
     """Its own windows may have been easy ones."""
-    contest = Contest(Incumbent(HELD))
+    contest = ChallengerTest(Incumbent(HELD))
     contest.judge(place(0), trial(HELD, 1.0, 0, "uniform"), [])
     contest.finals = entered(2.0)
     for number in range(1, FINAL_WINDOWS + 1):
@@ -108,14 +108,16 @@ def test_winner_takes_over_the_score_of_the_set_it_beat_and_its_lead() -> None:
 
 
 def test_contest_survives_json() -> None:
-    contest = Contest(Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), [SETS[4], INT4], place(2), 3, 5)
+    contest = ChallengerTest(
+        Incumbent(HELD, 2, 1.5, 0.75, [(3, 2)]), entered(1.0, 2.0), [SETS[4], INT4], place(2), 3, 5
+    )
     contest.finals.settle(place(1), {SETS[0]: 0.1})
-    assert Contest.from_json(json.loads(json.dumps(contest.to_json()))) == contest
+    assert ChallengerTest.from_json(json.loads(json.dumps(contest.to_json()))) == contest
 
 
 def test_set_that_promises_most_is_taken_into_use_when_it_has_just_been_scored() -> None:
     """With the mean of all its windows; one that an earlier pass scored must be scored again first."""
-    contest = Contest(Incumbent(HELD, 1, 1.0, 1.0))
+    contest = ChallengerTest(Incumbent(HELD, 1, 1.0, 1.0))
     held, other, again = (trial(own, 2.0, step, "move") for step, own in enumerate((HELD, SETS[0], SETS[1])))
     earlier = [trial(SETS[1], 4.0, 0, "move"), trial(SETS[0], 9.0, 1, "move")]
     assert contest.take_best(SETS[1], [held, other], earlier) is None and contest.incumbent.layer_set == HELD

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from swiftopt.core.errors import InvalidInput
-from swiftopt.core.json_schemas import endless, has_arguments, not_enforced, relaxed, target, walk
+from swiftopt.core.json_schemas import find_endless, has_arguments, list_not_enforced, relax, target, walk
 from swiftopt.decoding.grammar import Grammar
 from swiftopt.decoding.json_grammar import LIMITS, MAX_NAMES, names_of
 
@@ -236,8 +236,8 @@ def test_part_that_cannot_end_is_not_begun() -> None:
     assert "k" in json.loads(drawn(Grammar.json_schema(schema), prefix='{"v": 1, "k') or "")
     with pytest.raises(AssertionError):
         matcher_of(Grammar.json_schema(schema), '{"v": 1, "l')
-    assert len(endless(schema)) == 3  # the list, its items, and the property
-    assert not endless({"type": "object", "properties": {"k": {"$id": "x", "$ref": "#"}}, "required": ["k"]})
+    assert len(find_endless(schema)) == 3  # the list, its items, and the property
+    assert not find_endless({"type": "object", "properties": {"k": {"$id": "x", "$ref": "#"}}, "required": ["k"]})
 
 
 ENUM = {"enum": ["p", "q"]}
@@ -321,12 +321,15 @@ def test_tools_whose_names_begin_alike_are_told_apart() -> None:
 def test_keywords_that_no_grammar_holds_are_named_and_left_out() -> None:
     sizes = {"type": "array", "uniqueItems": True, "items": {"not": {"const": 1}}, "default": {"not": 1}}
     schema = closed(sizes=sizes, uniqueItems={"uniqueItems": False}, **{"if": {"const": 1}})
-    assert not_enforced(schema) == [("properties", "sizes", "uniqueItems"), ("properties", "sizes", "items", "not")]
+    assert list_not_enforced(schema) == [
+        ("properties", "sizes", "uniqueItems"),
+        ("properties", "sizes", "items", "not"),
+    ]
     without = {"type": "array", "items": {}, "default": {"not": 1}}
-    assert relaxed(schema)["properties"]["sizes"] == without
+    assert relax(schema)["properties"]["sizes"] == without
     with pytest.raises(InvalidInput, match=r'at #/properties/sizes: .*"uniqueItems".*strict to false'):
         Grammar.json_schema(schema)
-    Grammar.json_schema(relaxed(schema))
+    Grammar.json_schema(relax(schema))
     Grammar.call({"0": {"name": "f", "strict": False, "parameters": schema}})
 
 

@@ -32,7 +32,7 @@ from swiftopt.core.messages import (
     Tokenize,
     TokensText,
     TuningNow,
-    encoded,
+    encode,
     from_engine,
     from_server,
 )
@@ -93,7 +93,7 @@ def test_every_message_is_generated_here() -> None:
 def test_message_arrives_as_it_was_sent(kind: type[Any]) -> None:
     @given(MESSAGES[kind])
     def arrives(message: Any) -> None:
-        line = encoded(message)
+        line = encode(message)
         assert line.count(b"\n") == 1 and line.endswith(b"\n")
         assert (from_server if kind in get_args(FromServer) else from_engine)(line) == message
 
@@ -103,7 +103,7 @@ def test_message_arrives_as_it_was_sent(kind: type[Any]) -> None:
 @pytest.mark.parametrize("text", ["\ud83d", "half \udc00 of one"])
 def test_half_of_a_character_is_refused_in_words(text: str) -> None:
     with pytest.raises(InvalidInput, match="half of a character"):
-        encoded(Decode(CompletionRequest(text=text)))
+        encode(Decode(CompletionRequest(text=text)))
 
 
 def test_objects_that_are_nested_too_deeply_are_refused_in_words() -> None:
@@ -111,7 +111,7 @@ def test_objects_that_are_nested_too_deeply_are_refused_in_words() -> None:
     for _ in range(10_000):
         deep = {"a": deep}
     with pytest.raises(InvalidInput, match="too many objects within each other"):
-        encoded(Decode(CompletionRequest(json_schema=deep)))
+        encode(Decode(CompletionRequest(json_schema=deep)))
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_line_of_another_swiftopt_is_told(line: bytes) -> None:
 
 def test_message_of_the_wrong_side_or_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="Cancel to the server"):
-        from_engine(encoded(Cancel(1)))
+        from_engine(encode(Cancel(1)))
     with pytest.raises(SettingsError, match="Loading to the engine"):
-        from_server(encoded(Loading("x")))
-    newer = encoded(replace(READY, version=messages.VERSION + 1))
+        from_server(encode(Loading("x")))
+    newer = encode(replace(READY, version=messages.VERSION + 1))
     with pytest.raises(SettingsError, match=r"\(version 2, not 1\): restart the server"):
         from_engine(newer)
 
 
 @pytest.mark.parametrize("error", [ContextOverflow("too long", "messages"), SwiftoptError("so"), errors.Busy("full")])
 def test_error_is_the_same_on_the_other_side(error: SwiftoptError) -> None:
-    failed = from_engine(encoded(Failed.of(3, error)))
+    failed = from_engine(encode(Failed.of(3, error)))
     assert isinstance(failed, Failed) and failed.id == 3
     assert (type(failed.error), str(failed.error), failed.error.param) == (type(error), str(error), error.param)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swiftopt.core.costs import CostProfile, FormatCosts
-from swiftopt.core.observed_costs import BASE_MEMORY, REFINED_AFTER, ObservedCosts, PassTiming
+from swiftopt.core.observed_costs import MAX_BASE_WEIGHT, MIN_REFINED_PASSES, ObservedCosts, PassTiming
 from swiftopt.core.types import LayerSet
 
 N_LAYERS = 4
@@ -135,9 +135,9 @@ def test_costs_are_the_same_object_until_passes_have_changed_them() -> None:
 
 def test_a_profile_is_refined_when_enough_passes_were_seen() -> None:
     costs = ObservedCosts(PROFILE)
-    costs.learn(passes(10.0, {(4, None): 1.2}, n=BASE_MEMORY))
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=MAX_BASE_WEIGHT))
     assert costs.at().quality == "quiet" and costs.refined() == []
-    costs.learn(passes(10.0, {(4, None): 1.2}, n=REFINED_AFTER))
+    costs.learn(passes(10.0, {(4, None): 1.2}, n=MIN_REFINED_PASSES))
     assert [known.quality for known in costs.refined()] == ["refined"]
 
 

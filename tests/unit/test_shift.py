@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from swiftopt.core.records import KnownSet, nearest, packed, unit, unpacked
+from swiftopt.core.records import KnownSet, nearest, pack_state, unit, unpack_state
 from swiftopt.core.types import Completion, LayerSet
-from swiftopt.optimizer.shift import FAR_FOR, SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
+from swiftopt.optimizer.shift import FAR_PROMPTS, SERVED_ALARM, SERVED_N_LEARN, AcceptanceChart, ShiftWatch
 
 
 def texts(mean: float, spread: float, n: int, seed: int) -> list[tuple[int, int]]:
@@ -79,11 +79,11 @@ def test_nearest_sets_come_first_once_each_and_other_sizes_never() -> None:
 
 
 def test_state_survives_packing_and_odd_bytes_are_refused() -> None:
-    state = unpacked(packed(unit([3.0, -4.0, 0.0])))
-    assert state == pytest.approx((0.6, -0.8, 0.0), abs=1e-7) and unpacked(packed(state)) == state
+    state = unpack_state(pack_state(unit([3.0, -4.0, 0.0])))
+    assert state == pytest.approx((0.6, -0.8, 0.0), abs=1e-7) and unpack_state(pack_state(state)) == state
     assert unit([0.0, 0.0]) == (0.0, 0.0)
     with pytest.raises(ValueError, match="four bytes"):
-        unpacked(b"123")
+        unpack_state(b"123")
 
 
 def completion(accepted: int, drafted: int) -> Completion:
@@ -155,12 +155,12 @@ def test_several_prompts_elsewhere_in_a_row_are_a_shift_though_acceptance_holds(
         for state in prompts(prose, 1.0, 10, draws):
             watch.add_prompt(state, settled)
             assert not watch.add(completion(90, 100))
-        news = prompts(code, 1.0, FAR_FOR, draws)
+        news = prompts(code, 1.0, FAR_PROMPTS, draws)
         for number, state in enumerate(news, 1):
             watch.add_prompt(state, settled)
             reason = watch.add(completion(90, 100))
-            assert bool(reason) == (number == FAR_FOR)
-        assert reason == f"{FAR_FOR} prompts in a row lie elsewhere than those before"
+            assert bool(reason) == (number == FAR_PROMPTS)
+        assert reason == f"{FAR_PROMPTS} prompts in a row lie elsewhere than those before"
         watch.restart(LayerSet.uniform(8, 2))
         assert watch.state == pytest.approx(unit([sum(own) for own in zip(*map(unit, news), strict=True)]), abs=1e-6)
         assert shift_at(watch, prompts(code, 1.0, 30, draws)) is None
@@ -172,7 +172,7 @@ def test_a_prompt_of_the_old_kind_between_ends_the_row() -> None:
     watch = ShiftWatch()
     assert shift_at(watch, prompts(prose, 1.0, 10, draws)) is None
     for _ in range(5):
-        mixed = prompts(code, 1.0, FAR_FOR - 1, draws) + prompts(prose, 1.0, 1, draws)
+        mixed = prompts(code, 1.0, FAR_PROMPTS - 1, draws) + prompts(prose, 1.0, 1, draws)
         assert shift_at(watch, mixed) is None
 
 
@@ -183,10 +183,10 @@ def test_later_turns_of_a_chat_are_no_prompts_elsewhere() -> None:
     for first in prompts(prose, 1.0, 10, draws):
         watch.add_prompt(first, settled=True)
         assert not watch.add(completion(90, 100))
-        for later in prompts(code, 1.0, FAR_FOR + 1, draws):
+        for later in prompts(code, 1.0, FAR_PROMPTS + 1, draws):
             watch.add_prompt(later, settled=True, goes_on=True)
             assert not watch.add(completion(90, 100))
-    assert watch.chart.n == 10 * (FAR_FOR + 2)
+    assert watch.chart.n == 10 * (FAR_PROMPTS + 2)
 
 
 def test_prompts_of_one_kind_seldom_lie_elsewhere() -> None:

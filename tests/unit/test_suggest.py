@@ -18,9 +18,9 @@ import pytest
 
 from swiftopt.core.types import LayerSet, Trial
 from swiftopt.optimizer.strategies import interval
-from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchanged
-from swiftopt.optimizer.strategies.interval import MAX_FAILURES, MODULE, IntervalStrategy, SuggestionProcess
-from swiftopt.optimizer.suggestions import KAPPA, next_point, points_of, repaired
+from swiftopt.optimizer.strategies.base import SearchProblem, draw, exchange
+from swiftopt.optimizer.strategies.interval import MAX_FAILURES, SUGGESTIONS_MODULE, IntervalStrategy, SuggestionProcess
+from swiftopt.optimizer.suggestions import KAPPA, next_point, points_of, repair
 
 SIZE, N_SKIPPED = 12, 5
 WAIT_S = 60.0  # how long a test waits for a process on a busy machine
@@ -256,7 +256,7 @@ def test_suggestion_process_imports_its_library_and_never_torch(engine: str, lib
     scores = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
     request = {"engine": engine, "seed": 4, "n_skipped": 2, "scores": scores, "pending": ["001100"]}
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", MODULE],
+        [sys.executable, "-X", "importtime", "-m", SUGGESTIONS_MODULE],
         input=json.dumps(request) + "\n",
         capture_output=True,
         text=True,
@@ -322,15 +322,15 @@ def test_next_point_is_that_of_the_library_to_the_bit(n_scores: int) -> None:
 def test_repair_flips_no_more_than_needed() -> None:
     bits = (1, 1, 1, 1, 0, 0, 0, 0)
     for n_skipped in range(9):
-        fixed = repaired(bits, n_skipped, random.Random(n_skipped))
+        fixed = repair(bits, n_skipped, random.Random(n_skipped))
         assert sum(fixed) == n_skipped
         assert sum(a != b for a, b in zip(bits, fixed, strict=True)) == abs(n_skipped - 4)
 
 
 def test_exchange_keeps_the_number_skipped_and_moves_one() -> None:
     bits = draw(SIZE, N_SKIPPED, random.Random(0))
-    moved = exchanged(bits, random.Random(1))
+    moved = exchange(bits, random.Random(1))
     assert sum(moved) == N_SKIPPED
     assert sum(a != b for a, b in zip(bits, moved, strict=True)) == 2
-    assert exchanged((1, 1), random.Random(0)) == (1, 1)
+    assert exchange((1, 1), random.Random(0)) == (1, 1)
     assert LayerSet(8).with_bits(bits).n_skipped == N_SKIPPED

@@ -66,7 +66,7 @@ def test_row_of_a_data_set_becomes_a_prompt(name: str, tmp_path: Path) -> None:
     prompt = prompts[0]
     assert prompt.stop == template.stop and prompt.max_new_tokens is None
     assert prompt.text is not None and prompt.text == (template.example(ROWS[name], "") * template.shots) + (
-        template.asked(ROWS[name], "")
+        template.ask(ROWS[name], "")
     )
     assert "{" not in prompt.text and prompt.reference.get("judge") == template.judge
 

@@ -11,9 +11,9 @@ import pytest
 from swiftopt.bench.verdicts import Machine, Prompts, Stream, simulate
 from swiftopt.decoding.work import exhaust
 from swiftopt.optimizer.verdict import (
-    ERROR,
-    MOST_RUNS,
-    Judged,
+    ERROR_RATE,
+    MAX_RUNS,
+    JudgedTurns,
     Look,
     Timed,
     TimedTurn,
@@ -130,10 +130,10 @@ def test_few_prompts_are_the_reason_where_they_may_be() -> None:
 @pytest.mark.parametrize(("n_held_out", "n_more"), [(1, 0), (1, 1), (2, 0), (4, 4), (8, 0), (8, 3), (8, 8), (16, 16)])
 def test_looks_go_on_with_other_prompts_then_repeat_and_spend_one_error_together(n_held_out: int, n_more: int) -> None:
     looks = looks_of(n_held_out, n_more)
-    assert sum(look.error for look in looks) == pytest.approx(ERROR)
+    assert sum(look.error for look in looks) == pytest.approx(ERROR_RATE)
     assert max(looks, key=lambda look: look.error) is looks[-1]
     timed = [(run, number) for look in looks for run in look.runs for number in look.prompts]
-    assert timed == sorted(set(timed)) and len(timed) <= max(MOST_RUNS, n_held_out + n_more)
+    assert timed == sorted(set(timed)) and len(timed) <= max(MAX_RUNS, n_held_out + n_more)
     assert looks[0].prompts == range(n_held_out)
     assert {number for _, number in timed} == {*range(n_held_out + n_more)}
 
@@ -154,7 +154,7 @@ def turns(plain: list[float], tuned: list[float]) -> list[list[TimedTurn]]:
     return [[TimedTurn(*pair)] for pair in zip(runs(plain), runs(tuned), strict=True)]
 
 
-def decided(looks: list[Look], timings: list[list[list[TimedTurn]]]) -> tuple[Judged, list[Look]]:
+def decided(looks: list[Look], timings: list[list[list[TimedTurn]]]) -> tuple[JudgedTurns, list[Look]]:
     made = list[Look]()
     return exhaust(by_looks(looks, lambda look: measured(look, timings)), made.append), made
 
