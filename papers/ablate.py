@@ -64,8 +64,12 @@ class BuiltVariant:
         """Numbers of added heads and parameters; 0 if every head is the model's own head (identity transform)."""
         if self.heads is None:
             return None, None
-        added = [t for t in self.heads.transforms.values() if not torch.equal(t, torch.eye(*t.shape).to(t))]
-        return (len(self.heads.depths), n_parameters(self.heads)) if added else (0, 0)
+        added_transforms = [
+            transform
+            for transform in self.heads.transforms.values()
+            if not torch.equal(transform, torch.eye(*transform.shape).to(transform))
+        ]
+        return (len(self.heads.depths), n_parameters(self.heads)) if added_transforms else (0, 0)
 
 
 def ablate(
@@ -74,30 +78,32 @@ def ablate(
     draft_model: str | None,
     prompts: Sequence[Prompt],
     store: Store | None,
-    others: Sequence[Prompt] = (),
+    training_prompts: Sequence[Prompt] = (),
     on_step: Callable[[str], None] = lambda words: None,
     on_run: OnRun | None = None,
 ) -> dict[str, Any]:
     """Return the object that `python -m swiftopt.papers.ablate --json` prints.
 
-    Missing heads, probes and layer sets are made briefly as in `swiftopt compare`, on `others` (or on `prompts` if
-    empty), and are not stored. A variant's search continues across prompts, and its time counts.
+    Missing heads, probes and layer sets are made briefly as in `swiftopt compare`, on `training_prompts` (or on
+    `prompts` if empty), and are not stored. A variant's search continues across prompts, and its time counts.
     """
-    prompts, others = first_turns(prompts), first_turns(others)
+    prompts, training_prompts = first_turns(prompts), first_turns(training_prompts)
     greedy = replace(request, draft_model=draft_model, sampling=Sampling())
-    session, draft = open_models(greedy, prompts, store, on_step)
+    session, draft_runtime = open_models(greedy, prompts, store, on_step)
     runtime = session.runtime
     task = request.task or task_of(prompts)
-    recipes = AblationRecipes(session, store, draft, request.model, task, others or prompts, None, on_step)
-    built = [_built(variant) for variant in ABLATIONS[name].variants(recipes)]
-    able = {BASE: decoder(session, PLAIN)}
-    for one in built:
-        if one.by is not None:
-            variant_session = Session(runtime, one.variant.sampling, request.max_new_tokens)
-            able[one.variant.label] = decoder(variant_session, one.by)
+    recipes = AblationRecipes(
+        session, store, draft_runtime, request.model, task, training_prompts or prompts, None, on_step
+    )
+    built = [_build_variant(variant) for variant in ABLATIONS[name].variants(recipes)]
+    decoders = {BASE: decoder(session, PLAIN)}
+    for built_variant in built:
+        if built_variant.by is not None:
+            variant_session = Session(runtime, built_variant.variant.sampling, request.max_new_tokens)
+            decoders[built_variant.variant.label] = decoder(variant_session, built_variant.by)
     meter = EnergyMeter.of(runtime.device)
-    runs = Interleaved(able, prompts, meter, on_run)
-    finished = runs.run()
+    runs = Interleaved(decoders, prompts, meter, on_run)
+    is_finished = runs.run()
     return {
         "schema": SCHEMA,
         "name": name,
@@ -111,30 +117,30 @@ def ablate(
         "max_new_tokens": request.max_new_tokens,
         "prompts": len(prompts),
         "energy": meter.source,
-        "made": [{"piece": one.piece, "how": one.how} for one in recipes.made],
-        "made_on": training_prompts_words(others),
-        "rows": [_row(one, runs, session, prompts) for one in built],
-        "interrupted": not finished,
+        "made": [{"piece": part.piece, "how": part.how} for part in recipes.made],
+        "made_on": training_prompts_words(training_prompts),
+        "rows": [_row(built_variant, runs, session, prompts) for built_variant in built],
+        "interrupted": not is_finished,
     }
 
 
-def _built(variant: Variant) -> BuiltVariant:
+def _build_variant(variant: Variant) -> BuiltVariant:
     try:
-        by = variant.make()
-        return BuiltVariant(variant, by, None if variant.heads is None else variant.heads())
+        method_or_search = variant.make()
+        return BuiltVariant(variant, method_or_search, None if variant.heads is None else variant.heads())
     except SwiftoptError as error:
         return BuiltVariant(variant, error=str(error))
 
 
 def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequence[Prompt]) -> dict[str, Any]:
     variant = built.variant
-    head = {"label": variant.label, "base": variant.base, **variant.values}
+    identity = {"label": variant.label, "base": variant.base, **variant.values}
     search = built.by if isinstance(built.by, Search) else None
     method = built.by.method if isinstance(built.by, Search) else built.by
     figures_so_far = Figures(variant.label, lossy=method is not None and method.lossy, extra_bytes=0)
     if built.error is not None:
         return {
-            **head,
+            **identity,
             **figures_so_far.missing(len(prompts), built.error).to_json(),
             "heads": None,
             "consistency": None,
@@ -155,7 +161,7 @@ def _row(built: BuiltVariant, runs: Interleaved, session: Session, prompts: Sequ
     n_heads, n_added = built.n_added
     consistency = plain.identical / plain.prompts if variant.sampling.greedy and plain.identical is not None else None
     return {
-        **head,
+        **identity,
         **replace(plain, ratio=base.ratio, ratio_interval=base.ratio_interval).to_json(),
         "extra_parameters": n_added,
         "heads": n_heads,
@@ -169,12 +175,12 @@ def _search_figures(search: Search | None, runs: Iterable[Any]) -> dict[str, flo
     if search is None:
         return {}
     runs = list(runs)
-    seconds = sum(run.completion.timings.optimise_s for run in runs)
-    total = sum(run.seconds for run in runs)
+    search_s = sum(run.completion.timings.optimise_s for run in runs)
+    total_s = sum(run.seconds for run in runs)
     return {
         "candidates": len(search.trials),
-        "optimise_ms": 1000 * seconds / len(search.trials) if search.trials else None,
-        "optimise_share": seconds / total if total else None,
+        "optimise_ms": 1000 * search_s / len(search.trials) if search.trials else None,
+        "optimise_share": search_s / total_s if total_s else None,
         "matchness": search.matchness,
         "skip_ratio": search.layer_set.skip_ratio,
     }
@@ -221,17 +227,17 @@ def command(
 
 def _ablation_view(report: Mapping[str, Any]) -> list[RenderableType]:
     """Return a table of the variants that ran, and the reasons why others did not."""
-    shown = ABLATIONS[report["name"]].shown
-    columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown)]
+    shown_figures = ABLATIONS[report["name"]].shown
+    columns = [folding("variant"), *(numeric(HEADINGS[key]) for key in shown_figures)]
     rows = [
-        (row["label"], *(_cell(key, row.get(key)) for key in shown))
+        (row["label"], *(_cell(key, row.get(key)) for key in shown_figures))
         for row in report["rows"]
         if row["ratio"] is not None
     ]
-    failed = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
+    failure_lines = [f"{row['label']}: not run: {row['reason']}" for row in report["rows"] if row["reason"] is not None]
     if report["made"] and report["made_on"] != "other prompts":
-        failed.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
-    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failed]
+        failure_lines.append(f"made on {report['made_on']} themselves, which favours the variants that use it")
+    return [heading(f"{report['title']} ({report['source']})"), table(columns, rows, gap=2), *failure_lines]
 
 
 def _cell(key: str, value: float | None) -> str:

@@ -39,16 +39,16 @@ from .methods.early_exit import (
     PipelineDrafter,
     early_exit,
 )
-from .methods.guesses import merged
-from .parts import BRIEF_EPOCHS, HEADS_S, LEAST_TOKENS, SELF_SD_PROMPTS, SELF_SD_TOKENS
+from .methods.guesses import merge_paths
+from .parts import BRIEF_EPOCHS, HEADS_S, MIN_TOKENS, SELF_SD_PROMPTS, SELF_SD_TOKENS
 from .training.features import Features, features_of
 from .training.settings import HeadSettings, ignore
 from .training.trainer import HeadObjective, Trainer, train
 from .verifiers import Rollback
 
 MIXED_TASK = "mixed"  # Task name under which heads trained on several streams are stored.
-HOPS = 3
-CHOICES = 2  # Most probable tokens that each head adds to the draft tree.
+N_HOPS = 3
+N_CHOICES = 2  # Most probable tokens that each head adds to the draft tree.
 
 HeadsOf = Callable[[], Heads]
 HopsOf = Callable[[], Sequence[Heads]]
@@ -69,8 +69,8 @@ class AblationRecipes(MakingRecipes):
         """Return Self-SD with a layer set found in `steps` steps on `SELF_SD_PROMPTS` prompts."""
         self.on_step(f"make: Self-SD's layer set, by {steps} candidates of its search")
         session = Session(self.runtime, Sampling(), min(SELF_SD_TOKENS, self.session.max_new_tokens))
-        result = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
-        return build("self-sd", Resources(self.runtime, result.best.layer_set), AdaptiveThreshold())
+        search_result = self_sd.search(session, self.prompts[:SELF_SD_PROMPTS], steps)
+        return build("self-sd", Resources(self.runtime, search_result.best.layer_set), AdaptiveThreshold())
 
     def branching(self) -> Method:
         """Return Self-SD with its layer set and threshold rule, but with SWIFT's draft-tree branching."""
@@ -98,11 +98,13 @@ class AblationRecipes(MakingRecipes):
 
     def added_by_trees(self, hops: HopsOf, early: bool) -> Heads:
         """Return the heads that trees add to the model; without `early` only the last layer's heads of later hops."""
-        added = hops()
-        depths = added[0].depths
-        used = [(depth, hop) for hop in range(HOPS) for depth in depths if early or depth == depths[-1]]
-        kept = [added[hop].transforms[depth] for depth, hop in used if (depth, hop) != (depths[-1], 0)]
-        return Heads(dict(enumerate(kept)))
+        hop_heads = hops()
+        depths = hop_heads[0].depths
+        used_heads = [(depth, hop) for hop in range(N_HOPS) for depth in depths if early or depth == depths[-1]]
+        added_transforms = [
+            hop_heads[hop].transforms[depth] for depth, hop in used_heads if (depth, hop) != (depths[-1], 0)
+        ]
+        return Heads(dict(enumerate(added_transforms)))
 
     def heads(self) -> Heads:
         return cast(Heads, self.weights(self.learned("heads", self.task)))
@@ -114,7 +116,12 @@ class AblationRecipes(MakingRecipes):
         return Heads({depth: heads.transforms[depth]}, heads.full)
 
     def original_head(self) -> Heads:
-        return Heads({depth: torch.eye(t.shape[-1]).to(t) for depth, t in self.heads().transforms.items()})
+        return Heads(
+            {
+                depth: torch.eye(transform.shape[-1]).to(transform)
+                for depth, transform in self.heads().transforms.items()
+            }
+        )
 
     def mixed_heads(self) -> Heads:
         """Return heads that were trained on several streams.
@@ -137,17 +144,17 @@ class AblationRecipes(MakingRecipes):
     def hop_heads(self) -> list[Heads]:
         """Train heads of every hop at the last layer and the task's two deepest heads, in HOPS * HEADS_S seconds."""
         depths = (*self.heads().depths[-2:], self.runtime.n_layers)
-        budget_s = HOPS * HEADS_S
-        self.on_step(f"make: heads that predict {HOPS} tokens ahead, by {budget_s:.0f} s of training")
-        session = Session(self.runtime, Sampling(), max(LEAST_TOKENS, self.session.max_new_tokens))
-        began, texts, heads = monotonic(), list[Features](), list[Heads]()
+        budget_s = N_HOPS * HEADS_S
+        self.on_step(f"make: heads that predict {N_HOPS} tokens ahead, by {budget_s:.0f} s of training")
+        session = Session(self.runtime, Sampling(), max(MIN_TOKENS, self.session.max_new_tokens))
+        started, features_of_texts, heads = monotonic(), list[Features](), list[Heads]()
         for prompt in self.prompts:
-            if not texts or monotonic() - began < budget_s / 2:
-                texts.append(features_of(session, prompt, depths))
-        for hop in range(1, HOPS + 1):
-            states = Features.joined([ahead(text, hop) for text in texts])
-            objective = HeadObjective(self.runtime, states, depths, full=False)
-            left_s = (budget_s - (monotonic() - began)) / (HOPS + 1 - hop)
+            if not features_of_texts or monotonic() - started < budget_s / 2:
+                features_of_texts.append(features_of(session, prompt, depths))
+        for hop in range(1, N_HOPS + 1):
+            shifted_features = Features.join([shift_targets(text, hop) for text in features_of_texts])
+            objective = HeadObjective(self.runtime, shifted_features, depths, full=False)
+            left_s = (budget_s - (monotonic() - started)) / (N_HOPS + 1 - hop)
             trainer = Trainer(objective, HeadSettings(epochs=BRIEF_EPOCHS), max(1.0, left_s))
             trainer.run(ignore)
             heads.append(objective.model(trainer.weights))
@@ -165,7 +172,7 @@ class HopDrafter(Drafter):
     Args: hops: `hops[h - 1]` are the heads of hop h, at the same layers, the last one included.
     """
 
-    max_width = HOPS + 1
+    max_width = N_HOPS + 1
 
     def __init__(self, hops: Sequence[Heads], early: bool, threshold: float) -> None:
         self.hops, self.early, self.threshold, self.max_depth = tuple(hops), early, threshold, len(hops)
@@ -176,10 +183,10 @@ class HopDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         context = self.context
-        root, depth, hidden, predicted = context.token_ids[-1], 0, None, list[Tensor]()
+        root_id, depth, hidden, predicted = context.token_ids[-1], 0, None, list[Tensor]()
         if self.early and room:
             staged = StagedPass(context.runtime, context.buffer, context.root_slot)
-            staged.add(root)
+            staged.add(root_id)
             for depth in self.hops[0].depths[:-1]:
                 yield from staged.advance(depth)
                 hidden = staged.newest
@@ -189,16 +196,26 @@ class HopDrafter(Drafter):
                     break
         if not predicted and self._state is not None:
             predicted = self._later(context.runtime.n_layers, self._state)
-        choices = [logits.topk(CHOICES).indices.tolist() for logits in predicted]
-        first, places = [firsts[0] for firsts in choices], range(len(choices))
-        paths = [first, *([*first[:i], choices[i][1], *first[i + 1 :]] for i in places)] if first else []
-        tree = merged(root, paths, room)
+        choices = [logits.topk(N_CHOICES).indices.tolist() for logits in predicted]
+        first_choices, positions = [top_ids[0] for top_ids in choices], range(len(choices))
+        paths = (
+            [
+                first_choices,
+                *(
+                    [*first_choices[:position], choices[position][1], *first_choices[position + 1 :]]
+                    for position in positions
+                ),
+            ]
+            if first_choices
+            else []
+        )
+        tree = merge_paths(root_id, paths, room)
         return Draft(tree, staged=self._checked(tree, depth, hidden))
 
     def observe(self, outcome: Outcome) -> None:
-        (states,) = self._states
+        (checked_states,) = self._states
         node = outcome.walk.path[-1] if outcome.walk.path else 0
-        self._state = states[node : node + 1]
+        self._state = checked_states[node : node + 1]
 
     def _later(self, depth: int, state: Tensor) -> list[Tensor]:
         """Return the predictions of hops after the first, logits (vocab,), from a state (1, hidden_size) at `depth`."""
@@ -213,14 +230,18 @@ class HopDrafter(Drafter):
         if hidden is None:
             return (yield Pass(runtime, rows, context.buffer, capture={n_layers: self._states}))
         if tree.n_nodes > 1:
-            later, below = tree_rows(tree.token_ids[1:], tree.parents, context.root_slot), list[Tensor]()
-            yield Pass(runtime, later, context.buffer, (), {depth: below}, layers=(0, depth))
-            hidden = torch.cat((hidden, *below))
-        rest = (depth, n_layers)
-        return (yield Pass(runtime, rows, context.buffer, None, {n_layers: self._states}, hidden=hidden, layers=rest))
+            later_rows, states_below = tree_rows(tree.token_ids[1:], tree.parents, context.root_slot), list[Tensor]()
+            yield Pass(runtime, later_rows, context.buffer, (), {depth: states_below}, layers=(0, depth))
+            hidden = torch.cat((hidden, *states_below))
+        remaining_layers = (depth, n_layers)
+        return (
+            yield Pass(
+                runtime, rows, context.buffer, None, {n_layers: self._states}, hidden=hidden, layers=remaining_layers
+            )
+        )
 
 
-def ahead(text: Features, hop: int) -> Features:
+def shift_targets(text: Features, hop: int) -> Features:
     """Pair each position's hidden states with the final state `hop` - 1 positions later, as training targets."""
-    n = max(0, text.n_rows - hop + 1)
-    return Features({depth: hidden[:n] for depth, hidden in text.hidden.items()}, text.final[hop - 1 :])
+    n_rows = max(0, text.n_rows - hop + 1)
+    return Features({depth: hidden[:n_rows] for depth, hidden in text.hidden.items()}, text.final[hop - 1 :])

@@ -51,7 +51,9 @@ class Ablation:
     variants: Callable[[AblationRecipes], Iterable[Variant]]
 
 
-def _each(make: Callable[..., Method | Search], name: str, setting: str, *values: float, **more: Any) -> list[Variant]:
+def _vary_setting(
+    make: Callable[..., Method | Search], name: str, setting: str, *values: float, **more: Any
+) -> list[Variant]:
     """Return one variant per value of `setting`; `name` is the paper's symbol or word for the setting."""
     return [
         Variant(
@@ -78,9 +80,9 @@ def _swift_self_sd(recipes: AblationRecipes) -> Iterator[Variant]:
 
 
 def _swift_schedule(recipes: AblationRecipes) -> Iterator[Variant]:
-    for steps, every in SCHEDULES:
-        make = partial(recipes.search, max_steps=steps, bayes_interval=every)
-        yield Variant(f"S {steps}, β {every}", make, {"S": steps, "β": every})
+    for steps, interval in SCHEDULES:
+        make = partial(recipes.search, max_steps=steps, bayes_interval=interval)
+        yield Variant(f"S {steps}, β {interval}", make, {"S": steps, "β": interval})
 
 
 def _adadecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -105,10 +107,10 @@ def _adadecode_trees(recipes: AblationRecipes) -> Iterator[Variant]:
 
 
 def _spd_settings(recipes: AblationRecipes) -> Iterator[Variant]:
-    for n in SPD_LENGTHS:
+    for draft_length in SPD_LENGTHS:
         for threshold in SPD_THRESHOLDS:
-            make = partial(recipes.method, "spd", max_draft_length=n, stop_threshold=threshold)
-            yield Variant(f"n {n}, threshold {threshold}", make, {"n": n, "threshold": threshold})
+            make = partial(recipes.method, "spd", max_draft_length=draft_length, stop_threshold=threshold)
+            yield Variant(f"n {draft_length}, threshold {threshold}", make, {"n": draft_length, "threshold": threshold})
 
 
 def _paradecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -121,19 +123,21 @@ def _paradecode_parts(recipes: AblationRecipes) -> Iterator[Variant]:
 
 
 def _thresholds(recipes: AblationRecipes, method: str, *values: float) -> list[Variant]:
-    return _each(partial(recipes.method, method), "γ", "early_threshold", *values, heads=recipes.heads)
+    return _vary_setting(partial(recipes.method, method), "γ", "early_threshold", *values, heads=recipes.heads)
 
 
 def _mtad(recipes: AblationRecipes, name: str, setting: str, *values: float) -> list[Variant]:
-    return _each(partial(recipes.method, "mtad"), name, setting, *values, sampling=SAMPLED)
+    return _vary_setting(partial(recipes.method, "mtad"), name, setting, *values, sampling=SAMPLED)
 
 
 def _mtad_warp(recipes: AblationRecipes) -> Iterator[Variant]:
-    for k, p in WARPS:
-        warp, values = Sampling(temperature=1.0, top_k=k, top_p=p), {"k": k, "p": p}
-        yield Variant(f"multinomial, k {k}, p {p}", lambda: PLAIN, values, warp)
-        yield Variant(f"SpD, k {k}, p {p}", partial(recipes.method, "spd"), values, warp)
-        yield Variant(f"MTAD, k {k}, p {p}", partial(recipes.method, "mtad", top_k=k, top_p=p), values, warp)
+    for top_k, top_p in WARPS:
+        warp, values = Sampling(temperature=1.0, top_k=top_k, top_p=top_p), {"k": top_k, "p": top_p}
+        yield Variant(f"multinomial, k {top_k}, p {top_p}", lambda: PLAIN, values, warp)
+        yield Variant(f"SpD, k {top_k}, p {top_p}", partial(recipes.method, "spd"), values, warp)
+        yield Variant(
+            f"MTAD, k {top_k}, p {top_p}", partial(recipes.method, "mtad", top_k=top_k, top_p=top_p), values, warp
+        )
 
 
 def _adaspeed(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -143,9 +147,11 @@ def _adaspeed(recipes: AblationRecipes) -> Iterator[Variant]:
         "AdaSPEED (no probe)": partial(recipes.method, "adaspeed"),
         "AdaSPEED (probe)": partial(recipes.method, "adaspeed-probe"),
     }
-    for words, sampling in (("greedy", Sampling()), ("top-p", TOP_P)):
+    for sampling_name, sampling in (("greedy", Sampling()), ("top-p", TOP_P)):
         for label, make in rows.items():
-            yield Variant(f"{label}, {words}", make, {"decoding": words}, sampling, f"LayerSkip, {words}")
+            yield Variant(
+                f"{label}, {sampling_name}", make, {"decoding": sampling_name}, sampling, f"LayerSkip, {sampling_name}"
+            )
 
 
 def _adaspeed_exit(recipes: AblationRecipes) -> Iterator[Variant]:
@@ -169,7 +175,7 @@ ABLATIONS: dict[str, Ablation] = {
         f"{_SWIFT}, Table 9",
         ("γ",),
         _SEARCH,
-        lambda recipes: _each(recipes.search, "γ", "context_window", 16, 32, 64, 128),
+        lambda recipes: _vary_setting(recipes.search, "γ", "context_window", 16, 32, 64, 128),
     ),
     "swift-schedule": Ablation(
         "SWIFT's search steps S and Bayesian interval β",
@@ -183,7 +189,7 @@ ABLATIONS: dict[str, Ablation] = {
         f"{_SWIFT}, Figure 8 (b)",
         ("r",),
         _SPEED,
-        lambda recipes: _each(recipes.search, "r", "skip_ratio", 0.3, 0.35, 0.4, 0.45, 0.5, 0.55),
+        lambda recipes: _vary_setting(recipes.search, "r", "skip_ratio", 0.3, 0.35, 0.4, 0.45, 0.5, 0.55),
     ),
     "adadecode-parts": Ablation(
         "AdaDecode without its parts",
@@ -219,7 +225,7 @@ ABLATIONS: dict[str, Ablation] = {
         ("steps",),
         ("acceptance_rate", "ratio"),
         # Scaled down: the paper uses hundreds of steps.
-        lambda recipes: _each(recipes.self_sd, "steps", "steps", 3, 10, 30),
+        lambda recipes: _vary_setting(recipes.self_sd, "steps", "steps", 3, 10, 30),
     ),
     "paradecode-parts": Ablation(
         "ParaDecode without its parts",

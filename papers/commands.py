@@ -44,8 +44,8 @@ from .training.settings import HeadSettings, ProbeSettings, TrainingStep
 if TYPE_CHECKING:
     from ..store import Store
 
-MIXED = "mixed"
-NEWS_S = 5.0  # Minimum seconds between two progress lines.
+MIXED_TASK = "mixed"
+PRINT_INTERVAL_S = 5.0  # Minimum seconds between two progress lines.
 # Confidence thresholds shown in the table; --json reports all.
 SHOWN_THRESHOLDS = ("0.5", "0.6", "0.75", "0.85", "0.95")
 CURVE_COLUMNS = 60
@@ -120,7 +120,7 @@ def train_heads(pictures: Pictures, **values: Any) -> Result:
     for all, stored for the task `mixed`. Cut at any time, the same command goes on where it was. The paper trains for
     100 epochs; --epochs 100 does, where there is time.
     """
-    return _trained("heads", pick(HeadSettings, values), pictures, values)
+    return _train_and_print("heads", pick(HeadSettings, values), pictures, values)
 
 
 @probe.command("train", short_help="Train a probe on a model's own completions.")
@@ -134,16 +134,20 @@ def train_probe(pictures: Pictures, **values: Any) -> Result:
     A tenth of the prompts of the stream is held out for the figures. Cut at any time, the same command goes on where it
     was.
     """
-    return _trained("probe", pick(ProbeSettings, values), pictures, values)
+    return _train_and_print("probe", pick(ProbeSettings, values), pictures, values)
 
 
-def _trained(
+def _train_and_print(
     kind: LearnedKind, settings: HeadSettings | ProbeSettings, pictures: Pictures, values: dict[str, Any]
 ) -> Result:
-    prompts = [p for path in values["streams"] for p in read_stream(path, values["task"], values["limit"])]
+    prompts = [
+        stream_prompt
+        for stream_path in values["streams"]
+        for stream_prompt in read_stream(stream_path, values["task"], values["limit"])
+    ]
     options.note_tasks(prompts)
     tasks = {prompt.task for prompt in prompts}
-    task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED)
+    task = values["task"] or (tasks.pop() if len(tasks) == 1 else MIXED_TASK)
     if "/" in task:
         raise InvalidInput(f"the task {task!r} holds a '/', which parts model from task: use another character")
 
@@ -158,28 +162,28 @@ def _trained(
         record = train_and_store(request, settings, prompts, store, StepPrinter(), StepNotes("load: "))
         database = safe_url(store.url)
     pictures.draw(draw_loss, record)
-    trained = {kind: record.to_json(), "database": database, **pictures.to_json()}
-    return Result({"schema": f"swiftopt.{kind}-train/1", **trained}, [trained_view(record)])
+    output = {kind: record.to_json(), "database": database, **pictures.to_json()}
+    return Result({"schema": f"swiftopt.{kind}-train/1", **output}, [trained_view(record)])
 
 
 class StepPrinter:
     """Prints training progress to stderr: remarks at once, progress every few seconds."""
 
     def __init__(self) -> None:
-        self._printed_at = 0.0
+        self._printed_at_s = 0.0
         self._phase = ""
 
     def __call__(self, step: TrainingStep) -> None:
         now = time.monotonic()
         if step.note:
             note(step.note)
-        elif step.phase != self._phase or step.done == step.total or now - self._printed_at > NEWS_S:
-            self._phase, self._printed_at = step.phase, now
-            words = {
+        elif step.phase != self._phase or step.done == step.total or now - self._printed_at_s > PRINT_INTERVAL_S:
+            self._phase, self._printed_at_s = step.phase, now
+            messages = {
                 "collect": f"collect: {step.done} of {step.total} prompts",
                 "train": f"train: step {step.done} of {step.total}, loss {step.loss or 0:.3f}",
             }
-            note(words.get(step.phase, "measure: on the held-out prompts"))
+            note(messages.get(step.phase, "measure: on the held-out prompts"))
 
 
 # --- commands: `layers search` and presets of `tune`
@@ -215,16 +219,18 @@ def search(prompts: Sequence[Prompt], max_steps: int, minutes: float | None, db:
         skipped = candidate.layer_set.n_skipped
         note(f"candidate {number}: {skipped} sub-layers left out, {candidate.ratio:.2f}x plain decoding")
 
-    max_s = float("inf") if minutes is None else 60 * minutes
+    max_search_s = float("inf") if minutes is None else 60 * minutes
     with open_store(db) as store:
         from .parts import search_offline
 
-        record, result = search_offline(request, prompts, store, max_steps, max_s, StepNotes("load: "), show_candidate)
-    ratio, median, n_tried = result.best.ratio, result.typical_ratio, len(result.candidates)
-    figures = {"candidates": n_tried, "ratio": ratio, "median_ratio": median}
+        record, result = search_offline(
+            request, prompts, store, max_steps, max_search_s, StepNotes("load: "), show_candidate
+        )
+    best_ratio, median_ratio, n_tried = result.best.ratio, result.typical_ratio, len(result.candidates)
+    figures = {"candidates": n_tried, "ratio": best_ratio, "median_ratio": median_ratio}
     text = (
-        f"{record.model}/{record.task} version {record.version}: {ratio:.2f}x plain decoding on the search's"
-        f" own prompts, the best of {n_tried} candidates (median {median:.2f}x)"
+        f"{record.model}/{record.task} version {record.version}: {best_ratio:.2f}x plain decoding on the search's"
+        f" own prompts, the best of {n_tried} candidates (median {median_ratio:.2f}x)"
     )
     return Result(
         {"schema": "swiftopt.layers-search/1", "layer_set": record.to_json(), **figures},
@@ -251,10 +257,10 @@ def tune_preset(pictures: Pictures, values: dict[str, Any]) -> Result | None:
     request = pick(CompareRequest, {**values, "methods": methods, "presets": (name,)})
     prompts = read_stream(values["stream"], values["task"], values["limit"], values["form"])
     options.note_tasks(prompts, "result")
-    made_on, compared = hold_out(prompts)
-    if not compared:
+    tuning_prompts, compared_prompts = hold_out(prompts)
+    if not compared_prompts:
         raise InvalidInput(f"{values['stream']} has too few prompts to hold some out: give 4 or more")
-    return comparison(request, compared, made_on, pictures, values["db"])
+    return comparison(request, compared_prompts, tuning_prompts, pictures, values["db"])
 
 
 # --- commands: list, show and export stored heads and probes
@@ -315,18 +321,18 @@ _add_commands(probe, "probe", "a stored probe", "probes")
 def trained_view(record: LearnedRecord) -> RenderableType:
     """Show the figures of one record, in 80 columns."""
     figures = record.figures
-    head = f"{record.kind} of {record.model}/{record.task}, version {record.version}"
-    spent = (
+    heading = f"{record.kind} of {record.model}/{record.task}, version {record.version}"
+    training_words = (
         f"{number(figures.get('positions'), 0)} positions,"
         f" {number(figures.get('held_out_positions'), 0)} more held out;"
         f" {number(figures.get('steps'), 0)} steps in {number(figures.get('train_s'), 0)} s;"
         f" {record.n_parameters} parameters"
     )
-    parts: list[RenderableType] = [Text(head, style="bold"), Text(spent)]
+    renderables: list[RenderableType] = [Text(heading, style="bold"), Text(training_words)]
     if len(record.curve) > 1:
         losses = [loss for _, loss in record.curve]
-        parts.append(Text(f"loss {losses[0]:.3f} {sparkline(losses, CURVE_COLUMNS)} {losses[-1]:.3f}"))
-    return Group(*parts, *_figures_tables(record))
+        renderables.append(Text(f"loss {losses[0]:.3f} {sparkline(losses, CURVE_COLUMNS)} {losses[-1]:.3f}"))
+    return Group(*renderables, *_figures_tables(record))
 
 
 def trained_table(records: Sequence[LearnedRecord], width: int) -> Table:

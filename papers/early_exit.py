@@ -134,28 +134,28 @@ class StagedPass:
         logits = self.newest[:0]
         while self.depths[-1] < depth:
             # The last rows that have all run as many layers as the newest one continue in one pass.
-            first = self.depths.index(self.depths[-1])
-            until = min(depth, self.depths[first - 1]) if first else depth
-            read_rows = (self.n_rows - first - 1,) if with_logits and until == depth else ()
-            logits = yield from self._run(first, until, read_rows, kind)
+            first_row = self.depths.index(self.depths[-1])
+            end_depth = min(depth, self.depths[first_row - 1]) if first_row else depth
+            read_rows = (self.n_rows - first_row - 1,) if with_logits and end_depth == depth else ()
+            logits = yield from self._run_rows(first_row, end_depth, read_rows, kind)
         return logits
 
     def finish(self) -> Generator[Pass, Tensor, Tensor]:
         """Run the remaining layers of every row; return the final logits (rows, vocab)."""
         # Brings every row to the depth of the deepest, which is the first row.
         yield from self.advance(self.depths[0], kind="check")
-        return (yield from self._run(0, self.runtime.n_layers, None, "check"))
+        return (yield from self._run_rows(0, self.runtime.n_layers, None, "check"))
 
-    def _run(
-        self, first: int, until: int, wanted: Sequence[int] | None, kind: PassKind
+    def _run_rows(
+        self, first_row: int, end_depth: int, read_rows: Sequence[int] | None, kind: PassKind
     ) -> Generator[Pass, Tensor, Tensor]:
-        hidden = self._hidden[first] if first == self.n_rows - 1 else torch.cat(self._hidden[first:])
+        hidden = self._hidden[first_row] if first_row == self.n_rows - 1 else torch.cat(self._hidden[first_row:])
         states: list[Tensor] = []
-        rows = Rows([0] * hidden.shape[0], self.first_slot + first)
-        span = (self.depths[first], until)
-        logits = yield Pass(self.runtime, rows, self.buffer, wanted, {until: states}, hidden, span, kind)
-        self._hidden[first:] = torch.split(states[0], 1)
-        self.depths[first:] = [until] * (self.n_rows - first)
+        rows = Rows([0] * hidden.shape[0], self.first_slot + first_row)
+        layer_range = (self.depths[first_row], end_depth)
+        logits = yield Pass(self.runtime, rows, self.buffer, read_rows, {end_depth: states}, hidden, layer_range, kind)
+        self._hidden[first_row:] = torch.split(states[0], 1)
+        self.depths[first_row:] = [end_depth] * (self.n_rows - first_row)
         return logits
 
 
@@ -165,11 +165,11 @@ def n_parameters(learned: Heads | Probe) -> int:
 
 def learned_to_bytes(learned: Heads | Probe, record: LearnedRecord) -> bytes:
     """Return heads or a probe as the bytes of a safetensors file, with metadata from `record`."""
-    words = {"kind": record.kind, "fingerprint": record.fingerprint, "model": record.model, "task": record.task}
+    identity = {"kind": record.kind, "fingerprint": record.fingerprint, "model": record.model, "task": record.task}
     values: dict[str, Any] = {"depths": list(record.depths), "settings": dict(record.settings)}
     if isinstance(learned, Heads):
         values["full"] = learned.full
-    metadata = {"schema": SCHEMA, **words, **{name: json.dumps(value) for name, value in values.items()}}
+    metadata = {"schema": SCHEMA, **identity, **{name: json.dumps(value) for name, value in values.items()}}
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in learned.tensors().items()}, metadata)
 
 
@@ -179,9 +179,9 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
     Raises: InvalidInput: the file is damaged or of another kind, or its weights are for another model.
     """
     try:
-        size = int.from_bytes(data[:HEADER_BYTES], "little")
+        header_size = int.from_bytes(data[:HEADER_BYTES], "little")
         tensors = load(data)  # Validates the header, which is parsed below.
-        metadata: dict[str, str] = json.loads(data[HEADER_BYTES : HEADER_BYTES + size]).get("__metadata__", {})
+        metadata: dict[str, str] = json.loads(data[HEADER_BYTES : HEADER_BYTES + header_size]).get("__metadata__", {})
         depths, full = json.loads(metadata["depths"]), metadata.get("full") == "true"
     except (SafetensorError, ValueError, KeyError) as error:
         raise InvalidInput(
@@ -199,25 +199,25 @@ def learned_from_bytes(kind: LearnedKind, data: bytes, runtime: Runtime) -> Head
             raise InvalidInput(
                 f"the {kind} sit after layer {depth}, but this model has {runtime.n_layers}: train it again"
             )
-    width = int(runtime.config.get_text_config().hidden_size)
+    hidden_size = int(runtime.config.get_text_config().hidden_size)
     if kind == "probe":
-        direction = _tensor(tensors, "direction", (width,)).float().to(runtime.device)
-        return Probe(depths[0], direction, float(_tensor(tensors, "bias", (1,))))
-    shape = (runtime.vocab_size if full else width, width)
-    heads = {depth: _tensor(tensors, f"head.{depth}", shape) for depth in depths}
+        direction = _checked_tensor(tensors, "direction", (hidden_size,)).float().to(runtime.device)
+        return Probe(depths[0], direction, float(_checked_tensor(tensors, "bias", (1,))))
+    shape = (runtime.vocab_size if full else hidden_size, hidden_size)
+    heads = {depth: _checked_tensor(tensors, f"head.{depth}", shape) for depth in depths}
     return Heads({depth: tensor.to(runtime.device, runtime.dtype) for depth, tensor in heads.items()}, full)
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+def _checked_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
-        has = "is missing" if tensor is None else f"has the shape {tuple(tensor.shape)}"
-        raise InvalidInput(f"the tensor {name!r} {has}, but {shape} was expected: train or export it again")
+        problem = "is missing" if tensor is None else f"has the shape {tuple(tensor.shape)}"
+        raise InvalidInput(f"the tensor {name!r} {problem}, but {shape} was expected: train or export it again")
     return tensor
 
 
 @dataclass(slots=True)
-class _Chosen:
+class _ChosenLayers:
     """The layers of the current step's rows, shared by all stacked modules."""
 
     layers: Pick
@@ -235,13 +235,21 @@ class StackedLayers:
                 "layers of different devices cannot be stacked: load the model on one device to decode with paradecode"
             )
         self.runtime = runtime
-        self._chosen = _Chosen(slice(None))
+        self._chosen_layers = _ChosenLayers(slice(None))
         if runtime.exact:
             # `step` runs exact runtimes layer by layer, which gives the same bits as a pass and needs no stacks.
             return
-        modules = {field.name: [getattr(b.parts, field.name) for b in runtime.blocks] for field in fields(LayerModules)}
-        qkv = tuple(_stacked(same, self._chosen) for same in zip(*modules.pop("qkv"), strict=True))
-        self._parts = LayerModules(qkv=qkv, **{name: _stacked(same, self._chosen) for name, same in modules.items()})
+        modules = {
+            field.name: [getattr(block.parts, field.name) for block in runtime.blocks] for field in fields(LayerModules)
+        }
+        qkv = tuple(
+            _stack_modules(layer_modules, self._chosen_layers)
+            for layer_modules in zip(*modules.pop("qkv"), strict=True)
+        )
+        self._parts = LayerModules(
+            qkv=qkv,
+            **{name: _stack_modules(layer_modules, self._chosen_layers) for name, layer_modules in modules.items()},
+        )
         runtime.weights_moved()
 
     @torch.inference_mode()
@@ -253,33 +261,37 @@ class StackedLayers:
         runtime = self.runtime
         if runtime.exact:
             rows = zip(torch.split(hidden, 1), layers, slots, strict=True)
-            return torch.cat([runtime.run_layers(row, slot, buffer, at, at + 1) for row, at, slot in rows])
-        self._chosen.layers = _pick(layers, hidden.device)
-        places = [(runtime.blocks[layer], slot) for layer, slot in zip(layers, slots, strict=True)]
-        turns = [
+            return torch.cat([runtime.run_layers(row, slot, buffer, layer, layer + 1) for row, layer, slot in rows])
+        self._chosen_layers.layers = _layer_index(layers, hidden.device)
+        blocks_and_slots = [(runtime.blocks[layer], slot) for layer, slot in zip(layers, slots, strict=True)]
+        rotations = [
             [part[slot : slot + 1, None] for part in table]
-            for block, slot in places
+            for block, slot in blocks_and_slots
             if (table := runtime.rotation(block.layer_type, block.device, slot + 1)) is not None
         ]
-        cos, sin = (torch.cat(part) for part in zip(*turns, strict=True)) if turns else (None, None)
+        cos, sin = (torch.cat(part) for part in zip(*rotations, strict=True)) if rotations else (None, None)
         normed = self._parts.attn_norm(hidden)
         query, key, value = queries_keys_values(self._parts, runtime.blocks[0].heads, normed, cos, sin)
-        mixed = []  # Attention output of each row over its own layer's keys and values.
-        for row, (block, slot) in enumerate(places):
+        attention_rows = []  # Attention output of each row over its own layer's keys and values.
+        for row, (block, slot) in enumerate(blocks_and_slots):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
             keys[:, slot], values[:, slot] = key[row], value[row]
-            seen = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
-            mixed.append(attend(query[row : row + 1], keys[:, seen], values[:, seen], None, block.scaling))
-        after = hidden + attention_out(self._parts, torch.cat(mixed))
-        return after + mlp_out(self._parts, self._parts.mlp_norm(hidden if runtime.parallel else after))
+            visible_slots = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
+            attention_rows.append(
+                attend(query[row : row + 1], keys[:, visible_slots], values[:, visible_slots], None, block.scaling)
+            )
+        after_attention = hidden + attention_out(self._parts, torch.cat(attention_rows))
+        return after_attention + mlp_out(
+            self._parts, self._parts.mlp_norm(hidden if runtime.parallel else after_attention)
+        )
 
 
 class _Linear(nn.Module):
     """A linear map per row, with the weights of the chosen layers."""
 
-    def __init__(self, modules: Sequence[nn.Module], chosen: _Chosen) -> None:
+    def __init__(self, modules: Sequence[nn.Module], chosen: _ChosenLayers) -> None:
         super().__init__()
-        params, _ = _join(modules)
+        params, _ = _stack_parameters(modules)
         weight = params["weight"]
         # Weights of all layers: (layers, out, in).
         self.stack = weight.transpose(1, 2) if isinstance(modules[0], Conv1D) else weight
@@ -291,43 +303,53 @@ class _Linear(nn.Module):
         bias = None if self.bias_stack is None else self.bias_stack[self.chosen.layers]
         if x.shape[0] == 1 or (x.device.type == "cpu" and x.dtype != torch.float32):
             # On a CPU a 16-bit bmm is several times slower than one product per row; a float32 bmm is not.
-            rows = [F.linear(x[i : i + 1], weight[i], None if bias is None else bias[i]) for i in range(x.shape[0])]
+            rows = [
+                F.linear(x[row : row + 1], weight[row], None if bias is None else bias[row])
+                for row in range(x.shape[0])
+            ]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
-        out = torch.bmm(x[:, None, :], weight.transpose(1, 2))[:, 0]
-        return out if bias is None else out + bias
+        outputs = torch.bmm(x[:, None, :], weight.transpose(1, 2))[:, 0]
+        return outputs if bias is None else outputs + bias
 
 
 class _PerRow:
     """A module without linear maps, computed for each row with the parameters of its layer."""
 
-    def __init__(self, modules: Sequence[nn.Module], chosen: _Chosen) -> None:
-        params, buffers = _join(modules)
-        self._skeleton, self._state, self._chosen = copy.deepcopy(modules[0]).to("meta"), {**params, **buffers}, chosen
+    def __init__(self, modules: Sequence[nn.Module], chosen: _ChosenLayers) -> None:
+        params, buffers = _stack_parameters(modules)
+        self._skeleton, self._state, self._chosen_layers = (
+            copy.deepcopy(modules[0]).to("meta"),
+            {**params, **buffers},
+            chosen,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        state = {name: tensor[self._chosen.layers] for name, tensor in self._state.items()}
+        state = {name: tensor[self._chosen_layers.layers] for name, tensor in self._state.items()}
         out: Tensor = torch.func.vmap(partial(torch.func.functional_call, self._skeleton))(state, x)
         return out
 
 
-def _stacked(modules: Sequence[Any], chosen: _Chosen) -> Callable[[Tensor], Tensor] | None:
+def _stack_modules(modules: Sequence[Any], chosen: _ChosenLayers) -> Callable[[Tensor], Tensor] | None:
     """Return a function that applies one module of every layer to rows, each row with its own layer's weights."""
     if modules[0] is None:
         return None
-    shapes = [[(name, p.shape, p.dtype) for name, p in module.named_parameters()] for module in modules]
+    shapes = [
+        [(name, parameter.shape, parameter.dtype) for name, parameter in module.named_parameters()]
+        for module in modules
+    ]
     if any(shape != shapes[0] for shape in shapes):
         raise UnsupportedModel("the layers of this model are not alike, and paradecode stacks them: use adadecode")
     if has_linears(modules[0]):
         # Run the module's own code with stacked linear maps; its other operations work row by row.
-        return replaced(modules, lambda maps: _Linear(maps, chosen))
+        return replaced(modules, lambda linear_maps: _Linear(linear_maps, chosen))
     return _PerRow(modules, chosen)
 
 
-def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _stack_parameters(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     params: dict[str, Tensor] = {}
     for name, _ in modules[0].named_parameters():
         parameters = [module.get_parameter(name) for module in modules]
-        stack = _existing(parameters)
+        stack = _find_stack(parameters)
         if stack is None:
             stack = torch.stack([parameter.data for parameter in parameters])
             for parameter, view in zip(parameters, stack, strict=True):
@@ -339,22 +361,31 @@ def _join(modules: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Te
     return params, buffers
 
 
-def _existing(own: Sequence[nn.Parameter]) -> Tensor | None:
+def _find_stack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """Return the stacked tensor if the parameters are already views of one, from an earlier use of the model."""
-    first = own[0].data
-    step = first.numel() * first.element_size()
-    behind = all(p.data.is_contiguous() and p.data.data_ptr() == first.data_ptr() + i * step for i, p in enumerate(own))
-    storage = first.untyped_storage()
-    if not behind or storage.data_ptr() != first.data_ptr() or storage.nbytes() != step * len(own):
+    first_parameter = parameters[0].data
+    n_bytes = first_parameter.numel() * first_parameter.element_size()
+    is_contiguous = all(
+        parameter.data.is_contiguous() and parameter.data.data_ptr() == first_parameter.data_ptr() + index * n_bytes
+        for index, parameter in enumerate(parameters)
+    )
+    storage = first_parameter.untyped_storage()
+    if (
+        not is_contiguous
+        or storage.data_ptr() != first_parameter.data_ptr()
+        or storage.nbytes() != n_bytes * len(parameters)
+    ):
         return None
-    return first.as_strided((len(own), *first.shape), (first.numel(), *first.stride()), 0)
+    return first_parameter.as_strided(
+        (len(parameters), *first_parameter.shape), (first_parameter.numel(), *first_parameter.stride()), 0
+    )
 
 
-def _pick(layers: Sequence[int], device: torch.device) -> Pick:
+def _layer_index(layers: Sequence[int], device: torch.device) -> Pick:
     """Return the layers as a strided slice if evenly spaced and ascending, else as an index tensor."""
     if len(layers) == 1:
         return slice(layers[0], layers[0] + 1)
-    gap = layers[1] - layers[0]
-    if gap > 0 and all(b - a == gap for a, b in pairwise(layers)):
-        return slice(layers[0], layers[-1] + 1, gap)
+    stride = layers[1] - layers[0]
+    if stride > 0 and all(next_layer - layer == stride for layer, next_layer in pairwise(layers)):
+        return slice(layers[0], layers[-1] + 1, stride)
     return uploaded(layers, device)

@@ -33,22 +33,22 @@ from .training.trainer import train
 SELF_SD_S, HEADS_S, PROBE_S = 15.0, 22.0, 8.0
 BRIEF_EPOCHS = 1000  # Larger than any brief training can reach: the time limit ends the training.
 # Minimum max_new_tokens of the training completions; shorter ones give too few training positions.
-LEAST_TOKENS = 48
+MIN_TOKENS = 48
 # New tokens and prompts decoded per candidate, kept small so that several candidates fit into SELF_SD_S.
 SELF_SD_TOKENS, SELF_SD_PROMPTS = 24, 2
 
 
-def _trained(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -> LearnedRecord:
-    words, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
-    clock, runtime = perf_counter(), recipes.runtime
-    n_tokens = max(LEAST_TOKENS, recipes.session.max_new_tokens)
-    brief: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
-    of_kind = HeadSettings if kind == "heads" else ProbeSettings
-    settings = of_kind(**(brief if preset is None else preset.making), max_new_tokens=n_tokens)
-    how = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
-    recipes.on_step(f"make: {words}, {how}")
+def _train_part(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -> LearnedRecord:
+    part_name, seconds = ("heads", HEADS_S) if kind == "heads" else ("a probe", PROBE_S)
+    started, runtime = perf_counter(), recipes.runtime
+    n_tokens = max(MIN_TOKENS, recipes.session.max_new_tokens)
+    brief_settings: Mapping[str, Any] = {"epochs": BRIEF_EPOCHS} if kind == "heads" else {}
+    settings_class = HeadSettings if kind == "heads" else ProbeSettings
+    settings = settings_class(**(brief_settings if preset is None else preset.making), max_new_tokens=n_tokens)
+    how_words = f"by {seconds:.0f} s of training" if preset is None else f"by {settings.epochs} epochs of training"
+    recipes.on_step(f"make: {part_name}, {how_words}")
     trained = train(runtime, recipes.prompts, settings, budget_s=seconds if preset is None else None)
-    recipes.record_part(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - clock)
+    recipes.record_part(kind, f"{trained.figures['steps']:.0f} steps of training", perf_counter() - started)
     values = {**settings.to_json(), "brief": preset is None}
     record = learned_record(runtime, recipes.model, recipes.task, trained, values)
     if recipes.keep is not None:
@@ -57,21 +57,25 @@ def _trained(kind: LearnedKind, recipes: MakingRecipes, preset: Preset | None) -
     return record
 
 
-make_heads, make_probe = partial(_trained, "heads"), partial(_trained, "probe")
+make_heads, make_probe = partial(_train_part, "heads"), partial(_train_part, "probe")
 
 
 def make_self_sd_set(recipes: MakingRecipes, preset: Preset | None) -> LayerSetRecord:
     """Search a layer set for Self-SD: with a preset's settings, otherwise for `SELF_SD_S` seconds."""
-    making = dict(preset.making if preset is not None else {})
-    how = f"{SELF_SD_S:.0f} s of its search" if preset is None else f"{making['max_steps']} candidates of its search"
-    recipes.on_step(f"make: Self-SD's layer set, by {how}")
-    n_tokens, n_prompts = recipes.session.max_new_tokens, making.pop("n_prompts", SELF_SD_PROMPTS)
+    search_settings = dict(preset.making if preset is not None else {})
+    how_words = (
+        f"{SELF_SD_S:.0f} s of its search"
+        if preset is None
+        else f"{search_settings['max_steps']} candidates of its search"
+    )
+    recipes.on_step(f"make: Self-SD's layer set, by {how_words}")
+    n_tokens, n_prompts = recipes.session.max_new_tokens, search_settings.pop("n_prompts", SELF_SD_PROMPTS)
     session, budget_s = recipes.session, math.inf
     if preset is None:
         session, budget_s = Session(recipes.runtime, session.sampling, min(SELF_SD_TOKENS, n_tokens)), SELF_SD_S
     else:
-        making["settings"] = method_info("self-sd").settings_from(preset.settings)
-    search_found = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **making)
+        search_settings["settings"] = method_info("self-sd").settings_from(preset.settings)
+    search_found = self_sd.search(session, recipes.prompts[:n_prompts], budget_s=budget_s, **search_settings)
     recipes.record_part("Self-SD's layer set", f"{len(search_found.candidates)} candidates", search_found.seconds)
     return recipes.keep_layer_set("self-sd", search_found.best.layer_set)
 
@@ -123,7 +127,7 @@ def train_and_store(
         "max_new_tokens": settings.max_new_tokens,
     }
     checkpoint = Checkpoint(cache_root() / "training", identity, {**values, "kind": settings.KIND})
-    trained = train(runtime, prompts, settings, on_step, kept=checkpoint)
+    trained = train(runtime, prompts, settings, on_step, checkpoint=checkpoint)
     record = learned_record(runtime, request.model, request.task or DEFAULT_TASK, trained, values, stream)
     record = store.add_learned(record, learned_to_bytes(trained.model, record))
     checkpoint.remove()

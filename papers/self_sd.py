@@ -20,7 +20,7 @@ from ..optimizer.suggestions import Array, next_point
 from .methods.chains import AdaptiveThreshold
 
 MAX_STEPS = 200  # Candidates tried, as in AdaDecode's appendix C; Draft & Verify uses 1,000.
-SKIPPED = 0.5  # Sub-layers whose coordinate in the search cube exceeds this value are skipped.
+SKIP_THRESHOLD = 0.5  # Sub-layers whose coordinate in the search cube exceeds this value are skipped.
 START_RATIOS = (0.2, 0.35, 0.5)  # Skip ratios of the evenly spaced layer sets that the search tries first.
 
 
@@ -81,15 +81,15 @@ def search(
     candidates: list[Candidate] = []
     while not candidates or (len(candidates) < max_steps and perf_counter() - started < budget_s):
         point = _propose(points, starts, n_layers, seed)
-        layer_set = _layer_set(point)
+        layer_set = _point_to_layer_set(point)
         method = build("self-sd", Resources(session.runtime, layer_set), settings)
         candidate = Candidate(layer_set, *(_speed(session, prompts, method_timed) for method_timed in (method, PLAIN)))
         points.append((tuple(point), candidate.ratio))
         candidates.append(candidate)
         if on_candidate is not None:
             on_candidate(len(candidates), candidate)
-    best = max(candidates, key=lambda candidate: candidate.ratio)
-    return SelfSdSearch(best, tuple(candidates), perf_counter() - started)
+    best_candidate = max(candidates, key=lambda candidate: candidate.ratio)
+    return SelfSdSearch(best_candidate, tuple(candidates), perf_counter() - started)
 
 
 def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Array], n_layers: int, seed: int) -> Array:
@@ -104,20 +104,22 @@ def _propose(points: Sequence[tuple[tuple[float, ...], float]], starts: list[Arr
 def _start_points(n_layers: int) -> list[Array]:
     """Return distinct points of evenly spaced sets; the library prints to stdout if a point repeats."""
     sets = dict.fromkeys(LayerSet.uniform(n_layers, n_skipped_for(n_layers, ratio)) for ratio in START_RATIOS)
-    skipped = [[start_set.skips(kind, i) for kind in ("attn", "mlp") for i in range(n_layers)] for start_set in sets]
-    return [np.where(row, 0.75, 0.25) for row in skipped]
+    skip_rows = [
+        [start_set.skips(kind, layer) for kind in ("attn", "mlp") for layer in range(n_layers)] for start_set in sets
+    ]
+    return [np.where(row, 0.75, 0.25) for row in skip_rows]
 
 
-def _layer_set(point: Array) -> LayerSet:
-    attn, mlp = (frozenset(np.flatnonzero(half > SKIPPED).tolist()) for half in np.split(point, 2))
+def _point_to_layer_set(point: Array) -> LayerSet:
+    attn, mlp = (frozenset(np.flatnonzero(half > SKIP_THRESHOLD).tolist()) for half in np.split(point, 2))
     return LayerSet(len(point) // 2, attn, mlp)
 
 
 def _speed(session: Session, prompts: Sequence[Prompt], method: Method) -> float:
     """Decode whole requests and return tokens per second."""
-    tokens, seconds = 0, 0.0
+    n_tokens, total_s = 0, 0.0
     for prompt in prompts:
-        done = next(iter(session.run(prompt, method)))[1]
-        tokens += done.n_tokens
-        seconds += done.timings.total_s
-    return tokens / max(seconds, 1e-9)
+        completion = next(iter(session.run(prompt, method)))[1]
+        n_tokens += completion.n_tokens
+        total_s += completion.timings.total_s
+    return n_tokens / max(total_s, 1e-9)

@@ -29,7 +29,7 @@ from .ablations import SCHEMA as ABLATION_SCHEMA
 FOLDER = RESULTS / "papers"
 PAGE = ROOT / "docs" / "papers.md"
 GREEDY = "--max-new-tokens 96"
-SHOWN = {  # Label in the page's table -> key of the figure in a report's row.
+SHOWN_FIGURES = {  # Label in the page's table -> key of the figure in a report's row.
     "α": "acceptance_rate",
     "M": "mean_generated_length",
     "PPL": "perplexity",
@@ -38,7 +38,8 @@ SHOWN = {  # Label in the page's table -> key of the figure in a report's row.
     "quality": "quality",
 }
 ABLATE = "swiftopt.papers.ablate"
-UNKEPT = ("out", "database", "job")  # Report fields that are not kept in results because they hold local file paths.
+# Report fields that are not kept in results because they hold local file paths.
+DROPPED_KEYS = ("out", "database", "job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,25 +218,33 @@ def command_of(entry: Repeated, model: str, stream: str | None, limit: int | Non
 
 def run(entry: Repeated, model: str, stream: str | None, limit: int | None, commit: str) -> bool:
     """Run an entry's command and save its result; return False if the command failed."""
-    words = command_of(entry, model, stream, limit)
-    shown = f"{'' if entry.program == 'swiftopt' else 'python -m '}{entry.program} {shlex.join(words)}"
-    print(f"{entry.paper}, {entry.where}: {shown}", flush=True)
+    arguments = command_of(entry, model, stream, limit)
+    shown_command = f"{'' if entry.program == 'swiftopt' else 'python -m '}{entry.program} {shlex.join(arguments)}"
+    print(f"{entry.paper}, {entry.where}: {shown_command}", flush=True)
     folder = None if stream else ROOT  # The example streams' paths are relative to the repository root.
     if entry.first:
         lines = (ROOT / (stream or entry.example)).read_text(encoding="utf-8").splitlines(keepends=True)
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as others:
             others.writelines(lines[limit:] or lines)
             others.flush()
-            first = [*shlex.split(entry.first), "--model", model, "--stream", others.name]
-            subprocess.run([sys.executable, "-m", "swiftopt", *first], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
-    command = [sys.executable, "-m", entry.program, *words, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
-    if done.returncode:
+            first_command = [*shlex.split(entry.first), "--model", model, "--stream", others.name]
+            subprocess.run(
+                [sys.executable, "-m", "swiftopt", *first_command], stdout=subprocess.DEVNULL, cwd=ROOT, check=True
+            )
+    command = [sys.executable, "-m", entry.program, *arguments, "--json"]
+    process = subprocess.run(command, stdout=subprocess.PIPE, cwd=folder, check=False)
+    if process.returncode:
         return False
-    report = {key: value for key, value in json.loads(done.stdout).items() if key not in UNKEPT}
-    kept = {"date": now()[:10], "commit": commit, "command": shown, "note": entry.where, "report": report}
+    report = {key: value for key, value in json.loads(process.stdout).items() if key not in DROPPED_KEYS}
+    result_file = {
+        "date": now()[:10],
+        "commit": commit,
+        "command": shown_command,
+        "note": entry.where,
+        "report": report,
+    }
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"{entry.key}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (FOLDER / f"{entry.key}.json").write_text(json.dumps(result_file, indent=1) + "\n", encoding="utf-8")
     return True
 
 
@@ -244,12 +253,12 @@ def table(folder: Path = FOLDER) -> str:
     lines = ["| paper | where | the paper | here | file |", "|---|---|---|---|---|"]
     for entry in PAPERS:
         path = folder / f"{entry.key}.json"
-        ours, link = "not run", ""
+        our_figures, link = "not run", ""
         if path.is_file():
             result = json.loads(path.read_text(encoding="utf-8"))
-            ours = "; ".join(figures(result["report"])) or "nothing ran"
+            our_figures = "; ".join(figures(result["report"])) or "nothing ran"
             link = f"[{result['commit']}](../bench/results/papers/{entry.key}.json)"
-        lines.append(f"| {entry.paper} | {entry.where} | {entry.theirs} | {ours} | {link} |")
+        lines.append(f"| {entry.paper} | {entry.where} | {entry.theirs} | {our_figures} | {link} |")
     return "\n".join(lines)
 
 
@@ -257,11 +266,12 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield one short text of figures per row of a report."""
     if "tasks" in report:  # Only reports of `swiftopt tune` have this key.
         for task in report["tasks"]:
-            best, verdict = task["layer_set"], task["verdict"]
+            layer_set, verdict = task["layer_set"], task["verdict"]
             ratio = f" {verdict['ratio']:.2f}x" if verdict["ratio"] else ""
             yield (
                 f"{Path(report['model']).name}, {task['task']}: {task['n_trials']} sets in"
-                f" {task['timings']['optimise']:.0f} s, matchness {best['matchness']:.2f}, {verdict['word']}{ratio}"
+                f" {task['timings']['optimise']:.0f} s, matchness {layer_set['matchness']:.2f},"
+                f" {verdict['word']}{ratio}"
             )
         return
     if report["schema"] == RANK_SCHEMA:
@@ -272,18 +282,20 @@ def figures(report: Mapping[str, Any]) -> Iterator[str]:
         return
     if report["schema"] == SHIFT_SCHEMA:
         for row in report["results"]:
-            kinds = ", ".join(f"{kind} {row[kind]['acceptance'] or 0:.2f}" for kind in ("own", "kept", "adapted"))
-            yield f"{row['task']}: α {kinds}"
+            acceptance_words = ", ".join(
+                f"{kind} {row[kind]['acceptance'] or 0:.2f}" for kind in ("own", "kept", "adapted")
+            )
+            yield f"{row['task']}: α {acceptance_words}"
         return
-    label = "label" if report["schema"] == ABLATION_SCHEMA else "method"
+    label_key = "label" if report["schema"] == ABLATION_SCHEMA else "method"
     for row in report.get("rows", report.get("results", ())):
         if row["ratio"] is None:
-            yield f"{row[label]}: not run"
+            yield f"{row[label_key]}: not run"
             continue
-        more = [f"{name} {row[key]:.2f}" for name, key in SHOWN.items() if row.get(key) is not None]
+        figure_words = [f"{name} {row[key]:.2f}" for name, key in SHOWN_FIGURES.items() if row.get(key) is not None]
         if row["prompts"] < row["of"]:
-            more.append(f"{row['prompts']} of {row['of']} prompts")
-        yield f"{row[label]} {row['ratio']:.2f}x" + (f" ({', '.join(more)})" if more else "")
+            figure_words.append(f"{row['prompts']} of {row['of']} prompts")
+        yield f"{row[label_key]} {row['ratio']:.2f}x" + (f" ({', '.join(figure_words)})" if figure_words else "")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -299,12 +311,17 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     commit = git.stdout.strip() or "unknown"
-    chosen = [entry for entry in PAPERS if entry.key.startswith(options.only)]
-    failed = [e.key for e in chosen if not run(e, options.model, options.stream, options.limit, commit)]
+    chosen_entries = [entry for entry in PAPERS if entry.key.startswith(options.only)]
+    failed_keys = [
+        chosen_entry.key
+        for chosen_entry in chosen_entries
+        if not run(chosen_entry, options.model, options.stream, options.limit, commit)
+    ]
     print(
-        f"{len(chosen) - len(failed)} of {len(chosen)} repeated" + (f"; failed: {', '.join(failed)}" if failed else "")
+        f"{len(chosen_entries) - len(failed_keys)} of {len(chosen_entries)} repeated"
+        + (f"; failed: {', '.join(failed_keys)}" if failed_keys else "")
     )
-    return 1 if failed or not chosen else 0
+    return 1 if failed_keys or not chosen_entries else 0
 
 
 if __name__ == "__main__":

@@ -21,39 +21,41 @@ _BISECTIONS = 12  # Any divisor at or above the smallest one is exact; more step
 
 
 def k_seq(
-    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried: Tensor | None
+    tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, replaced: bool, tried_mask: Tensor | None
 ) -> Generator[Tensor, None, Tensor]:
     """Try drafted tokens like `verify._weigh_one_by_one`, with the same acceptance rule for every try (k-SEQ).
 
     Source: SpecTr (arXiv:2310.15141).
     """
-    is_tried = tokens.new_ones(tokens.shape).bool() if tried is None else tried
+    is_tried = tokens.new_ones(tokens.shape).bool() if tried_mask is None else tried_mask
     n_tries = is_tried.sum(dim=1, keepdim=True)
-    accepted = draft_probs.minimum(target_probs / _divisor(target_probs, draft_probs, n_tries, tokens.shape[1]))
-    for at, token in enumerate(tokens[..., None].unbind(dim=1)):
-        yield acceptance_chance(accepted, draft_probs, token) * is_tried[:, at, None]
-    once = accepted.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a single try is accepted.
-    gain = (_any_of(once, n_tries) / once).where(once > 0.0, n_tries)
-    return residual(target_probs, accepted * gain)
+    accepted_probs = draft_probs.minimum(
+        target_probs / _find_divisor(target_probs, draft_probs, n_tries, tokens.shape[1])
+    )
+    for index, token in enumerate(tokens[..., None].unbind(dim=1)):
+        yield acceptance_chance(accepted_probs, draft_probs, token) * is_tried[:, index, None]
+    chance_once = accepted_probs.sum(dim=1, keepdim=True).clamp(max=1.0)  # Probability that a single try is accepted.
+    gain = (_chance_of_any(chance_once, n_tries) / chance_once).where(chance_once > 0.0, n_tries)
+    return residual(target_probs, accepted_probs * gain)
 
 
-def _any_of(chance: Tensor, n_tries: Tensor) -> Tensor:
+def _chance_of_any(chance: Tensor, n_tries: Tensor) -> Tensor:
     return 1.0 - (1.0 - chance) ** n_tries
 
 
-def _divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, most: int) -> Tensor:
+def _find_divisor(target_probs: Tensor, draft_probs: Tensor, n_tries: Tensor, max_tries: int) -> Tensor:
     """Return an upper bound, by bisection, on the smallest ρ in [1, n_tries] that keeps the output distribution exact.
 
-    Args:    n_tries: (n, 1), at most `most`.
+    Args:    n_tries: (n, 1), at most `max_tries`.
     Returns: float64 (n, 1).
     """
-    low, high = target_probs.new_ones(n_tries.shape), n_tries.to(target_probs.dtype)
-    for _ in range(_BISECTIONS if most > 1 else 0):
-        middle = (low + high) / 2
-        once = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
-        refused = _any_of(once, n_tries) > middle * once
-        low, high = middle.where(refused, low), high.where(refused, middle)
-    return high
+    lower, upper = target_probs.new_ones(n_tries.shape), n_tries.to(target_probs.dtype)
+    for _ in range(_BISECTIONS if max_tries > 1 else 0):
+        middle = (lower + upper) / 2
+        chance_once = draft_probs.minimum(target_probs / middle).sum(dim=1, keepdim=True).clamp(max=1.0)
+        is_too_low = _chance_of_any(chance_once, n_tries) > middle * chance_once
+        lower, upper = middle.where(is_too_low, lower), upper.where(is_too_low, middle)
+    return upper
 
 
 class KeptPrefix(Verifier):
@@ -72,7 +74,7 @@ class KeptPrefix(Verifier):
     def n_kept(self, draft: Draft, target: Target) -> int:
         """Return the number of kept tokens: all before the first one with weight 0."""
         weights = self._weights(draft, target)
-        return next((n for n, weight in enumerate(weights) if not weight), len(weights))
+        return next((n_before for n_before, weight in enumerate(weights) if not weight), len(weights))
 
     def _weights(self, draft: Draft, target: Target) -> Sequence[float]:
         """Return a weight for each draft token for which the target has logits."""
@@ -111,8 +113,8 @@ class Typical(KeptPrefix):
         self.epsilon, self.delta = epsilon, delta
 
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
-        least = (self.delta * probs.xlogy(probs).sum(dim=-1).exp()).clamp(max=self.epsilon)
-        return probs.gather(-1, tokens)[:, 0] > least
+        min_prob = (self.delta * probs.xlogy(probs).sum(dim=-1).exp()).clamp(max=self.epsilon)
+        return probs.gather(-1, tokens)[:, 0] > min_prob
 
 
 class Rollback(KeptPrefix):
@@ -142,15 +144,15 @@ class JointRatio(KeptPrefix):
 
     def n_kept(self, draft: Draft, target: Target) -> int:
         assert len(draft.logprobs) == draft.tree.n_nodes
-        least = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
-        ratio, longest = 0.0, 0  # `ratio`: log target probability - log draft probability of the prefix.
+        min_log_ratio = math.log(self.threshold) if self.threshold > 0.0 else -math.inf
+        log_ratio, n_kept = 0.0, 0  # `log_ratio`: log target probability - log draft probability of the prefix.
         for node, logprob in enumerate(self._weights(draft, target), 1):
-            ratio += logprob - draft.logprobs[node]
-            if ratio > least:
-                longest = node
-            elif ratio == -math.inf:
+            log_ratio += logprob - draft.logprobs[node]
+            if log_ratio > min_log_ratio:
+                n_kept = node
+            elif log_ratio == -math.inf:
                 break  # The target gives a token probability 0, so every longer prefix fails too.
-        return longest
+        return n_kept
 
     def judge(self, tokens: Tensor, probs: Tensor) -> Tensor:
         return warp(probs, self.top_k, self.top_p).gather(-1, tokens)[:, 0].log()
@@ -161,18 +163,18 @@ def truncate(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
 
     Returns: renormalised probabilities, float64 (…, n), 0 for tokens that top-p drops; token ids, int64 (…, n).
     """
-    values, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
-    values = values / values.sum(dim=-1, keepdim=True)
+    top_probs, tokens = probs.double().topk(min(top_k, probs.shape[-1]), dim=-1)
+    top_probs = top_probs / top_probs.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
         # Drop a token if the more probable tokens already sum to top_p.
-        dropped = values.cumsum(dim=-1) - values >= top_p
-        dropped[..., 0] = False
-        values = values.masked_fill(dropped, 0.0)
-        values = values / values.sum(dim=-1, keepdim=True)
-    return values, tokens
+        is_dropped = top_probs.cumsum(dim=-1) - top_probs >= top_p
+        is_dropped[..., 0] = False
+        top_probs = top_probs.masked_fill(is_dropped, 0.0)
+        top_probs = top_probs / top_probs.sum(dim=-1, keepdim=True)
+    return top_probs, tokens
 
 
 def warp(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return `probs` truncated by top-k, then top-p, and renormalised: float64 (…, vocab)."""
-    values, tokens = truncate(probs, top_k, top_p)
-    return values.new_zeros(probs.shape).scatter_(-1, tokens, values)
+    top_probs, tokens = truncate(probs, top_k, top_p)
+    return top_probs.new_zeros(probs.shape).scatter_(-1, tokens, top_probs)

@@ -90,49 +90,49 @@ class BeamDrafter(Drafter):
         # (root and drafted tokens, beams)
         token_ids = uploaded([self.context.token_ids[-1:]], self.context.runtime.device)
         logprobs = torch.zeros(token_ids.shape, dtype=torch.float64, device=token_ids.device)
-        joint, source, parents = logprobs[0], token_ids[0], [-1]
+        joint_logprobs, source_beams, parents = logprobs[0], token_ids[0], [-1]
         model.restart()
         for level in range(length):
             if level > 1:
-                self._move(source, level - 1)
+                self._move_beams(source_beams, level - 1)
             logits = yield from model.extend(token_ids[-1], parents)
             parents = [1 + (level - 1) * width + beam if level else 0 for beam in range(width)]
-            values, tokens = truncate(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
-            picked, joint = self._pick((joint[:, None] + values.log()).flatten())
-            source = picked // values.shape[1]
-            token_ids = torch.cat((token_ids[:, source], tokens.flatten()[picked][None]))
-            logprobs = torch.cat((logprobs[:, source], values.log().flatten()[picked][None]))
-        best = joint.argmax(dim=0, keepdim=True)
-        unread = torch.stack((token_ids[:, best].double(), logprobs[:, best]))[..., 0]
+            top_probs, tokens = truncate(logits.double().softmax(dim=-1), self.settings.top_k, self.settings.top_p)
+            picked_beams, joint_logprobs = self._pick_beams((joint_logprobs[:, None] + top_probs.log()).flatten())
+            source_beams = picked_beams // top_probs.shape[1]
+            token_ids = torch.cat((token_ids[:, source_beams], tokens.flatten()[picked_beams][None]))
+            logprobs = torch.cat((logprobs[:, source_beams], top_probs.log().flatten()[picked_beams][None]))
+        best_beam = joint_logprobs.argmax(dim=0, keepdim=True)
+        unread = torch.stack((token_ids[:, best_beam].double(), logprobs[:, best_beam]))[..., 0]
         draft = Draft.of_unread(unread, [])
         if self.runs_target:
-            self._move(source[best], length - 1)
+            self._move_beams(source_beams[best_beam], length - 1)
             draft = replace(draft, n_checked=0, n_passes=length)
         elif model.reads_late:
             return draft
         return draft.read(unread.flatten().tolist())
 
-    def _move(self, source: Tensor, n_levels: int) -> None:
+    def _move_beams(self, source: Tensor, n_levels: int) -> None:
         """Move keys and values of the beams with indices `source` to indices 0, 1, … on each level below the root."""
         import torch
 
-        first = 1 + torch.arange(n_levels, device=source.device) * self.settings.beam_width
-        self.model.move((first[:, None] + source).flatten(), 1)
+        first_nodes = 1 + torch.arange(n_levels, device=source.device) * self.settings.beam_width
+        self.model.move((first_nodes[:, None] + source).flatten(), 1)
 
-    def _pick(self, joint: Tensor) -> tuple[Tensor, Tensor]:
+    def _pick_beams(self, joint: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices, int64 (beam_width,), of the candidates to keep, given their joint log probabilities.
 
         Also returns the joint log probabilities of these beams, -inf for beams beyond the number of candidates.
         """
         import torch
 
-        n, width = len(joint), self.settings.beam_width
-        if n < width:
-            joint = torch.nn.functional.pad(joint, (0, width - n), value=-math.inf)
+        n_candidates, width = len(joint), self.settings.beam_width
+        if n_candidates < width:
+            joint = torch.nn.functional.pad(joint, (0, width - n_candidates), value=-math.inf)
         if self.context.rule.greedy:
-            values, picked = joint.topk(width)
+            picked_logprobs, picked_beams = joint.topk(width)
         else:
-            drawn, left = draw_distinct(self.context.rule, joint.softmax(dim=-1), width)
-            picked = drawn.long()
-            values = joint[picked].where(left > -math.inf, -math.inf)
-        return picked.clamp(max=n - 1), values
+            drawn_beams, left_logprobs = draw_distinct(self.context.rule, joint.softmax(dim=-1), width)
+            picked_beams = drawn_beams.long()
+            picked_logprobs = joint[picked_beams].where(left_logprobs > -math.inf, -math.inf)
+        return picked_beams.clamp(max=n_candidates - 1), picked_logprobs

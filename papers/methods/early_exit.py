@@ -78,7 +78,7 @@ def _adaspeed(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter
 
 @method("adaspeed-probe", "AdaSPEED with a probe", "AdaSPEED II.B", AdaSpeedSettings, ["probe"])
 def _adaspeed_probe(resources: Resources, settings: AdaSpeedSettings) -> tuple[Drafter, Verifier]:
-    probe = _trained(resources, "probe", "a probe")
+    probe = _learned_weights(resources, "probe", "a probe")
     if settings.exit_layer not in (None, probe.depth):
         raise SettingsError(
             f"the probe was trained after {probe.depth} layers, not {settings.exit_layer}: leave exit_layer out, or"
@@ -90,7 +90,7 @@ def _adaspeed_probe(resources: Resources, settings: AdaSpeedSettings) -> tuple[D
 
 @method("adadecode", "AdaDecode", "arXiv:2506.03700", AdaDecodeSettings, ["heads"], predicts_early=True)
 def _adadecode(resources: Resources, settings: AdaDecodeSettings) -> tuple[Drafter, Verifier]:
-    heads = _trained(resources, "heads", "heads")
+    heads = _learned_weights(resources, "heads", "heads")
     return EarlyDrafter(heads, settings.early_threshold, settings.max_early), ChainRatio()
 
 
@@ -98,7 +98,7 @@ def _adadecode(resources: Resources, settings: AdaDecodeSettings) -> tuple[Draft
 def _paradecode(resources: Resources, settings: ParaDecodeSettings) -> tuple[Drafter, Verifier]:
     from ..early_exit import StackedLayers
 
-    heads = _trained(resources, "heads", "heads")
+    heads = _learned_weights(resources, "heads", "heads")
     return PipelineDrafter(heads, settings.early_threshold, StackedLayers(resources.runtime)), TargetWalk()
 
 
@@ -144,7 +144,7 @@ def default_exit(n_layers: int) -> int:
     return max(1, round(n_layers / 4))
 
 
-def _trained(resources: Resources, kind: str, words: str) -> Any:
+def _learned_weights(resources: Resources, kind: str, words: str) -> Any:
     if kind not in resources.learned:
         command = f"swiftopt {kind} train"
         raise SettingsError(f"this method needs {words}: train them for this model and task with `{command}`")
@@ -168,21 +168,21 @@ class EarlyDrafter(Drafter):
         context = self.context
         staged = StagedPass(context.runtime, context.buffer, context.root_slot)
         tokens = [context.token_ids[-1]]
-        drawn_from: list[Tensor] = []
+        token_probs: list[Tensor] = []
         staged.add(tokens[0])
         while len(tokens) <= min(room, self.max_depth):
-            early = yield from self._predict(staged, tokens[1:])
-            if early is None:
+            prediction = yield from self._predict_token(staged, tokens[1:])
+            if prediction is None:
                 break
-            token_id, probs = early
+            token_id, probs = prediction
             if probs is not None:
-                drawn_from.append(probs)
+                token_probs.append(probs)
             tokens.append(token_id)
             staged.add(token_id)
         tree = DraftTree.chain(tokens)
-        return Draft(tree, offers_of(tree, drawn_from), staged=staged.finish())
+        return Draft(tree, offers_of(tree, token_probs), staged=staged.finish())
 
-    def _predict(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Tensor | None] | None]:
+    def _predict_token(self, staged: StagedPass, drafted: list[int]) -> PassGenerator[tuple[int, Tensor | None] | None]:
         """Return the next token from the first head above the threshold, with its distribution if it was sampled."""
         rule, heads = self.context.rule, self.heads
         for depth in heads.depths:
@@ -235,19 +235,19 @@ class PipelineDrafter(Drafter):
         # Yields no pass: stacked steps run here, and only the head's pass can be batched with other requests.
         yield from ()
         context = self.context
-        root, slot = context.token_ids[-1], context.root_slot
+        root_id, slot = context.token_ids[-1], context.root_slot
         in_flight = [(flight.token_id, flight.slot) for flight in self._flights[:1]]
-        if in_flight != [(root, slot)] or self._buffer is not context.buffer:
-            self._flights, self._buffer = [self._start(root, slot)], context.buffer
+        if in_flight != [(root_id, slot)] or self._buffer is not context.buffer:
+            self._flights, self._buffer = [self._start_flight(root_id, slot)], context.buffer
         while self._flights[0].depth < context.runtime.n_layers:
-            self._predict(slot + room)
-            self._step()
-        staged = self._read(self._flights.pop(0))
-        ahead = next((flight.token_id for flight in self._flights), None)
-        if ahead is None or isinstance(ahead, int):
-            tokens = [root] if ahead is None else [root, ahead]
+            self._predict_token(slot + room)
+            self._advance_flights()
+        staged = self._stage_flight(self._flights.pop(0))
+        next_id = next((flight.token_id for flight in self._flights), None)
+        if next_id is None or isinstance(next_id, int):
+            tokens = [root_id] if next_id is None else [root_id, next_id]
             return Draft(DraftTree.chain(tokens), staged=staged, n_checked=1)
-        spine = torch.cat((uploaded([root], ahead.device), ahead)).double()
+        spine = torch.cat((uploaded([root_id], next_id.device), next_id)).double()
         unread = torch.stack((spine, torch.zeros_like(spine)))
         return replace(Draft.of_unread(unread, [], staged), n_checked=1)
 
@@ -255,27 +255,27 @@ class PipelineDrafter(Drafter):
         for flight, token_id in zip(self._flights[:1], outcome.draft.tree.token_ids[1:], strict=False):
             flight.token_id = token_id  # Replace the device tensor by the token id, which has been read now.
 
-    def _read(self, flight: _Flight) -> PassGenerator[Tensor]:
+    def _stage_flight(self, flight: _Flight) -> PassGenerator[Tensor]:
         """Return the logits (1, vocab) of a token that has run all layers; yields a pass so other requests can run."""
         from ...models.rows import Pass, Rows
 
-        runtime, buffer, top = self.context.runtime, self.context.buffer, flight.depth
-        return (yield Pass(runtime, Rows([0], flight.slot), buffer, hidden=flight.hidden, layers=(top, top)))
+        runtime, buffer, depth = self.context.runtime, self.context.buffer, flight.depth
+        return (yield Pass(runtime, Rows([0], flight.slot), buffer, hidden=flight.hidden, layers=(depth, depth)))
 
-    def _start(self, token_id: int | Tensor, slot: int) -> _Flight:
+    def _start_flight(self, token_id: int | Tensor, slot: int) -> _Flight:
         tokens = [token_id] if isinstance(token_id, int) else token_id
         return _Flight(token_id, slot, self.context.runtime.embed(tokens, slot))
 
-    def _predict(self, last_slot: int) -> None:
+    def _predict_token(self, last_slot: int) -> None:
         """Start the newest token's successor if a head predicts it confidently enough and a slot is left."""
         from ...decoding.context import likeliest
 
-        newest, heads = self._flights[-1], self.heads
-        if newest.predicted or newest.depth not in heads.transforms or newest.slot >= last_slot:
+        newest_flight, heads = self._flights[-1], self.heads
+        if newest_flight.predicted or newest_flight.depth not in heads.transforms or newest_flight.slot >= last_slot:
             return
-        logits = heads.logits(self.context.runtime, newest.depth, newest.hidden)[0]
-        ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
-        scores = self.context.noisy_scores(ahead, logits)
+        logits = heads.logits(self.context.runtime, newest_flight.depth, newest_flight.hidden)[0]
+        ids_ahead: list[Any] = [flight.token_id for flight in self._flights[1:]]
+        scores = self.context.noisy_scores(ids_ahead, logits)
         token_id: int | Tensor
         # A threshold of 0 accepts any confidence, so it need not be read from the device.
         if self.threshold == 0.0 and self.context.reads_late:
@@ -284,15 +284,15 @@ class PipelineDrafter(Drafter):
             token_id, confidence = self.context.rule.confidence(scores)
             if not confidence > self.threshold:
                 return
-        newest.predicted = True
-        self._flights.append(self._start(token_id, newest.slot + 1))
+        newest_flight.predicted = True
+        self._flights.append(self._start_flight(token_id, newest_flight.slot + 1))
 
-    def _step(self) -> None:
+    def _advance_flights(self) -> None:
         import torch
 
-        rising = self._flights[::-1]
-        hidden = torch.cat([flight.hidden for flight in rising])
-        layers, slots = [flight.depth for flight in rising], [flight.slot for flight in rising]
-        moved = self.stacked.step(hidden, layers, slots, self.context.buffer)
-        for row, flight in enumerate(rising):
-            flight.hidden, flight.depth = moved[row : row + 1], flight.depth + 1
+        flights = self._flights[::-1]
+        hidden = torch.cat([flight.hidden for flight in flights])
+        layers, slots = [flight.depth for flight in flights], [flight.slot for flight in flights]
+        new_states = self.stacked.step(hidden, layers, slots, self.context.buffer)
+        for row, flight in enumerate(flights):
+            flight.hidden, flight.depth = new_states[row : row + 1], flight.depth + 1

@@ -63,10 +63,10 @@ class JacobiDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         """Update the guesses with the argmaxes of the rows after the committed tokens."""
-        settled = outcome.walk.token_ids
-        refined = list(outcome.argmaxes[len(settled) :])
-        last = refined[-1] if refined else settled[-1]
-        self.guesses = refined + [last] * (self.max_depth - len(refined))
+        committed = outcome.walk.token_ids
+        refined_guesses = list(outcome.argmaxes[len(committed) :])
+        last_guess = refined_guesses[-1] if refined_guesses else committed[-1]
+        self.guesses = refined_guesses + [last_guess] * (self.max_depth - len(refined_guesses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +97,27 @@ class LookaheadDrafter(Drafter):
     def start(self) -> None:
         self.pool = NgramPool(self.settings.guesses)
         self.window = Window(self.settings, self.context.token_ids[: self.context.n_prompt])
-        self._looks = False  # True if the current round also runs the window's guesses.
+        self._adds_guess_rows = False  # True if the current round also runs the window's guesses.
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         yield from ()
-        root = self.context.token_ids[-1]
-        tree = merged(root, self.pool.continuations(root), room)
+        root_id = self.context.token_ids[-1]
+        tree = merge_paths(root_id, self.pool.continuations(root_id), room)
         # Skip the window if this is the last round or if its guesses would exceed the model's positions.
-        reach = self.window.width + self.window.n_levels - 2  # Positions from the root to the last guess.
-        self._looks = room > 1 and self.context.root_slot + reach < self.context.runtime.max_positions
-        return Draft(tree, extra_rows=self.window.rows(root) if self._looks else None, wants_argmaxes=self._looks)
+        max_depth = self.window.width + self.window.n_levels - 2  # Positions from the root to the last guess.
+        self._adds_guess_rows = room > 1 and self.context.root_slot + max_depth < self.context.runtime.max_positions
+        return Draft(
+            tree,
+            extra_rows=self.window.rows(root_id) if self._adds_guess_rows else None,
+            wants_argmaxes=self._adds_guess_rows,
+        )
 
     def observe(self, outcome: Outcome) -> None:
-        if not self._looks:
+        if not self._adds_guess_rows:
             return
         # The root is the first cell of the window, so its argmax comes first.
-        cells = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]
-        for ngram in self.window.advance(cells[-self.window.width :]):
+        new_guesses = [outcome.argmaxes[0], *outcome.argmaxes[outcome.draft.tree.n_nodes :]]
+        for ngram in self.window.advance(new_guesses[-self.window.width :]):
             self.pool.add(ngram)
 
 
@@ -123,19 +127,19 @@ class NgramPool:
     def __init__(self, size: int) -> None:
         self.size = size
         # First token -> continuations of its n-grams, oldest first.
-        self._rest: dict[int, dict[tuple[int, ...], None]] = {}
+        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
         """Add an n-gram as the newest of its first token; evict that token's oldest n-gram if full."""
-        rest, continuations = tuple(ngram[1:]), self._rest.setdefault(ngram[0], {})
-        continuations.pop(rest, None)
-        continuations[rest] = None
+        continuation, continuations = tuple(ngram[1:]), self._continuations.setdefault(ngram[0], {})
+        continuations.pop(continuation, None)
+        continuations[continuation] = None
         if len(continuations) > self.size:
             del continuations[next(iter(continuations))]
 
     def continuations(self, first: int) -> list[tuple[int, ...]]:
         """Return the stored continuations of a token, newest first."""
-        return list(reversed(self._rest.get(first, {})))
+        return list(reversed(self._continuations.get(first, {})))
 
 
 class Window:
@@ -149,10 +153,10 @@ class Window:
     """
 
     def __init__(self, settings: LookaheadSettings, prompt_ids: Sequence[int]) -> None:
-        self.full = settings.ngram - 1
-        width = settings.window + self.full - 1
-        times = -(-width // len(prompt_ids))
-        self.levels = [(list(prompt_ids) * times)[-width:]]
+        self.max_levels = settings.ngram - 1
+        width = settings.window + self.max_levels - 1
+        n_repeats = -(-width // len(prompt_ids))
+        self.levels = [(list(prompt_ids) * n_repeats)[-width:]]
 
     @property
     def n_levels(self) -> int:
@@ -174,7 +178,7 @@ class Window:
 
     def advance(self, newest: list[int]) -> list[tuple[int, ...]]:
         """Append the argmaxes `newest` as the next level; return the n-grams that they complete."""
-        if self.n_levels < self.full:
+        if self.n_levels < self.max_levels:
             self.levels = [level[1:] for level in (*self.levels, newest)]
             return []
         ngrams = list(zip(*self.levels, newest, strict=True))
@@ -192,20 +196,20 @@ def guess_mask(n_levels: int, width: int) -> Tensor:
 
     level = torch.arange(n_levels).repeat_interleave(width)[1:]
     column = torch.arange(width).repeat(n_levels)[1:]
-    oldest = (level[None] == 0) & (column[None] <= column[:, None])
-    return oldest | (column[None] == column[:, None]) & (level[None] <= level[:, None])
+    is_older_column = (level[None] == 0) & (column[None] <= column[:, None])
+    return is_older_column | (column[None] == column[:, None]) & (level[None] <= level[:, None])
 
 
-def merged(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
+def merge_paths(root: int, continuations: Sequence[Sequence[int]], room: int) -> DraftTree:
     """Return all continuations, cut to `room` tokens, as a tree with shared prefixes; keeps their order."""
     token_ids, parents, depth = [root], [-1], 0
-    nodes: dict[tuple[int, int], int] = {}
+    node_of_token: dict[tuple[int, int], int] = {}
     for continuation in continuations:
         node = 0
-        for step, token_id in enumerate(continuation[:room], 1):
-            if (node, token_id) not in nodes:
-                nodes[node, token_id] = len(token_ids)
+        for level, token_id in enumerate(continuation[:room], 1):
+            if (node, token_id) not in node_of_token:
+                node_of_token[node, token_id] = len(token_ids)
                 token_ids.append(token_id)
                 parents.append(node)
-            node, depth = nodes[node, token_id], max(depth, step)
+            node, depth = node_of_token[node, token_id], max(depth, level)
     return DraftTree(tuple(token_ids), tuple(parents), depth)

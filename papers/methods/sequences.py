@@ -66,54 +66,60 @@ class SequencesDrafter(Drafter):
 
         from ...models.rows import uploaded
 
-        context, late, device = self.context, self.model.reads_late, self.context.runtime.device
-        grown = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
-        offers, unread = dict[int, Offer](), [uploaded(grown.token_ids, device)] if late else []
+        context, reads_late, device = self.context, self.model.reads_late, self.context.runtime.device
+        growth = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
+        offers, unread = dict[int, Offer](), [uploaded(growth.token_ids, device)] if reads_late else []
         # same[i, j]: sequence j has drafted the same tokens as newest node i; bool (newest nodes, sequences).
-        same: Tensor | None = None
-        if late and self.replacement:
-            same = torch.ones((1, len(grown.newest)), dtype=torch.bool, device=device)
+        same_path: Tensor | None = None
+        if reads_late and self.replacement:
+            same_path = torch.ones((1, len(growth.newest)), dtype=torch.bool, device=device)
         depth = min(room, self.max_depth, self.model.room)
         self.model.restart()
         for level in range(depth):
-            nodes = list(dict.fromkeys(grown.newest))
-            token_ids = unread[-1] if late else [grown.token_ids[node] for node in nodes]
-            logits = yield from self.model.extend(token_ids, [grown.parents[node] for node in nodes])
-            scored = zip(nodes, logits, strict=True)
-            scores = torch.stack([context.scores(grown.paths[node], row) for node, row in scored])
-            apart = level == 0 and not self.replacement
-            drawn, probs = self._draw(scores, [nodes.index(node) for node in grown.newest], apart)
-            following = grown.grow(drawn[:, None].unbind() if late else drawn.tolist())
-            for row, (node, of_node) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
-                tokens_after, tried = (following[node], None) if same is None else (grown.newest, same[row])
-                offers[node] = Offer(tuple(tokens_after), of_node, self.replacement, tried)
-            if late:
-                unread.append(drawn)
-            if same is not None:
-                same = same & (drawn[:, None] == drawn)
-        tree = DraftTree(tuple(grown.token_ids), tuple(grown.parents), depth)
-        if not late:
+            nodes = list(dict.fromkeys(growth.newest))
+            token_ids = unread[-1] if reads_late else [growth.token_ids[node] for node in nodes]
+            logits = yield from self.model.extend(token_ids, [growth.parents[node] for node in nodes])
+            nodes_and_logits = zip(nodes, logits, strict=True)
+            scores = torch.stack([context.scores(growth.paths[node], row) for node, row in nodes_and_logits])
+            draws_distinct = level == 0 and not self.replacement
+            drawn_ids, probs = self._draw_tokens(scores, [nodes.index(node) for node in growth.newest], draws_distinct)
+            children = growth.grow(drawn_ids[:, None].unbind() if reads_late else drawn_ids.tolist())
+            for row, (node, node_probs) in enumerate(zip(nodes, probs, strict=True) if probs is not None else ()):
+                tokens_after, tried_mask = (
+                    (children[node], None) if same_path is None else (growth.newest, same_path[row])
+                )
+                offers[node] = Offer(tuple(tokens_after), node_probs, self.replacement, tried_mask)
+            if reads_late:
+                unread.append(drawn_ids)
+            if same_path is not None:
+                same_path = same_path & (drawn_ids[:, None] == drawn_ids)
+        tree = DraftTree(tuple(growth.token_ids), tuple(growth.parents), depth)
+        if not reads_late:
             return Draft(tree, offers)
         tokens = torch.cat(unread).double()
         return Draft(tree, offers, unread=torch.stack((tokens, torch.zeros_like(tokens))))
 
-    def _draw(self, scores: Tensor, of: Sequence[int], apart: bool) -> tuple[Tensor, Tensor | None]:
+    def _draw_tokens(
+        self, scores: Tensor, node_indices: Sequence[int], draws_distinct: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the next token of each sequence, int64 (sequences,), and the nodes' distributions when sampling.
 
-        Args: scores: (nodes, vocab). of: index of each sequence's node. apart: draw distinct tokens.
+        Args: scores: (nodes, vocab). node_indices: index of each sequence's node. draws_distinct: draw distinct tokens.
         """
         from ...decoding.context import most_probable
         from ...models.rows import uploaded
 
-        rule, n = self.context.rule, len(of)
+        rule, n_draws = self.context.rule, len(node_indices)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)
-        if apart:
-            tokens_drawn = most_probable(scores[0], n) if probs is None else draw_distinct(rule, probs[0], n)
+        if draws_distinct:
+            tokens_drawn = (
+                most_probable(scores[0], n_draws) if probs is None else draw_distinct(rule, probs[0], n_draws)
+            )
             return tokens_drawn[0].long() if self.model.reads_late else drawable(tokens_drawn), probs
-        index = uploaded(of, scores.device)
+        index_tensor = uploaded(node_indices, scores.device)
         if probs is None:
-            return scores.max(dim=-1).indices[index], None
-        return rule.draw_drafts(probs[index])[:, 0], probs
+            return scores.max(dim=-1).indices[index_tensor], None
+        return rule.draw_drafts(probs[index_tensor])[:, 0], probs
 
 
 class _Growth:
@@ -128,15 +134,15 @@ class _Growth:
 
         Equal sequences share nodes, unless their token ids are not known yet.
         """
-        before, self.newest = self.newest, []
-        nodes, following = dict[tuple[int, int], int](), {node: list[int]() for node in before}
-        for node, token in zip(before, tokens, strict=False):
+        previous, self.newest = self.newest, []
+        node_of_token, children = dict[tuple[int, int], int](), {node: list[int]() for node in previous}
+        for node, token in zip(previous, tokens, strict=False):
             token_id = token if isinstance(token, int) else UNKNOWN
-            if token_id == UNKNOWN or (node, token_id) not in nodes:
-                nodes[node, token_id] = len(self.token_ids)
+            if token_id == UNKNOWN or (node, token_id) not in node_of_token:
+                node_of_token[node, token_id] = len(self.token_ids)
                 self.token_ids.append(token_id)
                 self.parents.append(node)
                 self.paths.append([*self.paths[node], token])
-            self.newest.append(nodes[node, token_id])
-            following[node].append(self.newest[-1])
-        return following
+            self.newest.append(node_of_token[node, token_id])
+            children[node].append(self.newest[-1])
+        return children

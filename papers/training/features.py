@@ -33,11 +33,11 @@ from ...models.runtime import Runtime
 from ...models.saved import replacing
 from .settings import OnStep, TrainingStep
 
-SAVE_S = 3.0  # Minimum seconds between two saves of the training state.
+SAVE_INTERVAL_S = 3.0  # Minimum seconds between two saves of the training state.
 # Saves are at least this many save durations apart, so saving takes at most 1/20 of the time.
-SAVING_SHARE = 20
-HELD_OUT = 0.1  # Share of the prompts that are used for evaluation only, not for training.
-AT_ONCE = 8  # Prompts that are decoded concurrently.
+MIN_PAUSE_RATIO = 20
+HELD_OUT_SHARE = 0.1  # Share of the prompts that are used for evaluation only, not for training.
+MAX_CONCURRENT = 8  # Prompts that are decoded concurrently.
 MIN_ROWS = 16  # Minimum number of training positions; with fewer, training is refused.
 
 
@@ -57,7 +57,7 @@ class Features:
         return self.final.shape[0]
 
     @classmethod
-    def joined(cls, parts: Sequence[Features]) -> Features:
+    def join(cls, parts: Sequence[Features]) -> Features:
         """Concatenate the positions of several parts."""
         hidden = {depth: torch.cat([part.hidden[depth] for part in parts]) for depth in parts[0].hidden}
         return cls(hidden, torch.cat([part.final for part in parts]))
@@ -75,14 +75,14 @@ class Checkpoint:
     """
 
     def __init__(
-        self, root: Path, identity: Mapping[str, Any], settings: Mapping[str, Any], every_s: float = SAVE_S
+        self, root: Path, identity: Mapping[str, Any], settings: Mapping[str, Any], every_s: float = SAVE_INTERVAL_S
     ) -> None:
         self.every_s = every_s
         self.folder = root / _key(identity)
         self._state = self.folder / f"state-{_key(settings)}.safetensors"
         self._saved_at = time.monotonic()
         self._save_s = 0.0
-        with self._writing():
+        with self._translating_write_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "about.json").write_text(json.dumps({**identity, "settings": dict(settings)}))
 
@@ -90,10 +90,12 @@ class Checkpoint:
         """Return the hidden states collected so far, by prompt index."""
         by_depth: dict[int, Features] = {}
         for path in self.folder.glob("states-*.safetensors"):
-            read = _read(path)
-            if read is not None:
-                final, index = read[0].pop("final"), int(path.stem.partition("-")[2])
-                by_depth[index] = Features({int(depth): hidden for depth, hidden in read[0].items()}, final)
+            tensors_and_metadata = _read(path)
+            if tensors_and_metadata is not None:
+                final, index = tensors_and_metadata[0].pop("final"), int(path.stem.partition("-")[2])
+                by_depth[index] = Features(
+                    {int(depth): hidden for depth, hidden in tensors_and_metadata[0].items()}, final
+                )
         return by_depth
 
     def add(self, index: int, features: Features) -> None:
@@ -103,7 +105,7 @@ class Checkpoint:
 
     def due(self) -> bool:
         """Tell whether it is time to save the state of training."""
-        pause_s = max(self.every_s, SAVING_SHARE * self._save_s) if self.every_s else 0.0
+        pause_s = max(self.every_s, MIN_PAUSE_RATIO * self._save_s) if self.every_s else 0.0
         return time.monotonic() - self._saved_at >= pause_s
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -121,13 +123,13 @@ class Checkpoint:
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         started = time.monotonic()
-        with self._writing(), replacing(path) as part:
+        with self._translating_write_errors(), replacing(path) as part:
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
         self._saved_at = time.monotonic()
         self._save_s = self._saved_at - started
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _translating_write_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -165,7 +167,7 @@ def collect(
     depths: Sequence[int],
     seed: int,
     on_step: OnStep,
-    kept: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None,
     budget_s: float | None = None,
 ) -> Collected:
     """Complete the prompts greedily, in an order drawn from `seed`, and return the states; a tenth is held out.
@@ -178,45 +180,54 @@ def collect(
     started = time.monotonic()
     for prompt in prompts:
         session.check(prompt)
-    done = {} if kept is None else kept.features()
-    if done:
-        on_step(TrainingStep("collect", note=f"resumed: {len(done)} of {len(prompts)} prompts were done before"))
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    features_by_prompt = {} if checkpoint is None else checkpoint.features()
+    if features_by_prompt:
+        on_step(
+            TrainingStep(
+                "collect", note=f"resumed: {len(features_by_prompt)} of {len(prompts)} prompts were done before"
+            )
+        )
+    prompt_order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def works() -> Iterator[Work[None]]:
-        for number, index in enumerate(order):
-            if budget_s is not None and number >= 2 and time.monotonic() - started > budget_s:
+        for n_started, index in enumerate(prompt_order):
+            if budget_s is not None and n_started >= 2 and time.monotonic() - started > budget_s:
                 break
-            if index not in done:
+            if index not in features_by_prompt:
                 yield collecting(index)
 
     def collecting(index: int) -> Work[None]:
-        done[index] = yield from _features(session, prompts[index], depths)
-        if kept is not None:
-            kept.add(index, done[index])
+        features_by_prompt[index] = yield from _collect_features(session, prompts[index], depths)
+        if checkpoint is not None:
+            checkpoint.add(index, features_by_prompt[index])
 
-    n_reported, events = len(done), side_by_side(works(), AT_ONCE, memory_for_texts(session.runtime))
+    n_reported, events = (
+        len(features_by_prompt),
+        side_by_side(works(), MAX_CONCURRENT, memory_for_texts(session.runtime)),
+    )
     for _ in chain(events, (None,)):  # The extra None reports the last prompt, which finishes after the last event.
-        if len(done) > n_reported:
-            n_reported = len(done)
+        if len(features_by_prompt) > n_reported:
+            n_reported = len(features_by_prompt)
             on_step(TrainingStep("collect", n_reported, len(prompts)))
-    parts = [done[index] for index in takewhile(done.__contains__, order)]
-    n_held_out = max(1, round(HELD_OUT * len(parts)))
-    train, held_out = Features.joined(parts[:-n_held_out]), Features.joined(parts[-n_held_out:])
+    features_in_order = [
+        features_by_prompt[index] for index in takewhile(features_by_prompt.__contains__, prompt_order)
+    ]
+    n_held_out = max(1, round(HELD_OUT_SHARE * len(features_in_order)))
+    train, held_out = Features.join(features_in_order[:-n_held_out]), Features.join(features_in_order[-n_held_out:])
     if train.n_rows < MIN_ROWS or not held_out.n_rows:
         raise InvalidInput(
             f"the completions leave {train.n_rows} positions to learn from and {held_out.n_rows} to measure on:"
             f" give more prompts or raise --max-new-tokens, so that there are {MIN_ROWS} and 1 at least"
         )
-    return Collected(train, held_out, len(parts), time.monotonic() - started)
+    return Collected(train, held_out, len(features_in_order), time.monotonic() - started)
 
 
 def features_of(session: Session, prompt: Prompt, depths: Sequence[int]) -> Features:
     """Return the hidden states at every completion token but the last, for all turns of a prompt."""
-    return alone(_features(session, prompt, depths))
+    return alone(_collect_features(session, prompt, depths))
 
 
-def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
+def _collect_features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[Features]:
     states_read = [states_of(session.runtime, [], 0, depths)]
 
     def read(event: WorkEvent) -> None:
@@ -226,17 +237,20 @@ def _features(session: Session, prompt: Prompt, depths: Sequence[int]) -> Work[F
             states_read.append(states_of(session.runtime, context.token_ids[:-1], context.n_prompt, depths))
 
     yield from subscribed(session.request(prompt, PLAIN), read)
-    return Features.joined(states_read)
+    return Features.join(states_read)
 
 
-def states_of(runtime: Runtime, token_ids: Sequence[int], first: int, depths: Sequence[int]) -> Features:
-    """Return the hidden states of a text's tokens from `first` on, with as few passes as memory allows."""
-    at: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
+def states_of(runtime: Runtime, token_ids: Sequence[int], first_token: int, depths: Sequence[int]) -> Features:
+    """Return the hidden states of a text's tokens from `first_token` on, with as few passes as memory allows."""
+    captured: dict[int, list[Tensor]] = {depth: [] for depth in (*depths, runtime.n_layers)}
     buffer = runtime.new_buffer(len(token_ids))
-    for pass_ in runtime.prefill_passes(token_ids, buffer, capture=at):
+    for pass_ in runtime.prefill_passes(token_ids, buffer, capture=captured):
         runtime.forward_together([pass_])
     width = runtime.config.get_text_config().hidden_size
-    nothing = torch.empty((0, width), dtype=runtime.dtype)
-    kept = {depth: torch.cat([nothing, *(part.cpu() for part in parts)])[first:] for depth, parts in at.items()}
-    final = runtime.normed(kept[runtime.n_layers].to(runtime.device)).cpu()
-    return Features({depth: kept[depth].clone() for depth in depths}, final)
+    empty_state = torch.empty((0, width), dtype=runtime.dtype)
+    states = {
+        depth: torch.cat([empty_state, *(pass_states.cpu() for pass_states in states_of_passes)])[first_token:]
+        for depth, states_of_passes in captured.items()
+    }
+    final = runtime.normed(states[runtime.n_layers].to(runtime.device)).cpu()
+    return Features({depth: states[depth].clone() for depth in depths}, final)

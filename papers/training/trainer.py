@@ -38,38 +38,38 @@ def train(
     on_step: OnStep = ignore,
     *,
     budget_s: float | None = None,
-    kept: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Trained:
     """Train heads, all together, or a probe on the model's own greedy completions of the prompts.
 
     Args:   budget_s: seconds for all of it: at most half for the completions, the rest for training.
-            kept: where to keep what is done; it is not removed.
+            checkpoint: where to keep what is done; it is not removed.
     Raises: SettingsError: a layer is out of range. InvalidInput: the stream or its completions are too short.
     """
     depths, started = settings.depths(runtime.n_layers), time.monotonic()
     session = Session(runtime, Sampling(), settings.max_new_tokens)
-    data = collect(session, prompts, depths, settings.seed, on_step, kept, budget_s and budget_s / 2)
-    objective = _objective(runtime, settings, data.train, depths)
+    features = collect(session, prompts, depths, settings.seed, on_step, checkpoint, budget_s and budget_s / 2)
+    objective = _make_objective(runtime, settings, features.train, depths)
     left_s = None if budget_s is None else max(1.0, budget_s - (time.monotonic() - started))
-    trainer = Trainer(objective, settings, left_s, kept)
+    trainer = Trainer(objective, settings, left_s, checkpoint)
     trainer.run(on_step)
     on_step(TrainingStep("measure"))
     curve = trainer.curve()
-    last = [loss for _, loss in curve[-objective.LAST_POINTS :]]
+    last_losses = [loss for _, loss in curve[-objective.LAST_POINTS :]]
     figures = {
-        "prompts": data.n_prompts,
-        "positions": data.train.n_rows,
-        "held_out_positions": data.held_out.n_rows,
+        "prompts": features.n_prompts,
+        "positions": features.train.n_rows,
+        "held_out_positions": features.held_out.n_rows,
         "steps": trainer.step,
-        "loss": sum(last) / len(last),
-        "collect_s": round(data.seconds, 1),
+        "loss": sum(last_losses) / len(last_losses),
+        "collect_s": round(features.seconds, 1),
         "train_s": round(trainer.spent_s, 1),
-        **objective.figures(trainer.weights, data.held_out),
+        **objective.figures(trainer.weights, features.held_out),
     }
     return Trained(objective.model(trainer.weights), figures, curve)
 
 
-def _objective(
+def _make_objective(
     runtime: Runtime, settings: HeadSettings | ProbeSettings, data: Features, depths: Sequence[int]
 ) -> HeadObjective | ProbeObjective:
     if isinstance(settings, HeadSettings):
@@ -84,12 +84,12 @@ def learning_rate(settings: TrainingSettings, progress: float) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def batch_of(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
+def batch_rows(settings: TrainingSettings, step: int, n_rows: int) -> Tensor:
     """Return the row indices of a step's batch; every epoch visits all rows once in a new random order."""
-    per_epoch = math.ceil(n_rows / settings.batch)
-    epoch, number = divmod(step, per_epoch)
-    order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((settings.seed << 20) + epoch))
-    return order[number * settings.batch : (number + 1) * settings.batch]
+    n_batches = math.ceil(n_rows / settings.batch)
+    epoch, batch_index = divmod(step, n_batches)
+    row_order = torch.randperm(n_rows, generator=torch.Generator().manual_seed((settings.seed << 20) + epoch))
+    return row_order[batch_index * settings.batch : (batch_index + 1) * settings.batch]
 
 
 class Trainer:
@@ -104,9 +104,9 @@ class Trainer:
         objective: HeadObjective | ProbeObjective,
         settings: TrainingSettings,
         seconds: float | None = None,
-        kept: Checkpoint | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        self.objective, self.settings, self.kept = objective, settings, kept
+        self.objective, self.settings, self.kept = objective, settings, checkpoint
         self.weights = objective.start()
         limits = [limit for limit in (seconds, settings.minutes and 60 * settings.minutes) if limit is not None]
         self.seconds = min(limits, default=None)
@@ -118,19 +118,19 @@ class Trainer:
     def run(self, on_step: OnStep) -> None:
         """Run all remaining training steps."""
         n_rows = self.objective.n_rows
-        total = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
-        self._resume(total, on_step)
+        total_steps = self.settings.epochs * math.ceil(n_rows / self.settings.batch)
+        self._resume(total_steps, on_step)
         started, before_s = time.monotonic(), self.spent_s
-        while (progress := self._progress(total)) < 1:
-            rows = batch_of(self.settings, self.step, n_rows)
-            loss, self.weights.grad = self.objective.gradient(self.weights, rows)
+        while (progress := self._progress(total_steps)) < 1:
+            row_indices = batch_rows(self.settings, self.step, n_rows)
+            loss, self.weights.grad = self.objective.gradient(self.weights, row_indices)
             # A torch scheduler counts steps only, but this learning rate also depends on elapsed time.
-            self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total))
+            self._adam.param_groups[0]["lr"] = learning_rate(self.settings, max(progress, 1 / total_steps))
             self._adam.step()
             self.step += 1
             self.losses.append(loss)
             self.spent_s = before_s + time.monotonic() - started
-            on_step(TrainingStep("train", self.step, total, loss))
+            on_step(TrainingStep("train", self.step, total_steps, loss))
             if self.kept is not None and self.kept.due():
                 self._save(self.kept)
         if self.kept is not None:
@@ -138,17 +138,23 @@ class Trainer:
 
     def curve(self) -> tuple[tuple[int, float], ...]:
         """Return (last step, mean loss) of at most `MAX_POINTS` equal blocks of steps."""
-        width = math.ceil(len(self.losses) / MAX_POINTS)
-        parts = [self.losses[at : at + width] for at in range(0, len(self.losses), max(1, width))]
-        return tuple((min((i + 1) * width, self.step), sum(part) / len(part)) for i, part in enumerate(parts))
+        losses_per_point = math.ceil(len(self.losses) / MAX_POINTS)
+        loss_groups = [
+            self.losses[start : start + losses_per_point]
+            for start in range(0, len(self.losses), max(1, losses_per_point))
+        ]
+        return tuple(
+            (min((index + 1) * losses_per_point, self.step), sum(losses) / len(losses))
+            for index, losses in enumerate(loss_groups)
+        )
 
     def _progress(self, total: int) -> float:
-        clock = 0.0 if self.seconds is None else self.spent_s / self.seconds
-        return max(self.step / total, clock)
+        time_share = 0.0 if self.seconds is None else self.spent_s / self.seconds
+        return max(self.step / total, time_share)
 
-    def _save(self, kept: Checkpoint) -> None:
+    def _save(self, checkpoint: Checkpoint) -> None:
         tensors = {"weights": self.weights, **self._adam.state[self.weights]}
-        kept.save(tensors, {"step": self.step, "spent_s": self.spent_s, "losses": self.losses})
+        checkpoint.save(tensors, {"step": self.step, "spent_s": self.spent_s, "losses": self.losses})
 
     def _resume(self, total: int, on_step: OnStep) -> None:
         state = None if self.kept is None else self.kept.state()
@@ -167,24 +173,26 @@ class HeadObjective:
 
     LAST_POINTS: ClassVar = 5  # The reported loss is the mean of this many last points of the curve.
 
-    def __init__(self, runtime: Runtime, data: Features, depths: Sequence[int], full: bool) -> None:
-        self.runtime, self.depths, self.full, self.n_rows = runtime, tuple(depths), full, data.n_rows
-        self._final = data.final
-        self._normed = torch.stack([runtime.normed(data.hidden[d].to(runtime.device)).cpu() for d in depths])
+    def __init__(self, runtime: Runtime, features: Features, depths: Sequence[int], full: bool) -> None:
+        self.runtime, self.depths, self.full, self.n_rows = runtime, tuple(depths), full, features.n_rows
+        self._final = features.final
+        self._normed = torch.stack(
+            [runtime.normed(features.hidden[depth].to(runtime.device)).cpu() for depth in depths]
+        )
         self._vocabulary = cast(Tensor, cast(Any, runtime.hf_model).get_output_embeddings().weight).detach()
         self._softcap = None if full else getattr(runtime.config, "final_logit_softcapping", None)
 
     def start(self) -> Tensor:
         """Return initial weights that make every head equal to the model's own head."""
-        wide = torch.float64 if self.runtime.dtype == torch.float64 else torch.float32
-        width = self._vocabulary.shape[1]
-        one = self._vocabulary if self.full else torch.eye(width, device=self.runtime.device)
-        return one.to(self.runtime.device, wide).repeat(len(self.depths), 1, 1)
+        weights_dtype = torch.float64 if self.runtime.dtype == torch.float64 else torch.float32
+        hidden_size = self._vocabulary.shape[1]
+        initial = self._vocabulary if self.full else torch.eye(hidden_size, device=self.runtime.device)
+        return initial.to(self.runtime.device, weights_dtype).repeat(len(self.depths), 1, 1)
 
     def model(self, weights: Tensor) -> Heads:
         """Return heads with `weights` rounded to the model's dtype."""
-        rounded = weights.to(self.runtime.dtype)
-        return Heads({depth: rounded[i].clone() for i, depth in enumerate(self.depths)}, self.full)
+        model_weights = weights.to(self.runtime.dtype)
+        return Heads({depth: model_weights[index].clone() for index, depth in enumerate(self.depths)}, self.full)
 
     def gradient(self, weights: Tensor, rows: Tensor) -> tuple[float, Tensor]:
         """Return the mean loss over positions and heads, and the gradient of each head's loss.
@@ -192,43 +200,52 @@ class HeadObjective:
         The gradient is computed without autograd: at the logits it is head_probs - target_probs, and two matrix
         products carry it back to the weights.
         """
-        device, rounded = self.runtime.device, weights.to(self.runtime.dtype)
-        target = self.runtime.head(self._final[rows].to(device))  # (rows, vocab)
+        device, model_weights = self.runtime.device, weights.to(self.runtime.dtype)
+        target_logits = self.runtime.head(self._final[rows].to(device))  # (rows, vocab)
         normed = self._normed[:, rows].to(device)  # (heads, rows, hidden)
-        moved = normed @ rounded.transpose(1, 2)  # (heads, rows, hidden); with full heads logits (heads, rows, vocab)
-        logits = moved if self.full else self.runtime.head(moved.flatten(0, 1)).view(len(self.depths), *target.shape)
-        kl = kl_to_gradient(target, logits, self._softcap)
-        slope = logits if self.full else (logits.flatten(0, 1) @ self._vocabulary.to(device)).view_as(normed)
-        wide = weights.dtype
-        gradient = slope.to(wide).transpose(1, 2) @ normed.to(wide) / len(rows)
+        # (heads, rows, hidden); with full heads logits (heads, rows, vocab)
+        transformed = normed @ model_weights.transpose(1, 2)
+        logits = (
+            transformed
+            if self.full
+            else self.runtime.head(transformed.flatten(0, 1)).view(len(self.depths), *target_logits.shape)
+        )
+        kl = kl_to_gradient(target_logits, logits, self._softcap)
+        gradient_of_logits = (
+            logits if self.full else (logits.flatten(0, 1) @ self._vocabulary.to(device)).view_as(normed)
+        )
+        weights_dtype = weights.dtype
+        gradient = gradient_of_logits.to(weights_dtype).transpose(1, 2) @ normed.to(weights_dtype) / len(rows)
         return float(kl.mean()) / len(rows), gradient
 
-    def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
+    def figures(self, weights: Tensor, features: Features) -> dict[str, float]:
         """Measure heads with `weights` on held-out positions.
 
         Returns: per head `agreement@DEPTH` with the last layer's argmax, the same of the model's own head read there
                  (`identity@DEPTH`), and `kl@DEPTH`; per threshold γ `early@γ` and `rejected@γ`, see `early_exits`.
         """
         runtime, depths, heads = self.runtime, self.depths, self.model(weights)
-        right = torch.zeros(len(depths), data.n_rows, dtype=torch.bool)
-        sure = torch.zeros(len(depths), data.n_rows)
-        same, kl = dict.fromkeys(depths, 0), dict.fromkeys(depths, 0.0)
-        for start in range(0, data.n_rows, CHUNK_ROWS):
+        is_right = torch.zeros(len(depths), features.n_rows, dtype=torch.bool)
+        confidences = torch.zeros(len(depths), features.n_rows)
+        n_same, kl_sums = dict.fromkeys(depths, 0), dict.fromkeys(depths, 0.0)
+        for start in range(0, features.n_rows, CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            target = runtime.head(data.final[rows].to(runtime.device))
-            for i, depth in enumerate(depths):
-                hidden = data.hidden[depth][rows].to(runtime.device)
+            target_logits = runtime.head(features.final[rows].to(runtime.device))
+            for index, depth in enumerate(depths):
+                hidden = features.hidden[depth][rows].to(runtime.device)
                 logits = heads.logits(runtime, depth, hidden)
                 probs, token_ids = torch.softmax(logits, dim=-1, dtype=torch.float32).max(-1)
-                right[i, rows] = (token_ids == target.argmax(-1)).cpu()
-                sure[i, rows] = probs.cpu()
-                same[depth] += int((runtime.logits(hidden).argmax(-1) == target.argmax(-1)).sum())
-                kl[depth] += float(kl_to_gradient(target, logits[None]))
-        figures = {f"agreement@{depth}": float(right[i].float().mean()) for i, depth in enumerate(depths)}
-        figures |= {f"identity@{depth}": same[depth] / data.n_rows for depth in depths}
-        figures |= {f"kl@{depth}": kl[depth] / data.n_rows for depth in depths}
+                is_right[index, rows] = (token_ids == target_logits.argmax(-1)).cpu()
+                confidences[index, rows] = probs.cpu()
+                n_same[depth] += int((runtime.logits(hidden).argmax(-1) == target_logits.argmax(-1)).sum())
+                kl_sums[depth] += float(kl_to_gradient(target_logits, logits[None]))
+        figures = {f"agreement@{depth}": float(is_right[index].float().mean()) for index, depth in enumerate(depths)}
+        figures |= {f"identity@{depth}": n_same[depth] / features.n_rows for depth in depths}
+        figures |= {f"kl@{depth}": kl_sums[depth] / features.n_rows for depth in depths}
         for threshold in THRESHOLDS:
-            figures[f"early@{threshold}"], figures[f"rejected@{threshold}"] = early_exits(sure, right, threshold)
+            figures[f"early@{threshold}"], figures[f"rejected@{threshold}"] = early_exits(
+                confidences, is_right, threshold
+            )
         return figures
 
 
@@ -241,24 +258,24 @@ def kl_to_gradient(target: Tensor, heads: Tensor, softcap: float | None = None) 
     Args:    target: logits (rows, vocab); heads: logits (heads, rows, vocab).
     Returns: KL in nats, summed over the rows, float64 (heads,).
     """
-    wide = torch.float64 if target.dtype == torch.float64 else torch.float32
-    total = torch.zeros(heads.shape[0], dtype=torch.float64, device=target.device)
+    compute_dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+    kl_totals = torch.zeros(heads.shape[0], dtype=torch.float64, device=target.device)
     n_rows, width = target.shape
-    size = max(1, CHUNK_VALUES // width) if target.device.type == "cpu" else max(1, n_rows)
-    for start in range(0, n_rows, size):
-        rows = slice(start, start + size)
-        target_logprobs = torch.log_softmax(target[rows], dim=-1, dtype=wide)
+    chunk_rows = max(1, CHUNK_VALUES // width) if target.device.type == "cpu" else max(1, n_rows)
+    for start in range(0, n_rows, chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        target_logprobs = torch.log_softmax(target[rows], dim=-1, dtype=compute_dtype)
         target_probs = target_logprobs.exp()
         target_entropy = (target_probs * target_logprobs).sum(dtype=torch.float64)
-        for number in range(heads.shape[0]):
-            logits = heads[number, rows]
-            logprobs = torch.log_softmax(logits, dim=-1, dtype=wide)
-            total[number] += target_entropy - (target_probs * logprobs).sum(dtype=torch.float64)
-            slope = logprobs.exp_().sub_(target_probs)
+        for head_index in range(heads.shape[0]):
+            logits = heads[head_index, rows]
+            logprobs = torch.log_softmax(logits, dim=-1, dtype=compute_dtype)
+            kl_totals[head_index] += target_entropy - (target_probs * logprobs).sum(dtype=torch.float64)
+            logit_gradient = logprobs.exp_().sub_(target_probs)
             if softcap is not None:
-                slope.mul_(1 - (logits.to(wide) / softcap) ** 2)
-            logits.copy_(slope)
-    return total
+                logit_gradient.mul_(1 - (logits.to(compute_dtype) / softcap) ** 2)
+            logits.copy_(logit_gradient)
+    return kl_totals
 
 
 def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, float]:
@@ -270,10 +287,10 @@ def early_exits(sure: Tensor, right: Tensor, threshold: float) -> tuple[float, f
           layer's.
     """
     is_sure = sure >= threshold
-    early = is_sure.any(dim=0)
-    wrong = early & ~right.gather(0, is_sure.int().argmax(dim=0)[None])[0]
-    n_early = int(early.sum())
-    return n_early / len(early), int(wrong.sum()) / max(1, n_early)
+    is_early = is_sure.any(dim=0)
+    is_wrong = is_early & ~right.gather(0, is_sure.int().argmax(dim=0)[None])[0]
+    n_early = int(is_early.sum())
+    return n_early / len(is_early), int(is_wrong.sum()) / max(1, n_early)
 
 
 def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSettings) -> Tensor:
@@ -286,21 +303,21 @@ def acceptances(runtime: Runtime, data: Features, depth: int, settings: ProbeSet
     accepted_rows = [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, data.n_rows, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
-        draft = runtime.logits(data.hidden[depth][rows].to(runtime.device))
-        target = runtime.head(data.final[rows].to(runtime.device))
+        draft_logits = runtime.logits(data.hidden[depth][rows].to(runtime.device))
+        target_logits = runtime.head(data.final[rows].to(runtime.device))
         if settings.sampling == "greedy":
-            accepted_rows.append((draft.argmax(-1) == target.argmax(-1)).cpu())
+            accepted_rows.append((draft_logits.argmax(-1) == target_logits.argmax(-1)).cpu())
             continue
-        draft_probs, target_probs = _top_p(draft, settings.top_p), _top_p(target, settings.top_p)
+        draft_probs, target_probs = _top_p(draft_logits, settings.top_p), _top_p(target_logits, settings.top_p)
         token_ids = torch.multinomial(draft_probs, 1, generator=random)
-        odds = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
-        accepted_rows.append((torch.rand(odds.shape, generator=random) < odds)[:, 0])
+        probability_ratio = target_probs.gather(1, token_ids) / draft_probs.gather(1, token_ids)
+        accepted_rows.append((torch.rand(probability_ratio.shape, generator=random) < probability_ratio)[:, 0])
     return torch.cat(accepted_rows)
 
 
 def _top_p(logits: Tensor, top_p: float) -> Tensor:
-    kept = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
-    return torch.softmax(kept, dim=-1).cpu()
+    kept_logits = TopPLogitsWarper(top_p)(cast(Any, None), cast(Any, logits.float()))
+    return torch.softmax(kept_logits, dim=-1).cpu()
 
 
 class ProbeObjective:
@@ -332,8 +349,8 @@ class ProbeObjective:
         states, labels = self._states[rows], self._accepted[rows]
         scores = states @ weights[:-1] + weights[-1]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
-        off = (torch.sigmoid(scores) - labels) / len(rows)
-        return float(loss), torch.cat((off @ states, off.sum()[None]))
+        score_gradient = (torch.sigmoid(scores) - labels) / len(rows)
+        return float(loss), torch.cat((score_gradient @ states, score_gradient.sum()[None]))
 
     def figures(self, weights: Tensor, data: Features) -> dict[str, float]:
         """Measure a probe with `weights` on held-out positions."""

@@ -20,7 +20,7 @@ from swiftopt.decoding.methods.chains import ChainDrafter, StopRule
 from swiftopt.decoding.verify import TargetWalk
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
-from swiftopt.papers.ablation_recipes import HOPS, HopDrafter
+from swiftopt.papers.ablation_recipes import N_HOPS, HopDrafter
 from swiftopt.papers.early_exit import Heads, StackedLayers, StagedPass
 from swiftopt.papers.methods.early_exit import EarlyDrafter, EarlyExit, PipelineDrafter
 
@@ -82,7 +82,7 @@ def test_trees_of_several_hops_equal_plain_decoding(family: str, early: Sequence
     n_accepted = 0
     for sampling in (Sampling(), Sampling(temperature=0.7, seed=3)):
         for seed in range(2):
-            method = Method("hop-heads", HopDrafter([own] * HOPS, "early" in early, 0.015), TargetWalk())
+            method = Method("hop-heads", HopDrafter([own] * N_HOPS, "early" in early, 0.015), TargetWalk())
             done, plain = (run(runtime, prompt(seed), each, sampling) for each in (method, PLAIN))
             assert done.token_ids == plain.token_ids and done.drafted > 0
             n_accepted += done.accepted

@@ -33,7 +33,7 @@ from swiftopt.papers.methods.guesses import (
     LookaheadSettings,
     NgramPool,
     Window,
-    merged,
+    merge_paths,
 )
 
 N_NEW = 48
@@ -288,7 +288,7 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
     window = Window(LookaheadSettings(ngram=4, window=3), ids)
     for _ in range(2):
         window.advance([rng.randrange(2, VOCAB) for _ in range(window.width)])
-    tree = merged(ids[-1], [(5, 6, 7), (5, 8), (9,)], 3)
+    tree = merge_paths(ids[-1], [(5, 6, 7), (5, 8), (9,)], 3)
     extra_rows = window.rows(ids[-1])
     assert extra_rows is not None and (window.n_levels, window.width) == (3, 3)
     buffer, root = runtime.new_buffer(64), len(ids) - 1
@@ -303,10 +303,10 @@ def test_a_lookahead_window_equals_each_column_alone(family: str) -> None:
 
 
 def test_continuations_share_their_beginnings() -> None:
-    tree = merged(1, [(2, 3, 4), (2, 5), (2, 3, 6), (7,)], 2)
+    tree = merge_paths(1, [(2, 3, 4), (2, 5), (2, 3, 6), (7,)], 2)
     assert tree == DraftTree((1, 2, 3, 5, 7), (-1, 0, 1, 1, 0), 2)
-    assert merged(1, [], 5) == DraftTree((1,), (-1,), 0)
-    assert merged(1, [(2, 3)], 0) == DraftTree((1,), (-1,), 0)
+    assert merge_paths(1, [], 5) == DraftTree((1,), (-1,), 0)
+    assert merge_paths(1, [(2, 3)], 0) == DraftTree((1,), (-1,), 0)
 
 
 def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:

@@ -95,9 +95,9 @@ def test_training_that_was_cut_ends_as_if_it_was_not(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(runtime, PROMPTS, SETTINGS, cut, kept=Checkpoint(tmp_path, {}, SETTINGS.to_json(), every_s=0))
+        train(runtime, PROMPTS, SETTINGS, cut, checkpoint=Checkpoint(tmp_path, {}, SETTINGS.to_json(), every_s=0))
     kept = Checkpoint(tmp_path, {}, SETTINGS.to_json())
-    again = train(runtime, PROMPTS, SETTINGS, lambda step: notes.append(step.note), kept=kept)
+    again = train(runtime, PROMPTS, SETTINGS, lambda step: notes.append(step.note), checkpoint=kept)
     assert any("resumed: " in note for note in notes)
     assert again.curve == whole.curve
     for depth, transform in whole.model.transforms.items():
@@ -108,10 +108,10 @@ def test_training_that_was_cut_ends_as_if_it_was_not(
 
 def test_damaged_checkpoint_costs_work_but_no_result(runtime: Runtime, whole: Trained, tmp_path: Path) -> None:
     kept = Checkpoint(tmp_path, {}, {})
-    train(runtime, PROMPTS, SETTINGS, kept=kept)
+    train(runtime, PROMPTS, SETTINGS, checkpoint=kept)
     for path in kept.folder.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-9])
-    assert train(runtime, PROMPTS, SETTINGS, kept=Checkpoint(tmp_path, {}, {})).curve == whole.curve
+    assert train(runtime, PROMPTS, SETTINGS, checkpoint=Checkpoint(tmp_path, {}, {})).curve == whole.curve
 
 
 def test_time_budget_ends_training(runtime: Runtime) -> None:

@@ -11,14 +11,14 @@ from families import tiny_runtime
 from swiftopt.bench.micro import head_rank
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.runtime import Runtime
-from swiftopt.papers.ablation_recipes import ahead
+from swiftopt.papers.ablation_recipes import shift_targets
 from swiftopt.papers.training.features import Features
 from swiftopt.papers.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from swiftopt.papers.training.trainer import (
     CHUNK_VALUES,
     HeadObjective,
     ProbeObjective,
-    batch_of,
+    batch_rows,
     early_exits,
     kl_to_gradient,
     learning_rate,
@@ -36,9 +36,9 @@ def random_features(runtime: Runtime, n: int = 9) -> Features:
 
 def test_a_hop_is_taught_what_the_last_layer_says_later() -> None:
     text = Features({2: torch.arange(5.0)[:, None]}, torch.arange(10.0, 15.0)[:, None])
-    moved = ahead(text, 3)
+    moved = shift_targets(text, 3)
     assert moved.hidden[2].flatten().tolist() == [0, 1, 2] and moved.final.flatten().tolist() == [12, 13, 14]
-    assert ahead(text, 6).n_rows == len(ahead(text, 6).hidden[2]) == 0
+    assert shift_targets(text, 6).n_rows == len(shift_targets(text, 6).hidden[2]) == 0
 
 
 def test_rank_of_a_head_is_that_of_its_singular_values() -> None:
@@ -135,7 +135,7 @@ def test_rate_rises_in_the_warm_up_and_falls_to_nothing() -> None:
 
 def test_every_epoch_sees_every_row_once() -> None:
     settings = TrainingSettings(batch=4, seed=3)
-    first, second = ([row for s in range(3) for row in batch_of(settings, 3 * e + s, 10).tolist()] for e in (0, 1))
+    first, second = ([row for s in range(3) for row in batch_rows(settings, 3 * e + s, 10).tolist()] for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
 
 
