@@ -133,10 +133,8 @@ class Bench:
         self._window_scores: dict[LayerSet, list[WindowScore]] = {}
         # (layer set, n) -> objective and replay over the first n windows.
         self._objectives: dict[tuple[LayerSet, int], tuple[float, Replay]] = {}
-        n_scratch_rows = self.window * AT_ONCE
-        windows = [
-            context for text in self.texts for context in self._growing_contexts(text, self.window, n_scratch_rows)
-        ]
+        n_rows = self.window * AT_ONCE
+        windows = [context for text in self.texts for context in self._contexts_of(text, self.window, n_rows)]
         # Shuffled, so that the first few windows come from several texts.
         self._windows = random.Random(0).sample(windows, len(windows))
 
@@ -151,13 +149,13 @@ class Bench:
             for text in self.texts:
                 # Every lap has new prompt ids, because a search may wait for a prompt that it has not seen.
                 name = f"{text.id}, lap {n_repeats + 1}" if n_repeats else text.id
-                for context in self._growing_contexts(text, self.stride, n_scratch_rows):
+                for context in self._contexts_of(text, self.stride, n_scratch_rows):
                     yield name, context
 
     def judge(self, layer_set: LayerSet) -> tuple[float, int, int]:
         """Return a set's objective over all windows, with the numbers of drafted and accepted tokens."""
         self._score_missing([layer_set], self.n_windows)
-        objective, replay_of_set = self._objective_and_replay(layer_set, self.n_windows)
+        objective, replay_of_set = self._judge_windows(layer_set, self.n_windows)
         return objective, replay_of_set.draft_steps, replay_of_set.tokens - self.window * self.n_windows
 
     def race(self, layer_sets: Sequence[LayerSet], current_set: LayerSet) -> dict[LayerSet, float]:
@@ -172,24 +170,20 @@ class Bench:
             for n in (*range(WINDOWS_PER_LAP, self.n_windows, WINDOWS_PER_LAP), self.n_windows):
                 self._score_missing(running, n)
                 for layer_set in running:
-                    ratios[layer_set] = (
-                        self._objective_and_replay(layer_set, n)[0] / self._objective_and_replay(current_set, n)[0]
-                    )
+                    ratios[layer_set] = self._judge_windows(layer_set, n)[0] / self._judge_windows(current_set, n)[0]
                 running = [layer_set for layer_set in running if ratios[layer_set] > 1 - MAX_DEFICIT]
         return ratios
 
     def _score_missing(self, layer_sets: Sequence[LayerSet], n: int) -> None:
         """Score the sets on those of the first `n` windows where they have no score yet, several sets per pass."""
-        for window_index in range(n):
-            unscored_sets = [
-                layer_set for layer_set in layer_sets if len(self._window_scores.get(layer_set, ())) == window_index
-            ]
-            if unscored_sets:
-                scores = alone(score_window(self._windows[window_index], unscored_sets, self.window))
-                for layer_set, score in zip(unscored_sets, scores, strict=True):
+        for index in range(n):
+            unscored = [layer_set for layer_set in layer_sets if len(self._window_scores.get(layer_set, ())) == index]
+            if unscored:
+                scores = alone(score_window(self._windows[index], unscored, self.window))
+                for layer_set, score in zip(unscored, scores, strict=True):
                     self._window_scores.setdefault(layer_set, []).append(score)
 
-    def _objective_and_replay(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
+    def _judge_windows(self, layer_set: LayerSet, n: int) -> tuple[float, Replay]:
         """Return a set's objective and replay over the first `n` windows, which must be scored already."""
         if (layer_set, n) not in self._objectives:
             replay_of_set = replay(self._window_scores[layer_set][:n], self.settings)
@@ -200,7 +194,7 @@ class Bench:
         return self._objectives[layer_set, n]
 
     @torch.inference_mode()
-    def _growing_contexts(self, text: Text, stride: int, n_scratch_rows: int) -> Iterator[Context]:
+    def _contexts_of(self, text: Text, stride: int, n_scratch_rows: int) -> Iterator[Context]:
         shared_buffer = self.runtime.new_buffer(len(text.token_ids) + n_scratch_rows) if stride < self.window else None
         n_prefilled = 0
         for text_end in range(text.n_prompt + self.window, len(text.token_ids) + 1, stride):
