@@ -55,10 +55,11 @@ _HEAD = "lm_head.weight"
 OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint.
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, file: GgufFile | None = None) -> str:
     """Compute the fingerprint of a folder (path) or of a causal-LM model in memory: "v1:" and 16 hex digits.
 
-    Of a folder only samples are read, so the time does not grow with the weights.
+    Of a folder only samples are read, so the time does not grow with the weights. `file`: what was read already of the
+    GGUF file in it.
 
     Raises: as `supported_config`. ModelNotFound: the folder has no readable weights. InvalidInput: a weight of the
         model in memory is on the meta device, where nothing is stored.
@@ -67,7 +68,7 @@ def fingerprint(model: Any) -> str:
         return _digest(model.config, model.state_dict())
     folder = Path(model)
     if (folder / GGUF_WEIGHTS).is_file():
-        return _of_gguf(GgufFile(linked_gguf(folder)))
+        return _of_gguf(file or GgufFile(linked_gguf(folder)))
     return _noted(folder) or _of_weights(folder)
 
 

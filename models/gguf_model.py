@@ -38,9 +38,10 @@ from .saved import (
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
-def settings_folder(gguf: Path, on_step: OnStep) -> Path:
+def settings_folder(gguf: Path, on_step: OnStep, file: GgufFile | None = None) -> Path:
     """Return the folder with the file's config and tokenizer and links to its weights, made the first time.
 
+    Args:   file: what was read of the file already.
     Raises: ModelNotFound: no readable GGUF file. UnsupportedModel: its architecture, or what would be lost of it.
             OutputError: the cache cannot be written.
     """
@@ -48,7 +49,7 @@ def settings_folder(gguf: Path, on_step: OnStep) -> Path:
 
     def write(unfinished: Path) -> None:
         on_step(f"reading the settings of {gguf.name}")
-        _write_settings(gguf, unfinished)
+        _write_settings(file or GgufFile(gguf), unfinished)
 
     return made_once(folder, lambda: _is_current(folder, gguf), write)
 
@@ -63,22 +64,23 @@ def _is_current(folder: Path, gguf: Path) -> bool:
         return False
 
 
-def _write_settings(gguf: Path, folder: Path) -> None:
-    file = GgufFile(gguf)
+def _write_settings(file: GgufFile, folder: Path) -> None:
     config = config_of(file)
     write_tokenizer(file, folder)
     generation = {name: config[name] for name in IDS} | {"eos_token_id": ends_of(file)}
     for name, values in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    for number, part in enumerate(parts_of(gguf)):
+    for number, part in enumerate(parts_of(file.path)):
         (folder / (GGUF_WEIGHTS if number == 0 else part.name)).symlink_to(part.absolute())
 
 
-def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool = True) -> tuple[Any, int]:
+def load_gguf(
+    folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool = True, file: GgufFile | None = None
+) -> tuple[Any, int]:
     """Load the model of a `settings_folder` on the CPU.
 
     Args:    dtype: as `models.loading.load`; in bfloat16 the file's codes are kept where our kernels compute. coded:
-             False: they are de-quantised in any case.
+             False: they are de-quantised in any case. file: what was read of the file already.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
     """
@@ -86,7 +88,7 @@ def load_gguf(folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool
 
     model, dtype_asked = empty_model(folder, dtype)
     chosen = kernels() if coded and dtype_asked == torch.bfloat16 else "codes are computed in bfloat16"
-    file = GgufFile(linked_gguf(folder))
+    file = file or GgufFile(linked_gguf(folder))
     reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
     reported = time.monotonic()
     names = [name for name, _ in model.named_parameters()]

@@ -27,6 +27,7 @@ from .costs import is_out_of_memory
 from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
+from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
 from .quantised import Seconds
@@ -87,7 +88,8 @@ def load(
     torch.set_num_threads(n_threads())
     source = check_names(name, dtype, device, speed, here=True)
     with quiet():
-        folder = settings_folder(Path(source.location), step) if source.kind == "gguf" else local_folder(source, step)
+        file = GgufFile(Path(source.location)) if source.kind == "gguf" else None
+        folder = local_folder(source, step) if file is None else settings_folder(file.path, step, file)
         supported_config(folder)
         check_files(files_of(folder), folder)
         tokenizer, generation_config = load_tokenizer(folder), _generation_config(folder)
@@ -98,12 +100,12 @@ def load(
         step(doing)
         with reporting_progress(step, doing):
             coded = place == "cpu" and speed in ("auto", "exact")
-            model, n_parameters = _load_model(folder, dtype, place, doing, step, coded)
+            model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file)
         if generation_config is not None:
             model.generation_config = generation_config
         refuse_steering(model.generation_config, folder)
         collector.run()
-        identity = fingerprint(folder), source.names, n_parameters, earlier_fingerprints(folder)
+        identity = fingerprint(folder, file), source.names, n_parameters, earlier_fingerprints(folder)
         info = info_of(model, *identity)
         runtime = Runtime(model, tokenizer, info)
     if speed != "eager":
@@ -228,11 +230,17 @@ def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
 
 
 def _load_model(
-    folder: Path, dtype: str, placement: str, doing: str, step: OnStep, coded: bool = True
+    folder: Path,
+    dtype: str,
+    placement: str,
+    doing: str,
+    step: OnStep,
+    coded: bool = True,
+    file: GgufFile | None = None,
 ) -> tuple[Any, int]:
     """Return the model, in evaluation mode, and how many parameters it stands for.
 
-    Args: coded: whether weights of a GGUF file may keep its codes.
+    Args: coded: whether weights of a GGUF file may keep its codes. file: what was read of it already.
     """
     scheme = supported_type(folder)[1]
     if scheme is not None and scheme.kind is None:
@@ -243,7 +251,7 @@ def _load_model(
             )
         with _reading(str(folder), folder, placement):
             if scheme.format == "gguf":
-                model, n_parameters = load_gguf(folder, dtype, doing, step, coded)
+                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)
             else:
                 model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
             return model.to(placement), n_parameters

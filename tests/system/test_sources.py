@@ -26,6 +26,7 @@ from swiftopt.models import loading
 from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.fingerprint import fingerprint
+from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import refuse_architectures
 from swiftopt.models.sources import known_folder, local_folder, resolve
@@ -354,6 +355,17 @@ def test_a_gguf_file_computes_what_its_model_does_and_its_settings_are_read_once
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_gguf_files_header_is_read_once_a_start(
+    tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    own = GgufFile._read
+    monkeypatch.setattr(GgufFile, "_read", lambda self, path: (read.append(path), own(self, path))[1])
+    for n_starts in (1, 2):
+        load(str(tiny_gguf))
+        assert read == [tiny_gguf] * n_starts
+
+
 def test_a_gguf_file_becomes_a_folder_for_other_engines_once(tiny_gguf: Path, new_cache: Path) -> None:
     folder = local_folder(resolve(str(tiny_gguf)))
     assert list((new_cache / "gguf").iterdir()) == [folder]
@@ -459,7 +471,7 @@ def test_gguf_is_refused_in_one_sentence_when_it_cannot_be_read(tiny_gguf: Path,
         ) as caught:
             load(str(path))
         assert "\n" not in str(caught.value)
-    assert not [entry for entry in cache.iterdir()]
+    assert not list(cache.glob("*"))
 
 
 GGUF_MODELS: dict[str, dict[str, Any]] = {
