@@ -17,8 +17,8 @@ from ..core.errors import InvalidInput, LayerSetNotFound, look_up
 from ..core.records import FoundPlan, Plan, read_object
 from ..core.requests import GenerateRequest
 from ..core.settings import ENGINES, EXPORT_SCHEMA, EXPORT_SUMMARY
-from ..core.streams import read_stream
-from ..core.types import Prompt, Verdict
+from ..core.streams import StreamForm, read_stream
+from ..core.types import Verdict
 from ..models.saved import refuse_existing
 from ..models.sources import check_names
 from ..terminal import commands, inputs, options, value_types
@@ -40,6 +40,8 @@ USED = (
 )
 STEPS = {1: "kinds", 2: "lengths", 3: "held out"}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# Options of `bench peers` that apply with --gguf and no --model.
+SAME_FILE = ("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads", "timeout_s", "speed", "db", "as_json")
 
 
 # --- export
@@ -265,16 +267,43 @@ def _plan_that_ran(
 # --- benchmark
 
 
+def _counts(text: str, least: int) -> tuple[int, ...]:
+    counts = tuple(int(word) for word in text.split(",") if word.strip().isdecimal())
+    if len(counts) != len(text.split(",")) or min(counts) < least:
+        raise ValueError(f"{text!r} is no list of numbers from {least} on: use one like 1,4,8")
+    return counts
+
+
 @commands.command(
-    short_help="swiftopt and other engines on the same prompts.",
-    common="model stream task limit max_new_tokens words base exported png db as_json",
+    short_help="swiftopt and other engines on the same prompts, or on one GGUF file.",
+    common="model stream task limit max_new_tokens words ggufs depths at_once base exported png db as_json",
 )
-@options.model_and_stream
+@option(commands.MACHINE, "--model", type=value_types.MODEL, help=f"{options.MODEL_HELP} Left out with --gguf alone.")
+@option(commands.PROMPTS, "--stream", type=value_types.FILE, help=options.STREAM_HELP)
 @options.task("plan", "Whose stored plan swiftopt/best uses.  [default: each prompt's own task]", commands.PROMPTS)
 @options.limit
 @options.form
 @measurement("--peers", "words", default="all", help="Engines, or rows such as llama-cpp/plain.")
-@measurement("--gguf", "ggufs", multiple=True, type=PATH, help="Another file of this model, for llama.cpp; repeatable.")
+@measurement(
+    "--gguf",
+    "ggufs",
+    multiple=True,
+    type=PATH,
+    help="Without --model: the file that swiftopt, llama.cpp and ik_llama.cpp run. With it: another file of this model,"
+    " for llama.cpp; repeatable.",
+)
+@measurement(
+    "--depths",
+    type=value_types.Parsed("N,N", lambda text: _counts(text, 0)),
+    default="0,2000,8000",
+    help="With --gguf alone: tokens of the prompts.",
+)
+@measurement(
+    "--at-once",
+    type=value_types.Parsed("N,N", lambda text: _counts(text, 1)),
+    default="1,4,8",
+    help="With --gguf alone: requests at once.",
+)
 @measurement(
     "--assistant",
     metavar="MODEL",
@@ -300,12 +329,19 @@ def _plan_that_ran(
 @options.shared(GenerateRequest, "device", "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
 @options.db_and_json
-@commands.example("bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp")
-@options.read
+@commands.example(
+    "bench peers --model smollm2-135m --stream prompts.jsonl --limit 6 --peers swiftopt,llama-cpp",
+    "bench peers --gguf model-Q4_K_M.gguf --depths 0,2000 --at-once 1,4",
+)
 def peers(
-    prompts: Sequence[Prompt],
+    model: str | None,
+    stream: str | None,
+    limit: int | None,
+    form: StreamForm,
     words: str,
     ggufs: tuple[Path, ...],
+    depths: tuple[int, ...],
+    at_once: tuple[int, ...],
     assistant: str | None,
     exported: tuple[str, ...],
     base: str | None,
@@ -322,8 +358,20 @@ def peers(
     tokens; stop tokens end nothing. `equal to` counts the prompts on which a row that drafts gives its own engine's
     plain tokens, and other rows those of swiftopt/plain. `swiftopt/best` is the stored plan; where there is none,
     adaptive drafts. Ctrl-C shows the prompts that all rows have answered.
+
+    With --gguf and no --model, engines that read GGUF run that file as it is: with prompts of so many tokens (--depths)
+    and so many requests at once (--at-once), by turns, each cell in new processes; and the seconds from a process's
+    start to its first token, with the file on the disk (cold) and in memory (warm).
     """
     names = words.split(",")
+    if ggufs and model is None:
+        return _same_file(names, ggufs, {**values, "depths": depths, "at_once": at_once, "threads": threads, "db": db})
+    for flag, value in (("--model", model), ("--stream", stream)):
+        if value is None:
+            raise click.UsageError(f"Missing option '{flag}'.")
+    assert stream is not None
+    prompts = options.prompts_of(stream, values["task"], limit, form)
+    values["model"] = model
     request = inputs.decoding_request(values, assistant)
 
     from .peers import all_rows, chosen_rows
@@ -354,6 +402,31 @@ def peers(
     report = report_of(common, bench.runs, bench.questions, machine, base, bench.interrupted)
     pictures.draw(draw_ratios, report)
     return Result(report, peers_view(report), interrupted=bench.interrupted)
+
+
+def _same_file(names: Sequence[str], ggufs: Sequence[Path], values: Mapping[str, Any]) -> Result:
+    if len(ggufs) > 1:
+        raise InvalidInput("without --model one file is measured: name one --gguf, or the model that all are of")
+    for param in click.get_current_context().command.params:
+        if param.name not in SAME_FILE and inputs.on_command_line(param.name or ""):
+            note(f"warning: {param.opts[0]} has no effect with --gguf alone")
+
+    from .peers import chosen_rows
+    from .same_file import SameFile, SameFileRequest, file_rows, same_file_view
+
+    rows = chosen_rows(names, file_rows())
+    given = {name: values[name] for name in ("threads",) if values[name]}
+    kept = {name: values[name] for name in ("depths", "at_once", "max_new_tokens", "timeout_s", "speed")}
+    db = inputs.database_url(values["db"]) if values["db"] else None
+    bench = SameFile(SameFileRequest(str(ggufs[0]), db=db, **kept, **given), rows, note)
+    bench.run()
+
+    import torch
+
+    from ..models.costs import device_name
+
+    report = bench.report(device_name(torch.device("cpu")))
+    return Result(report, same_file_view(report), interrupted=report["interrupted"])
 
 
 def peers_view(report: Mapping[str, Any]) -> list[RenderableType]:

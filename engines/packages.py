@@ -116,6 +116,16 @@ PACKAGES = {
             },
         ),
         EnginePackage(
+            "ik-llama-cpp",
+            "ik-llama-cpp-python",
+            "0.1.5",
+            PROGRAM.with_name("at_once.py"),
+            tool="pip",
+            # Its wheel is compiled for AVX2; a build from source would take what the processor has, and half an hour.
+            steps=((*PIP, "--only-binary=:all:", "ik-llama-cpp-python==0.1.5"),),
+            on_gpu={"absent": "the wheel of ik-llama-cpp-python computes on no CUDA device: use --device cpu for it"},
+        ),
+        EnginePackage(
             "openvino",
             "openvino-genai",
             "2026.4.1.0",

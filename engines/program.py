@@ -211,7 +211,7 @@ def llama_cpp(options: Values) -> Decoder:
     """llama.cpp through xllamacpp, which runs its server inside the process; `settings` are llama-server's options."""
     import xllamacpp
 
-    params = _llama_params(options)
+    params = llama_params(options)
     drafts = [kind for kind in params.speculative.types if kind.value]  # Value 0 means no drafting.
     server = xllamacpp.Server(params)
 
@@ -236,7 +236,7 @@ def llama_cpp(options: Values) -> Decoder:
     return answer
 
 
-def _llama_params(options: Values) -> Any:
+def llama_params(options: Values) -> Any:
     import xllamacpp
 
     params = xllamacpp.CommonParams()

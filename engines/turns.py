@@ -296,7 +296,9 @@ class Turns:
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.log"
         self._held.pop(name, None)
         with self._noting_memory(runs):
-            child = self._children[name] = Child(launch, options, self._environ(), log)
+            child = self._children[name] = Child(
+                launch, options, engine_environ(self.request.device, self.request.threads), log
+            )
             child.wait_until_ready(self.request.timeout_s)
             for question in self._warm_ups():
                 child.ask(question.to_json(WARM_TOKENS), self.request.timeout_s)
@@ -374,15 +376,13 @@ class Turns:
         process_bytes = GPU_OWN_BYTES if self.request.on_gpu else OWN_BYTES
         return 1.5 * sum(_size(path) for path in files) + process_bytes
 
-    def _environ(self) -> dict[str, str]:
-        variables = {
-            "OMP_NUM_THREADS": str(self.request.threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        # swiftopt sets OMP_WAIT_POLICY for itself; other engines must not inherit it.
-        kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-        return kept | variables | only_device(self.request.device, os.environ)
+
+def engine_environ(device: str, threads: int) -> dict[str, str]:
+    """Return the environment of an engine's process that computes on the device with so many threads."""
+    variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # swiftopt sets OMP_WAIT_POLICY for itself; other engines must not inherit it.
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    return kept | variables | only_device(device, os.environ)
 
 
 def _size(path: Path) -> int:

@@ -1,0 +1,175 @@
+"""Program of an engine's process that decodes several requests at once; see `program`, which runs it.
+
+A line in: {"requests": [{"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}, ...]}. Its answer: {"answers":
+[{"token_ids": [...], "first_s": s, "last_s": s}, ...]}, seconds from the line to a request's first and last token.
+Options: those of `program`, and `engine`, a name in ENGINES; `at_once`, the most requests of a line; n_ctx is the
+context of each. Files are mapped where that is the engine's own default.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+Values = dict[str, Any]
+Decoder = Callable[[Values], Values]
+
+PROGRAM = Path(__file__).with_name("program.py")
+BATCH = 512  # Tokens of a prompt that ik_llama.cpp reads in one call; llama.cpp's own default for a physical batch.
+
+
+def swiftopt(options: Values) -> Decoder:
+    """swiftopt itself: plain decoding, or the stored plan, else adaptive drafts (`best`, with `db` or null)."""
+    from swiftopt.core.requests import GenerateRequest
+    from swiftopt.core.types import Sampling
+    from swiftopt.decoding.engine import Engine
+    from swiftopt.decoding.events import Prefilled, Round, WorkEvent
+    from swiftopt.decoding.loop import decoding
+    from swiftopt.decoding.methods import PLAIN
+    from swiftopt.decoding.session import Session
+    from swiftopt.decoding.work import subscribed
+    from swiftopt.models.loading import load as load_runtime
+    from swiftopt.store import Store
+    from swiftopt.tasks.generate import Planner
+
+    where = {name: options[name] for name in ("dtype", "device", "speed")}
+    runtime = load_runtime(options["model"], options["dtype"], options["device"], None, options["speed"])
+    session = Session(runtime, Sampling(), 1, ignore_eos=True)
+    store = Store.open(options["db"]) if options.get("best") and options.get("db") else None
+    planner = Planner(GenerateRequest(options["model"], **where), runtime, store)
+
+    def answer(line: Values) -> Values:
+        begun, engine, requests = perf_counter(), Engine(at_once=options["at_once"]), []
+        times: list[list[float]] = [[] for _ in line["requests"]]
+        for asked, own in zip(line["requests"], times, strict=True):
+            method = planner.drafting_for(asked["task"]) if options.get("best") else PLAIN
+            ending = session.ending(asked["max_new_tokens"])
+
+            def note(event: WorkEvent, own: list[float] = own) -> None:
+                if isinstance(event, Prefilled | Round):
+                    own.append(perf_counter() - begun)
+
+            work = decoding(runtime, asked["prompt_ids"], method, session.rule(), ending)
+            requests.append(engine.add(subscribed(work, note)))
+        while engine.requests:
+            list(engine.step())
+        done = [(list(request.result.token_ids), own) for request, own in zip(requests, times, strict=True)]
+        return {"answers": [_answered(token_ids, own[0], own[-1]) for token_ids, own in done]}
+
+    return answer
+
+
+def llama_cpp(options: Values) -> Decoder:
+    """llama.cpp through xllamacpp, with a slot of its server for each request."""
+    import xllamacpp
+
+    n_slots = options["at_once"]
+    params = runpy.run_path(str(PROGRAM))["llama_params"]({**options, "n_ctx": n_slots * options["n_ctx"]})
+    params.n_parallel = n_slots
+    params.load_mode = xllamacpp.CommonParams().load_mode
+    server = xllamacpp.Server(params)
+
+    def complete(asked: Values, begun: float) -> Values:
+        done = server.handle_completions(
+            {
+                "prompt": asked["prompt_ids"],
+                "max_tokens": asked["max_new_tokens"],
+                **{"temperature": 0, "top_k": 1, "ignore_eos": True},
+                **{"cache_prompt": False, "return_tokens": True, "verbose": True},
+            }
+        )
+        last_s = perf_counter() - begun
+        if "error" in done:
+            raise RuntimeError(str(done["error"].get("message", done["error"])))
+        # The server counts predicted_ms from a request's first token on.
+        return _answered(done["__verbose"]["tokens"], last_s - done["timings"]["predicted_ms"] / 1000, last_s)
+
+    def answer(line: Values) -> Values:
+        begun = perf_counter()
+        with ThreadPoolExecutor(n_slots) as pool:
+            return {"answers": list(pool.map(lambda asked: complete(asked, begun), line["requests"]))}
+
+    return answer
+
+
+def ik_llama_cpp(options: Values) -> Decoder:
+    """ik_llama.cpp by its C interface: prompts one after the other, then one row per request in each pass."""
+    import ctypes
+
+    import numpy as np
+    from ik_llama_cpp import _ctypes_api as api
+
+    n_slots = options["at_once"]
+    api.llama_backend_init()
+    model = api.llama_model_load_from_file(options["model"].encode(), api.llama_model_default_params())
+    if not model:
+        raise RuntimeError("ik_llama.cpp cannot load the file")
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    params = api.llama_context_default_params()
+    params.n_ctx, params.n_seq_max = n_slots * options["n_ctx"], n_slots
+    params.n_batch = params.n_ubatch = BATCH
+    params.n_threads = params.n_threads_batch = options["threads"]
+    # Its flash attention aborts where a row sees nothing of a block of slots, as with several sequences (0.1.5).
+    params.flash_attn = n_slots == 1
+    context = api.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError(f"ik_llama.cpp has no room for {params.n_ctx} tokens")
+    batch = api.llama_batch_init(BATCH, 0, 1)
+
+    def decoded(rows: list[tuple[int, int, int]], wanted: list[int]) -> list[int]:
+        """Run rows of (token, position, sequence); return the likeliest token behind those at `wanted`."""
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+            batch.logits[i] = i in wanted
+        if code := api.llama_decode(context, batch):
+            raise RuntimeError(f"ik_llama.cpp cannot decode {len(rows)} rows (code {code})")
+        size = ctypes.POINTER(ctypes.c_float * n_vocab)
+        logits = (ctypes.cast(api.llama_get_logits_ith(context, i), size).contents for i in wanted)
+        return [int(np.frombuffer(own, np.float32).argmax()) for own in logits]
+
+    def answer(line: Values) -> Values:
+        begun, asked = perf_counter(), line["requests"]
+        api.llama_kv_cache_clear(context)
+        token_ids: list[list[int]] = []
+        firsts, lasts = [], [0.0] * len(asked)
+        for sequence, request in enumerate(asked):
+            prompt = list(enumerate(request["prompt_ids"]))
+            for at in range(0, len(prompt), BATCH):
+                rows = [(token, position, sequence) for position, token in prompt[at : at + BATCH]]
+                is_last = at + BATCH >= len(prompt)
+                found = decoded(rows, [len(rows) - 1] if is_last else [])
+            token_ids.append(found)
+            firsts.append(perf_counter() - begun)
+        while True:
+            going = [i for i, own in enumerate(token_ids) if len(own) < asked[i]["max_new_tokens"]]
+            now = perf_counter() - begun
+            lasts = [lasts[i] or (0.0 if i in going else now) for i in range(len(asked))]
+            if not going:
+                break
+            rows = [(token_ids[i][-1], len(asked[i]["prompt_ids"]) + len(token_ids[i]) - 1, i) for i in going]
+            for i, token in zip(going, decoded(rows, list(range(len(rows)))), strict=True):
+                token_ids[i].append(token)
+        return {"answers": [_answered(*own) for own in zip(token_ids, firsts, lasts, strict=True)]}
+
+    return answer
+
+
+def _answered(token_ids: list[int], first_s: float, last_s: float) -> Values:
+    return {"token_ids": token_ids, "first_s": first_s, "last_s": last_s}
+
+
+ENGINES: dict[str, Callable[[Values], Decoder]] = {
+    "swiftopt": swiftopt,
+    "llama-cpp": llama_cpp,
+    "ik-llama-cpp": ik_llama_cpp,
+}
+
+
+def load(options: Values) -> Decoder:
+    """Load the engine; the function answers a line."""
+    return ENGINES[options["engine"]](options)
