@@ -117,7 +117,11 @@ class _Reading:
         self._read: set[str] = set()
 
     def take(self, name: str) -> None:
-        """Read one parameter of the model, by its name there."""
+        """Read one parameter of the model, by its name there.
+
+        Raises: ModelNotFound: the file was changed since it was mapped, or the parameter is of another shape.
+        """
+        self.file.refuse_changed()
         tensor = self.file.tensors.get(self._places.get_name(name, try_suffixes=(".weight", ".bias")) or "")
         if tensor is None:
             return
@@ -149,6 +153,7 @@ class _Reading:
 
         Raises: as `load_gguf`.
         """
+        self.file.refuse_changed()
         factors = FACTORS if self.family.rotary is not None else ()  # The config has them.
         unread = [name for name in self.file.tensors if name not in self._read and name not in factors]
         if unread:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -146,6 +147,7 @@ class GgufFile:
         self.settings: dict[str, Any] = {}
         self.tensors: dict[str, FileTensor] = {}
         self._maps: list[mmap.mmap] = []
+        self._states: dict[Path, tuple[int, ...]] = {}  # Of the parts, when they were mapped.
         for part in parts_of(path):
             try:
                 self._read(part)
@@ -176,6 +178,20 @@ class GgufFile:
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
 
+    def refuse_changed(self) -> None:
+        """Raises: ModelNotFound: a part was cut or written to since it was mapped.
+
+        Reading behind a file's new end would kill the process (SIGBUS). A part that was removed or replaced by another
+        file stays as it was while it is mapped.
+        """
+        for path, state in self._states.items():
+            try:
+                now = _state(path.stat())
+            except OSError:
+                continue
+            if now[:2] == state[:2] and now != state:
+                raise ModelNotFound(f"{path} was changed while it was read: load it again when its writer is done")
+
     def release(self, tensor: FileTensor) -> None:
         """Let the system drop the mapped pages of a tensor; a later access reads them from the file again."""
         address = tensor.data.__array_interface__["data"][0]
@@ -190,6 +206,7 @@ class GgufFile:
         try:
             refuse_other_file(path)
             with path.open("rb") as file:
+                self._states[path] = _state(os.fstat(file.fileno()))
                 # Map the file copy-on-write: torch wants writable memory, although nothing writes to it.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
@@ -244,6 +261,11 @@ class GgufFile:
         if not all(shape):
             raise _Damaged(f"has no values in {_shown(name)}")
         return name, kind, shape, offset
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    """Return which file it is (two numbers), and what changes when it is written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _shown(name: str) -> str:

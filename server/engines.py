@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -46,6 +47,12 @@ MOST_RESTARTS = 2  # Crashes that a request survives: after more, it is failed a
 LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
 END_S = 5.0  # Seconds for a process to exit before it is killed.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
+
+# What usually ends a process by a signal.
+LIKELY_CAUSES = {
+    signal.SIGBUS: ", because a file of the model was cut while it was read: it is loaded again",
+    signal.SIGKILL: ", probably for lack of memory",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +279,7 @@ class EngineProcess:
         finally:
             await _end(process)
         if self.about is not None or "loading" in self.reason:
-            self.reason = f"its process ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
+            self.reason = ended_how(code)
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -321,6 +328,13 @@ class EngineProcess:
                 del self._replies[reply.question.id]
                 problem = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put(Failed.of(reply.question.id, EngineGone(problem)))
+
+
+def ended_how(code: int) -> str:
+    """Say how a process ended, by its exit code, which is negative for a signal."""
+    if code >= 0:
+        return f"its process ended with code {code}"
+    return f"its process ended by signal {-code}{LIKELY_CAUSES.get(-code, '')}"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,12 @@ import torch
 from families import tiny_model
 from tiny_files import write_gguf
 
+from swiftopt.core.errors import ModelNotFound, OutputError
 from swiftopt.core.records import Plan
-from swiftopt.models import loading
+from swiftopt.models import loading, quantised_checkpoints
 from swiftopt.models.fingerprint import OF_GGUF, fingerprint
 from swiftopt.models.gguf_files import converted
+from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import no_step
 from swiftopt.models.sources import local_folder, resolve
@@ -100,3 +103,35 @@ def test_blobs_of_stores_are_loaded_where_they_are(file: Path, tmp_path: Path, m
     snapshot.mkdir(parents=True)
     (snapshot / "tiny.gguf").symlink_to(os.path.relpath(blob, snapshot))
     assert load("org/tiny-GGUF").info.fingerprint == own.fingerprint
+
+
+def test_a_file_that_is_cut_while_it_is_loaded_gets_a_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(file)
+    empty_model = quantised_checkpoints.empty_model
+
+    def cutting(folder: Path, dtype: str) -> Any:
+        made = empty_model(folder, dtype)
+        reader = GgufFile.refuse_changed
+
+        def refuse(own: GgufFile) -> None:
+            os.truncate(file, 4096)
+            reader(own)
+
+        monkeypatch.setattr(GgufFile, "refuse_changed", refuse)
+        return made
+
+    monkeypatch.setattr(quantised_checkpoints, "empty_model", cutting)
+    with pytest.raises(ModelNotFound, match="was changed while it was read"):
+        load(file)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_cache_gets_a_sentence(file: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, *args: Any, **more: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(
+        OutputError, match=rf"cannot be written \({os.strerror(number)}\): make room there or set SWIFT"
+    ):
+        load(file)

@@ -390,10 +390,13 @@ def test_requests_wait_for_a_model_that_is_being_loaded(folder: Path, tmp_path: 
         refused(post(CHAT, json={**BODIES[CHAT], "temperature": 3}), 400, "temperature")  # without waiting
         assert "engine=ready" not in served.log.read_text()
         assert statuses() == [200] * 6
-        engine_of(served).kill()
+        engine_of(served).send_signal(signal.SIGBUS)  # As the system does where a mapped file was cut.
         while served.client.get("/health").status_code == 200:
             time.sleep(0.01)
         assert statuses() == [200] * 6, "while its successor loads it"
+        assert "ended by signal 7, because a file of the model was cut while it was read: it is loaded again" in (
+            served.log.read_text()
+        )
 
 
 def test_request_is_a_503_where_a_model_is_not_loaded_in_time(folder: Path, tmp_path: Path) -> None:

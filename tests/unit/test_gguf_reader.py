@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -135,3 +136,29 @@ def test_mutated_headers_are_read_or_refused(small: Path, tmp_path: Path) -> Non
             assert "\n" not in str(error)
             outcomes["refused"] += 1
     assert min(outcomes.values()) > 100
+
+
+def test_a_file_that_is_cut_or_written_to_while_it_is_read_gets_a_sentence(small: Path, tmp_path: Path) -> None:
+    content = small.read_bytes()
+    for change in (content[:-4096], content[:-1] + b"\xff"):
+        path = tmp_path / "changing.gguf"
+        path.write_bytes(content)
+        os.utime(path, (0, 0))
+        file = GgufFile(path)
+        file.refuse_changed()
+        path.write_bytes(change)
+        with pytest.raises(ModelNotFound, match="was changed while it was read: load it again"):
+            file.refuse_changed()
+
+
+def test_a_file_that_is_replaced_or_removed_stays_as_it_was_mapped(small: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    path.write_bytes(small.read_bytes())
+    other.write_bytes(b"GGUF")
+    file = GgufFile(path)
+    before = file.tensors["weight.F32"].data.tobytes()
+    other.replace(path)
+    file.refuse_changed()
+    path.unlink()
+    file.refuse_changed()
+    assert file.tensors["weight.F32"].data.tobytes() == before
