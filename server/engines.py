@@ -49,7 +49,7 @@ END_S = 5.0  # Seconds for a process to exit before it is killed.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
 # What usually ends a process by a signal.
-LIKELY_CAUSES = {
+LIKELY_CAUSES: dict[int, str] = {
     signal.SIGBUS: ", because a file of the model was cut while it was read: it is loaded again",
     signal.SIGKILL: ", probably for lack of memory",
 }
