@@ -242,7 +242,7 @@ def test_streamed_text_is_the_completion_text_with_stop_strings(least: int, at_o
         for start in range(0, completion.n_tokens, at_once):
             shown += text.add(completion.token_ids[start : start + at_once])
             assert stop not in shown[len(free) :]
-        assert shown + "".join(added.text for added in text.ended(completion)) == completion.text
+        assert shown + "".join(added.text for added in text.finish_completion(completion)) == completion.text
 
 
 def test_stop_string_counts_from_the_least_length_on() -> None:
@@ -297,7 +297,7 @@ def test_streamed_text_shows_a_character_that_the_length_cut_in_half() -> None:
     completion = next(iter(Session(worded_runtime(), Sampling(), 3).run(stream(1)[0], PLAIN)))[1]
     completion = dataclasses.replace(completion, token_ids=half, text=tokenizer.decode(half))
     text = GrowingText(Session(runtime, Sampling(), 3), stream(1)[0])
-    assert text.add(half) + "".join(added.text for added in text.ended(completion)) == "n\ufffd"
+    assert text.add(half) + "".join(added.text for added in text.finish_completion(completion)) == "n\ufffd"
 
 
 def test_an_empty_stop_string_is_refused() -> None:
