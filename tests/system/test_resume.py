@@ -58,7 +58,7 @@ DEAR = dataclasses.replace(FREE, pass_s={n: float(n) for n in (1, 2, 4, 8, 16, 3
 def restored() -> Iterator[None]:
     """Give other files back what a case sets for all of its lives."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((shift, "ALARM"), (verdict, "is_open"), (tuning, "BEAT_S")):
+        for module, name in ((shift, "ALARM"), (verdict, "is_open"), (tuning, "PROGRESS_INTERVAL_S")):
             patch.setattr(module, name, getattr(module, name))
         yield
 
