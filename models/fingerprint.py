@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ _IGNORED = frozenset(
 # Base model prefixes, removed because files of GPT-2 on the hub lack them.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _HEAD = "lm_head.weight"
-OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint.
+OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint, and `OF_WEIGHTS`.
+OF_WEIGHTS = "weights"  # Key of the fingerprint of the converted weights.
 
 
 def fingerprint(model: Any, file: GgufFile | None = None) -> str:
@@ -78,24 +80,33 @@ def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
     Before GGUF files were computed with as they are, their plans were stored under that of the converted weights.
     """
     try:
-        if (folder / GGUF_WEIGHTS).is_file():
-            folder = converted_folder(linked_gguf(folder))
-        elif _noted(folder) is None:
+        is_settings = (folder / GGUF_WEIGHTS).is_file()
+        converted = converted_folder(linked_gguf(folder)) if is_settings else folder
+        if not is_complete(converted) or not (is_settings or _noted(folder)):
             return ()
-        return (_of_weights(folder),) if is_complete(folder) else ()
+        weights = _noted(converted, OF_WEIGHTS)
+        if weights is None:  # Once: it maps hundreds of megabytes, and a start would have them in memory at its peak.
+            weights = _of_weights(converted)
+            with suppress(OSError):
+                _note(converted, {"fingerprint": fingerprint(folder), OF_WEIGHTS: weights})
+        return (weights,)
     except SwiftoptError:
         return ()
 
 
 def note_gguf(folder: Path, gguf: Path) -> None:
     """Write into a folder of converted weights which file they are of."""
+    _note(folder, {"fingerprint": _of_gguf(GgufFile(gguf))})
+
+
+def _note(folder: Path, fingerprints: Mapping[str, str]) -> None:
     with replacing(folder / OF_GGUF) as part:
-        part.write_text(json.dumps({"fingerprint": _of_gguf(GgufFile(gguf))}) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(fingerprints) + "\n", encoding="utf-8")
 
 
-def _noted(folder: Path) -> str | None:
+def _noted(folder: Path, kind: str = "fingerprint") -> str | None:
     try:
-        return str(json.loads((folder / OF_GGUF).read_text(encoding="utf-8"))["fingerprint"])
+        return str(json.loads((folder / OF_GGUF).read_text(encoding="utf-8"))[kind])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -114,6 +125,7 @@ def _of_gguf(file: GgufFile) -> str:
     for name, tensor in sorted(file.tensors.items()):
         digest.update(f"{name}{tensor.type_name}{list(tensor.shape)}".encode("utf-8", "surrogateescape"))
         digest.update(_sample(name, torch.from_numpy(tensor.data)).to(torch.uint8).numpy().tobytes())
+        file.release(tensor)  # The system maps much around the bytes that are read.
     return f"{VERSION}:{digest.hexdigest()[:16]}"
 
 
