@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 
 from ..core.requests import CALL_BEGINS, CALL_ENDS
+from .template_limits import limited
 
 Message = Mapping[str, Any]
 Change = Callable[[Message], list[Message]]  # Rewrites one message as one or more messages.
@@ -48,10 +49,11 @@ class Chat:
     def render(self) -> str:
         """Return the chat rendered by the template.
 
-        Raises: one of `REFUSALS`.
+        Raises: one of `REFUSALS`. LimitExceeded: the template runs or grows without end.
         """
         values = {"add_generation_prompt": True, **self.values, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(list(self.messages), **values))
+        with limited():
+            return str(self.tokenizer.apply_chat_template(list(self.messages), **values))
 
     def apply(self, form: Sequence[Change]) -> Chat:
         chat = self

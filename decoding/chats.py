@@ -12,6 +12,7 @@ from ..core.errors import InvalidInput
 from ..models.prompts import no_template
 from .chat_forms import REFUSALS, Chat, LeftOut, Message, has_text, remembered_form, with_arguments
 from .control_tokens import Literals, encode
+from .template_limits import LimitExceeded
 
 
 class ChatPrompt:
@@ -20,7 +21,8 @@ class ChatPrompt:
     Args:   messages: in OpenAI's form, with contents that are texts. A call's arguments are JSON, or whatever else an
             earlier answer has in their place: cut off, or no object. values: what the template gets beside them, such
             as `tools`, and other arguments of transformers' `apply_chat_template`.
-    Raises: InvalidInput: there is no template, or it refuses the chat or would leave out what `param` names.
+    Raises: InvalidInput: there is no template, it runs or grows without end, it refuses the chat, or it would leave out
+            what `param` names.
     """
 
     def __init__(self, tokenizer: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> None:
@@ -33,11 +35,14 @@ class ChatPrompt:
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
         chat = Chat(tokenizer, messages, values)
-        form = remembered_form(chat)
-        if isinstance(form, LeftOut):
-            raise _left_out_error(chat, form)
         self._tokenizer, self._literals = tokenizer, Literals(tokenizer)
-        self._rendered = self._render(chat.apply(form))
+        try:
+            form = remembered_form(chat)
+            if isinstance(form, LeftOut):
+                raise _left_out_error(chat, form)
+            self._rendered = self._render(chat.apply(form))
+        except LimitExceeded as error:
+            raise InvalidInput(str(error)) from error
 
     def _render(self, chat: Chat) -> str:
         """Return the rendered text, with placeholder words for texts that spell a control token."""
