@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test slow families floors readme lowest wheels compilers emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow families floors readme lowest wheels compilers sanitized emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -77,6 +77,10 @@ compilers: setup
 	    SWIFTOPT_CXX=$$compiler $(BIN)/python -m pytest -n 2 tests/unit/test_kernels.py || exit 1; done
 	for compiler in "" g++ clang++; do echo "compiler: $${compiler:-of the wheel}" && \
 	    SWIFTOPT_CXX=$$compiler $(BIN)/swiftopt doctor | grep -A 3 kernels; done
+
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, over 10,000 mutated GGUF files and random blocks of all types.
+sanitized: setup
+	$(BIN)/python tests/sanitized.py
 
 # What README.md and docs/start.md tell to type, in their order, in a copy of this folder. SWIFTOPT_PORT takes another port.
 readme: setup

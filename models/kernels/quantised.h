@@ -80,12 +80,13 @@ static inline Sixteen product(Sixteen a, const Sixteen& b) {
     for (int i = 0; i < VECTORS; i++) a.v[i] *= b.v[i];
     return a;
 }
+// Vectors are named by their index: a reference to one would promise the alignment of its whole width, which `vf` has not.
 static inline Sixteen minus(Sixteen a, float b) {
-    for (vf& each : a.v) each -= b;
+    for (int i = 0; i < VECTORS; i++) a.v[i] -= b;
     return a;
 }
 static inline Sixteen times(Sixteen a, float b) {
-    for (vf& each : a.v) each *= b;
+    for (int i = 0; i < VECTORS; i++) a.v[i] *= b;
     return a;
 }
 
@@ -120,7 +121,7 @@ static inline Quads line(const uint8_t* from) {
 }
 // The bits of `mask`, of each byte, after a shift to the right, or to the left where it is below 0.
 static inline Quads bits_of(Quads q, int shift, int mask) {
-    for (vq& w : q.w) w = (shift < 0 ? w << -shift : w >> shift) & uint16_t(mask * 257);
+    for (int i = 0; i < LINE_VECTORS; i++) q.w[i] = (shift < 0 ? q.w[i] << -shift : q.w[i] >> shift) & uint16_t(mask * 257);
     return q;
 }
 static inline Quads joined(Quads a, const Quads& b) {
