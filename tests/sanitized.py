@@ -2,10 +2,10 @@
 
     python tests/sanitized.py [N_FILES]
 
-compiles each level of this processor with -fsanitize=address,undefined, starts again with the sanitizers' libraries
-loaded first, and there reads mutated headers, lays out whatever their tensors hold, and computes with it. Blocks are
-copied into memory of exactly their size: behind a mapped file the sanitizer would see nothing. The first report ends
-the process.
+compiles each level of this processor with -fsanitize=address,undefined and starts itself again with the sanitizers'
+libraries loaded first. That process reads mutated headers, lays out whatever their tensors hold, and computes with
+random blocks. Blocks are copied into memory of exactly their size: the sanitizer does not see reads behind a mapped
+file. The first report ends the process.
 """
 
 from __future__ import annotations
