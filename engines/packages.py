@@ -319,3 +319,23 @@ def _run(package: EnginePackage, command: Sequence[str]) -> None:
         lines = [line for line in lines if "A complete log of this run" not in line]
         reason = (lines or ["no reason given"])[-1].removeprefix("ERROR: ").removeprefix("npm error ")
         raise EngineFailed(f"{package.title} cannot be installed: {reason}")
+
+
+class Launches:
+    """How to start the engines of a benchmark, each prepared when it is first needed, or why it cannot be."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self._on_step = on_step
+        self._by_engine: dict[str, Launch | EngineFailed] = {}
+
+    def of(self, package: EnginePackage) -> Launch:
+        """Raises: EngineFailed: the engine cannot be prepared, the same at each call."""
+        if package.name not in self._by_engine:
+            try:
+                self._by_engine[package.name] = prepared(package, self._on_step)
+            except EngineFailed as error:
+                self._by_engine[package.name] = error
+        launch = self._by_engine[package.name]
+        if isinstance(launch, EngineFailed):
+            raise launch
+        return launch

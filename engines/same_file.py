@@ -29,7 +29,7 @@ from ..models.saved import OnStep, cache_root, no_step, quiet, supported_config
 from ..models.sources import resolve
 from ..terminal.render import folding, number, numeric, table
 from .devices import room_for
-from .packages import PACKAGES, PROGRAM, EngineFailed, Launch, Row, prepared
+from .packages import PACKAGES, PROGRAM, EngineFailed, Launches, Row
 from .processes import Child
 from .turns import OWN_BYTES, engine_environ
 
@@ -162,7 +162,7 @@ class SameFile:
         self.n_bytes = sum(path.stat().st_size for path in parts_of(self.file))
         self.starts = [StartRuns(row.name) for row in self.rows]
         self.cells: list[CellRuns] = []
-        self._launches: dict[str, Launch | EngineFailed] = {}
+        self._launches = Launches(on_step)
         self._children: dict[str, Child] = {}
         self.interrupted = False
 
@@ -171,7 +171,7 @@ class SameFile:
         try:
             for row in self.rows:  # Install engines before any timing.
                 with suppress(EngineFailed):
-                    self._launch(row)
+                    self._launches.of(row.engine)
             for row, start in zip(self.rows, self.starts, strict=True):
                 self._attempt(row, start, partial(self._start, row, start))
             for depth in self.request.depths:
@@ -204,20 +204,8 @@ class SameFile:
             if child := self._children.pop(row.name, None):
                 child.close(at_once=True)
 
-    def _launch(self, row: Row) -> Launch:
-        name = row.engine.name
-        if name not in self._launches:
-            try:
-                self._launches[name] = prepared(row.engine, self._on_step)
-            except EngineFailed as error:
-                self._launches[name] = error
-        launch = self._launches[name]
-        if isinstance(launch, EngineFailed):
-            raise launch
-        return launch
-
     def _child(self, row: Row, n_ctx: int, n_requests: int) -> Child:
-        launch = self._launch(row)
+        launch = self._launches.of(row.engine)
         if self._children and not self._has_room(1.5 * self.n_bytes + OWN_BYTES):
             self._close_all()
         request, log = self.request, f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', row.name)}-same-file.log"
@@ -233,7 +221,7 @@ class SameFile:
         return child
 
     def _start(self, row: Row, start: StartRuns) -> None:
-        self._launch(row)  # Install the engine before its start is timed.
+        self._launches.of(row.engine)  # Install the engine before its start is timed.
         seconds: list[float | None] = []
         for is_cold in (True, False):
             evicted = is_cold and all([_evict(path) for path in parts_of(self.file)])

@@ -26,7 +26,7 @@ from ..optimizer.verdict import Timed, speed
 from .devices import free_on, only_device, room_for
 from .drafts import Speculation
 from .export import ENGINES, NGRAM_TOKENS
-from .packages import EngineFailed, Launch, Row, Weights, prepared
+from .packages import EngineFailed, Launch, Launches, Row, Weights
 from .processes import Child
 
 PLAIN_BITS = 16  # Weights with fewer bits than this count as quantised.
@@ -186,7 +186,7 @@ class Turns:
         stored = self._gguf.name if self._gguf else kind or stored_type(request.folder)
         built = (replace(row, engine=row.engine.built_for(request.device)) for row in rows)
         self.runs = [RowRuns(row, _weights_word(row, stored)) for row in built]
-        self._launches: dict[str, Launch | EngineFailed] = {}
+        self._launches = Launches(on_step)
         self._children: dict[str, Child] = {}  # Processes by row name, the most recently used one last.
         self._held: dict[str, int] = {}  # GPU bytes held by each row's process.
         self._logs = cache_root() / "peers" / "logs"
@@ -212,7 +212,7 @@ class Turns:
         """
         try:
             for runs in self.runs:  # Install engines and prepare weights before any timing.
-                self._attempt(runs, lambda runs: self._options(runs.row, self._launch(runs.row)))
+                self._attempt(runs, lambda runs: self._options(runs.row, self._launches.of(runs.row.engine)))
             for number, question in enumerate(self.questions):
                 turn = number % len(self.runs)
                 for runs in [*self.runs[turn:], *self.runs[:turn]]:
@@ -238,18 +238,6 @@ class Turns:
             self._on_step(f"{runs.row.name}: {error}")
             if child := self._children.pop(runs.row.name, None):
                 child.close(at_once=True)
-
-    def _launch(self, row: Row) -> Launch:
-        name = row.engine.name
-        if name not in self._launches:
-            try:
-                self._launches[name] = prepared(row.engine, self._on_step)
-            except EngineFailed as error:
-                self._launches[name] = error
-        launch = self._launches[name]
-        if isinstance(launch, EngineFailed):
-            raise launch
-        return launch
 
     def _turn(self, question: Question, runs: RowRuns) -> None:
         child = self._child(runs)
@@ -287,7 +275,7 @@ class Turns:
                 return child
             # Its weights were evicted from memory; reading them from disk again would distort its timing.
             child.close()
-        launch = self._launch(runs.row)
+        launch = self._launches.of(runs.row.engine)
         options = self._options(runs.row, launch)
         needed = runs.peak_bytes or self._guessed_bytes(options)
         while self._children and not self._has_room(needed + self._mapped_bytes()):
@@ -366,7 +354,7 @@ class Turns:
 
     def _likely_bytes(self, row: Row) -> float:
         try:
-            return self._guessed_bytes(self._options(row, self._launch(row)))
+            return self._guessed_bytes(self._options(row, self._launches.of(row.engine)))
         except (EngineFailed, SwiftoptError):
             return 0.0  # Running the row reports the error.
 

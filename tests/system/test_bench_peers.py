@@ -29,7 +29,7 @@ from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, ModelNotFound, UnsupportedModel
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet, Prompt
-from swiftopt.engines import turns
+from swiftopt.engines import packages, turns
 from swiftopt.engines.drafts import Speculation
 from swiftopt.engines.export import ENGINES
 from swiftopt.engines.packages import PACKAGES, PROGRAM, EngineFailed, EnginePackage, Launch, Row, prepared
@@ -396,7 +396,7 @@ def test_rows_that_memory_does_not_hold_at_once_go_in_groups_that_begin_with_the
             raise EngineFailed("it cannot be installed")
         return prepared(package, on_step)
 
-    monkeypatch.setattr(turns, "prepared", only_counting)
+    monkeypatch.setattr(packages, "prepared", only_counting)
     bytes_of_one = turns.OWN_BYTES + 1.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     questions = questions_of(folder, [Prompt(id="1", task="code", text="w1 w2")], 4)
     rows = [Row(counting, name, "folder") for name in ("plain", "a", "b", "c")]
