@@ -28,6 +28,7 @@ from ..core.errors import InvalidInput, SwiftoptError
 from ..core.requests import EARLIER_NAMES
 from ..engines.peers import SCHEMA as PEERS_SCHEMA
 from ..engines.peers import equal_to
+from ..engines.same_file import SCHEMA as SAME_FILE_SCHEMA
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from ..terminal.charts import Pictures, Report, draw_ratios
 from ..terminal.render import interval, number
@@ -236,6 +237,25 @@ def _peer_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (_text(report), row["row"], *figures)
 
 
+def _same_file_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of `bench peers --gguf FILE`, cell by cell, fastest first."""
+    starts = {start["row"]: start["warm_s"] for start in report["starts"]}
+    text = f"{Path(report['file']).name}, {report['bytes'] / 1e9:.2f} GB, {report['max_new_tokens']} tokens"
+    cells = sorted(report["results"], key=lambda row: (row["depth"], row["at_once"], -(row["tok_s"] or 0)))
+    for row in cells:
+        speeds = (number(row[name], digits) for name, digits in (("tok_s", 1), ("decode_tok_s", 1), ("ratio", 2)))
+        times = number(row["first_token_s"], 2), number(starts.get(row["row"]), 1)
+        yield (
+            text,
+            f"{row['depth']:,}",
+            str(row["at_once"]),
+            row["row"],
+            *speeds,
+            *times,
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        )
+
+
 def _search_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in report["results"]:
         yield (
@@ -333,6 +353,11 @@ def _parity_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 KINDS = {
     PEERS_SCHEMA: PEERS_TABLE,
+    SAME_FILE_SCHEMA: Kind(
+        "One GGUF file, as it is, in several engines: by depth of the prompt and requests at once",
+        "file | depth | at once | row | tok/s | decoding alone | ratio | first token, s | start, s | memory, GB",
+        _same_file_rows,
+    ),
     SCHEMA: METHODS_TABLE,
     COMPARE_SCHEMA: METHODS_TABLE,
     SEARCH_SCHEMA: Kind(

@@ -16,6 +16,7 @@ from rich.table import Table
 from ..core.errors import InvalidInput, LayerSetNotFound
 from ..core.records import FoundPlan, LayerSetRecord, ModelInfo
 from ..core.types import Trial, check_task
+from ..models.families import model_types
 from ..models.sources import ALIASES, LocalCopy, find_alias, local_copies
 from ..models.stores import StoredModel, stored_models
 from ..terminal import commands, options, value_types
@@ -243,15 +244,23 @@ def _alias_result(command: str, name: ModelTask, found_plan: FoundPlan) -> Resul
 
 
 @commands.command(short_help="List model names, and what was tuned here.")
+@click.option("--types", "of_types", is_flag=True, help="List instead the types of models that can be loaded.")
 @options.store_and_json
-@commands.example("models")
-def models(store: Store) -> Result:
+@commands.example("models", "models --types")
+def models(store: Store, of_types: bool) -> Result:
     """List the short names of models, which of them are on this machine, and what was loaded and tuned here.
 
     `here` is wheel or cached (by the hub's client); other models are downloaded at first use. Any folder of a saved
     model, GGUF file or hub id of a supported architecture works as well. Models that Ollama, LM Studio or the hub's
     client keep on this machine are listed with the names that open them; nothing of them is copied.
+
+    With --types: each type that a config.json may name, which models are of it, what it computes otherwise than Llama,
+    the name of its GGUF files, and whether tests decode with a real model's weights or with random ones. Our kernels
+    for CPUs compute all of them, and a draft changes no bit.
     """
+    if of_types:
+        types = [row._asdict() for row in model_types()]
+        return Result({"schema": "swiftopt.model-types/1", "types": types}, [types_table()])
     loaded_models, records, copies = store.models(), store.layer_sets(), local_copies()
     kept_models = stored_models()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}
@@ -270,6 +279,12 @@ def models(store: Store) -> Result:
         ["", stored_table(loaded_models, tasks, console().width)] if loaded_models else []
     )
     return Result(report, [aliases_table(tasks, copies), *in_stores, *loaded_tables])
+
+
+def types_table() -> Table:
+    rows = [(row.type, row.models, "; ".join(row.differences), row.gguf or "", row.weights) for row in model_types()]
+    columns = [fixed("type"), folding("models"), folding("differs from Llama"), folding("GGUF"), fixed("proof")]
+    return table(columns, rows)
 
 
 def aliases_table(tasks: Mapping[str, Sequence[str]], copies: Mapping[str, LocalCopy]) -> Table:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,52 @@ from transformers.pytorch_utils import Conv1D
 
 from .buffer import KVBuffer
 from .coded import CodedLinear
-from .families import Family
+from .families import HeadLayout, heads_of
+from .family import Family, names_in
 
 
-def submodule(root: nn.Module, dotted: str | None) -> Any:
-    return None if dotted is None else root.get_submodule(dotted)
+def submodule(root: nn.Module, names: str | None) -> Any:
+    """Return a part of a model by its names in a row of `FAMILIES`; None: the model lacks it, and may."""
+    if names is None:
+        return None
+    for name in names_in(names):
+        parent_name, _, leaf = name.rpartition(".")
+        module = getattr(root.get_submodule(parent_name), leaf, None) if leaf else root
+        if module is not None:
+            return None if isinstance(module, nn.Identity) else module
+    return None if names.endswith("?") else root.get_submodule(names_in(names)[0])
 
 
-# (layer type, device, minimum number of positions) -> cosine and sine tables (positions, rotary_dim), the first half of
-# the sine negated; None: no rotary embedding.
-RotationTables = Callable[[str, torch.device, int], tuple[Tensor, Tensor] | None]
+class RotaryTables(NamedTuple):
+    """How positions turn queries and keys: tables (positions, rotary_dim) in the type that products are computed in.
+
+    A value's partner, its pair's other value, is half the rotated width away, or with `pairs` its neighbour. The first
+    of a pair has the sine negated. `query_scale`: (positions,) what queries are then multiplied by, None: 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: bool = False
+    query_scale: Tensor | None = None
+
+    def at(self, positions: Tensor | slice) -> RotaryTables:
+        """Return the rotation of rows at these positions: tables (rows, 1, …)."""
+        scale = None if self.query_scale is None else self.query_scale[positions][:, None, None]
+        return RotaryTables(self.cos[positions][:, None], self.sin[positions][:, None], self.pairs, scale)
+
+    def of_rows(self, index: Tensor) -> RotaryTables:
+        scale = None if self.query_scale is None else self.query_scale[index]
+        return RotaryTables(self.cos[index], self.sin[index], self.pairs, scale)
+
+    def is_usual(self, dtype: torch.dtype) -> bool:
+        """Tell whether rows are turned as Llama's are, each product rounded to the model's type."""
+        return not self.pairs and self.query_scale is None and self.cos.dtype == dtype
+
+
+# (layer type, device, minimum number of positions) -> rotation; None: no rotary embedding.
+TablesByType = Callable[[str | None, torch.device, int], RotaryTables | None]
 LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
+PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that compute x · weight + bias, and no more.
 
 
 @dataclass(slots=True)
@@ -34,8 +69,7 @@ class RowGroup:
     values go. `mask`: as for `attend`, over [start, end).
     """
 
-    cos: Tensor | None  # (rows, 1, rotary_dim)
-    sin: Tensor | None  # (rows, 1, rotary_dim), first half negated
+    rotation: RotaryTables | None
     spans: tuple[tuple[int, int, int], ...]
     start: int
     end: int
@@ -47,10 +81,12 @@ class RowGroup:
 
 
 class LayerRows(Protocol):
-    """The rows that a layer's attention runs on, from any number of sequences, with rotations as in `RowGroup`."""
+    """The rows that a layer's attention runs on, of any number of sequences; `rotation` of each: see `RotaryTables`.
 
-    cos: Tensor | None
-    sin: Tensor | None
+    Without one, `attend` turns queries and keys, or there is nothing to turn.
+    """
+
+    rotation: RotaryTables | None
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the rows' keys and values; return the attention heads' outputs, (rows, heads * width)."""
@@ -72,6 +108,7 @@ class LayerModules:
     qkv: tuple[Any, ...]
     q_norm: Any
     k_norm: Any
+    inner_norm: Any
     out: Any
     attn_post: Any
     mlp_norm: Any
@@ -85,36 +122,32 @@ class LayerModules:
             yield from module_or_modules if isinstance(module_or_modules, tuple) else (module_or_modules,)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """How a layer's projections are cut into heads; `interleaved`: query, key and value of each head lie together."""
-
-    n_heads: int
-    n_kv_heads: int
-    width: int
-    interleaved: bool
-
-    def of_groups(self, mask: Tensor) -> Tensor:
-        """Repeat a mask (rows, slots) for every query head of a key head: (groups * rows, slots)."""
-        groups = self.n_heads // self.n_kv_heads
-        return mask if groups == 1 else mask.repeat(groups, 1)
-
-
 def queries_keys_values(
-    parts: LayerModules, heads: HeadLayout, normed: Tensor, cos: Tensor | None, sin: Tensor | None
+    block: Block, parts: LayerModules, normed: Tensor, rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated."""
-    query, key, value = split_heads(heads, [project(normed) for project in parts.qkv])
-    if parts.q_norm is not None and parts.k_norm is not None:
+    projected = [project(normed) for project in parts.qkv]
+    if block.clip is not None:
+        projected = [part.clamp(-block.clip, block.clip) for part in projected]
+    query, key, value = split_heads(block.heads, projected)
+    is_normed, kind = parts.q_norm is not None and parts.k_norm is not None, block.head_norm
+    if is_normed and kind == "whole":
+        query = parts.q_norm(query.flatten(1)).view_as(query)
+        key = parts.k_norm(key.flatten(1)).view_as(key)
+    elif is_normed and kind == "by_head":
         query, key = parts.q_norm(query), parts.k_norm(key)
-    if cos is not None and sin is not None:
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if rotation is not None:
+        query, key = rotate(query, rotation), rotate(key, rotation)
+    if is_normed and kind == "rotated":
+        query, key = parts.q_norm(query), parts.k_norm(key)
+    if rotation is not None and rotation.query_scale is not None:
+        query = query * rotation.query_scale
     return query, key, value
 
 
 def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
     """Return attention's output, given its heads' outputs (rows, heads * width)."""
-    out = cast(Tensor, parts.out(mixed))
+    out = cast(Tensor, parts.out(mixed if parts.inner_norm is None else parts.inner_norm(mixed)))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
@@ -123,29 +156,53 @@ def mlp_out(parts: LayerModules, normed: Tensor) -> Tensor:
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
 
-class Block:
-    """The two sub-layers of one decoder layer, each with the norms around it."""
+class LayersMaps(nn.Module):
+    """The MLP of a layer that has its parts itself, under the names that they have there."""
 
-    def __init__(self, layer: nn.Module, index: int, config: Any, family: Family, window: int | None) -> None:
+    def __init__(self, layer: nn.Module, family: Family) -> None:
+        super().__init__()
+        self._names = (*family.mlp_in, cast(str, family.activation), family.mlp_out)
+        for name in self._names:
+            self.add_module(name, layer.get_submodule(name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._names:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Block:
+    """The two sub-layers of one decoder layer, each with the norms around it.
+
+    `clip`: what the projections give lies between it and its negative; None: no bound. `head_norm`: as in `Family`.
+    `layer_type`: of its rotation, None without one. `softcap` bounds scores; None: no bound. `added_scale`: what a
+    sub-layer adds is multiplied by it.
+    """
+
+    def __init__(
+        self, layer: nn.Module, index: int, config: Any, family: Family, window: int | None, layer_type: str | None
+    ) -> None:
         attn = layer.get_submodule(family.attn)
         self.index = index
         self.window = window
-        self.layer_type = str(config.layer_types[index]) if family.rotary_by_type else ""
-        n_heads = int(config.num_attention_heads)
-        n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
-        width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-        self.heads = HeadLayout(n_heads, n_kv_heads, width, family.projection == "heads")
-        self.scaling = float(cast(Any, attn).scaling)
+        self.layer_type = layer_type
+        self.heads = heads_of(config)
+        self.head_norm = family.head_norm
+        self.scaling = float(getattr(attn, family.scaling))
+        self.clip = _number(config, family.clip)
+        self.softcap = _number(config, "attn_logit_softcapping")
+        self.added_scale = _number(config, family.residual_scale) or 1.0
         q_norm, k_norm = family.head_norms or (None, None)
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=tuple(attn.get_submodule(name) for name in family.qkv),
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm),
+            inner_norm=submodule(attn, family.inner_norm),
             out=attn.get_submodule(family.out),
             attn_post=submodule(layer, family.attn_post_norm),
             mlp_norm=submodule(layer, family.mlp_norm),
-            mlp=layer.get_submodule(family.mlp),
+            mlp=layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family),
             mlp_post=submodule(layer, family.mlp_post_norm),
         )
         self.device = next(attn.parameters()).device
@@ -156,11 +213,25 @@ class Block:
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        query, key, value = queries_keys_values(parts, self.heads, normed, rows.cos, rows.sin)
-        return attention_out(parts, rows.attend(self, query, key, value))
+        query, key, value = queries_keys_values(self, parts, normed, rows.rotation)
+        return self.added(attention_out(parts, rows.attend(self, query, key, value)))
 
     def mlp(self, normed: Tensor, parts: LayerModules | None = None) -> Tensor:
-        return mlp_out(parts or self.parts, normed)
+        return self.added(mlp_out(parts or self.parts, normed))
+
+    def added(self, out: Tensor) -> Tensor:
+        """Return what the residual stream gets of a sub-layer's output."""
+        return out if self.added_scale == 1.0 else out * self.added_scale
+
+
+def _number(config: Any, name: str | None) -> float | None:
+    value = None if name is None else getattr(config, name, None)
+    return None if value is None else float(value)
+
+
+def normed(norm: Any, states: Tensor) -> Tensor:
+    """Return the norm of states (rows, n), or the states themselves where a sub-layer has no norm before it."""
+    return states if norm is None else cast(Tensor, norm(states))
 
 
 class Residual:
@@ -180,10 +251,10 @@ class Residual:
     def normed(self, norm: Any, index: Tensor | None = None) -> Tensor:
         """Return the norm of all rows, or of those that `index` names."""
         if self._added is None or index is not None or not isinstance(norm, AddingNorm):
-            return cast(Tensor, norm(self.whole() if index is None else self.whole()[index]))
-        self._states, normed = norm.after(self._states, self._added)
+            return normed(norm, self.whole() if index is None else self.whole()[index])
+        self._states, states_normed = norm.after(self._states, self._added)
         self._added = None
-        return normed
+        return states_normed
 
     def plus(self, added: Tensor, index: Tensor | None = None) -> Residual:
         """Return the stream after a sub-layer added to all rows, or to those that `index` names."""
@@ -195,7 +266,7 @@ class BufferRows:
 
     def __init__(self, groups: Sequence[tuple[RowGroup, KVBuffer]]) -> None:
         self.groups = groups
-        self.cos, self.sin = _joined(group.cos for group, _ in groups), _joined(group.sin for group, _ in groups)
+        self.rotation = joined_rotation([group.rotation for group, _ in groups])
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if len(self.groups) == 1:
@@ -205,9 +276,14 @@ class BufferRows:
         return torch.cat([_attended(block, *parts, *group) for *parts, group in group_parts])
 
 
-def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)) if tensors else None
+def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | None:
+    """Return the rotations of several groups of rows as one; None where they have none."""
+    given = [rotation for rotation in rotations if rotation is not None]
+    if len(given) <= 1:
+        return given[0] if given else None
+    scales = [one.query_scale for one in given if one.query_scale is not None]
+    cos, sin = torch.cat([one.cos for one in given]), torch.cat([one.sin for one in given])
+    return RotaryTables(cos, sin, given[0].pairs, torch.cat(scales) if scales else None)
 
 
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
@@ -217,15 +293,15 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: Ro
         keys[block.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
         values[block.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
     keys, values = buffer.between(group.start, group.end)
-    return attend(query, keys[block.index], values[block.index], group.mask, block.scaling)
+    return attend(query, keys[block.index], values[block.index], group.mask, block.scaling, block.softcap)
 
 
 def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Cut the outputs of the projections, (rows, width) each, into queries, keys and values by head."""
     rows = projected[0].shape[0]
-    if heads.interleaved:
-        query, key, value = projected[0].view(rows, heads.n_heads, 3 * heads.width).chunk(3, dim=-1)
-        return query, key, value
+    if heads.grouped:
+        grouped = projected[0].view(rows, heads.n_kv_heads, heads.n_groups + 2, heads.width)
+        return grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if len(projected) == 1:
         kv = heads.n_kv_heads * heads.width
         projected = torch.split(projected[0], [heads.n_heads * heads.width, kv, kv], dim=-1)
@@ -233,51 +309,84 @@ def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor,
     return query, key, value
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading dimensions of `x` (rows, heads, head_dim) by position; `sin` has its first half negated."""
-    width = cos.shape[-1]
-    if width == x.shape[-1]:
-        return x * cos + x.roll(width // 2, -1) * sin
+def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
+    """Rotate the leading dimensions of `x` (rows, heads, head_dim) by each row's position; see `RotaryTables.at`."""
+    cos, sin, width = rotation.cos, rotation.sin, rotation.cos.shape[-1]
     turned = x[..., :width]
-    return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, x[..., width:]), dim=-1)
+    partner = (
+        turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2) if rotation.pairs else turned.roll(width // 2, -1)
+    )
+    turned = (turned * cos + partner * sin).to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
-def rotation_tables(module: Any, dtype: torch.dtype, max_positions: int) -> RotationTables:
+def rotation_tables(
+    module: Any, dtype: torch.dtype, max_positions: int, family: Family, scales: tuple[float, int] | None
+) -> TablesByType:
     """Return the tables of a model's own rotary module, each kept, and replaced by a longer one when it is too short.
 
-    The module is None for a model without rotary positions, which has no tables.
+    Args: module: None for a model without rotary positions, which has no tables. scales: as `query_scales` returns.
     """
-    tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+    tables: dict[tuple[str, torch.device], RotaryTables] = {}
 
-    def table_of(layer_type: str, device: torch.device, n_positions: int) -> tuple[Tensor, Tensor] | None:
-        if module is None:
+    def made(layer_type: str, device: torch.device, n_positions: int) -> RotaryTables:
+        positions = torch.arange(n_positions, device=device)[None]
+        probe = torch.empty(
+            0, dtype=torch.float32 if family.rotates_wide and dtype.itemsize < 4 else dtype, device=device
+        )
+        cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
+        # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
+        cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
+        half = cos.shape[-1] // 2
+        if family.rotation == "pairs":
+            if not torch.equal(cos[:, ::2], cos[:, 1::2]):  # Some modules repeat each value, others all of them.
+                cos, sin = cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1)
+            sin = torch.stack((-sin[:, ::2], sin[:, 1::2]), -1).flatten(-2)
+        else:
+            signed = (-sin[:, :half], sin[:, half:])
+            sin = torch.cat(signed if family.rotation == "halves" else [-one for one in signed], dim=-1)
+        query_scale = None
+        if scales is not None:
+            beta, trained = scales
+            query_scale = (1 + beta * torch.log(1 + torch.floor(positions[0] / trained))).to(dtype)
+        return RotaryTables(cos, sin, family.rotation == "pairs", query_scale)
+
+    def table_of(layer_type: str | None, device: torch.device, n_positions: int) -> RotaryTables | None:
+        if module is None or layer_type is None:
             return None
         table = tables.get((layer_type, device))
-        if table is None or table[0].shape[0] < n_positions:
-            size = min(max_positions, max(n_positions, 1024, 2 * (0 if table is None else table[0].shape[0])))
-            probe = torch.empty(0, dtype=dtype, device=device)
-            positions = torch.arange(max(size, n_positions), device=device)[None]
-            cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
-            half = sin.shape[-1] // 2
-            folded = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-            # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device: move
-            # them.
-            table = tables[layer_type, device] = cos[0].to(device), folded.to(device)
+        if table is None or table.cos.shape[0] < n_positions:
+            size = min(max_positions, max(n_positions, 1024, 2 * (0 if table is None else table.cos.shape[0])))
+            table = tables[layer_type, device] = made(layer_type, device, max(size, n_positions))
         return table
 
     return table_of
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+) -> Tensor:
     """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
 
     The query heads that share a key head become extra rows of it, so that keys and values are read in place and
-    never repeated. `mask` is additive, (groups * rows, slots), see `HeadLayout.of_groups`; None: each row sees all.
+    never repeated. `mask` is additive, (groups * rows, slots), see `of_groups`; None: each row sees all. A `softcap`
+    bounds scores: c tanh(score / c).
     """
     rows, heads, width = query.shape
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     # (rows, kv_heads, groups, width) -> (kv_heads, groups * rows, width)
     folded = query.view(rows, kv_heads, groups, width).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, width)
-    mixed = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
+    if softcap is None:
+        mixed = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.tanh(folded @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
+        scores = scores if mask is None else scores + mask
+        wide = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        mixed = wide.to(query.dtype) @ values
     return mixed.view(kv_heads, groups, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)
+
+
+def of_groups(heads: HeadLayout, mask: Tensor) -> Tensor:
+    """Repeat a mask (rows, slots) for every query head of a key head: (groups * rows, slots)."""
+    return mask if heads.n_groups == 1 else mask.repeat(heads.n_groups, 1)

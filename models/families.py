@@ -1,159 +1,312 @@
 """Describes the supported architectures of transformers: one row per family, used by everything that reads models.
 
 A skipped sub-layer contributes zero to the residual stream. So a row has the names of modules, the shape of the
-query/key/value projection, and whether attention and MLP read the same residual; then what an MLP computes, for our
-kernels; and what other formats of a model call it, for files and exports.
+query/key/value projection, and whether attention and MLP read the same residual; then what differs from Llama in what a
+layer computes; and what other formats of a model call it, for files and exports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
+from .family import RMS_EPSILON, Family, GgufForm, differences
 
-_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-@dataclass(frozen=True, slots=True)
-class GgufForm:
-    """How llama.cpp keeps a family: its architecture, and how its tensors differ from transformers'.
-
-    `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the weights
-    of norms. `pre_tokenizer`: its words for how texts become words, for files that are written; None: none are.
-
-    `fields`: config fields by the names of settings, beside those of all architectures. `has_head_dim`: the config has
-    a field for the size of a head. `rotates_in_part`: it has one for how much of a head is rotated. `scalings` of
-    rotary positions that it takes.
-    """
-
-    architecture: str
-    pre_tokenizer: str | None = None
-    pairs_halves: bool = False
-    adds_to_norms: float = 0.0
-    fields: Mapping[str, str] = field(default_factory=lambda: dict(_RMS))
-    has_head_dim: bool = False
-    rotates_in_part: bool = False
-    scalings: tuple[str, ...] = ("linear", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
-
-    `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "heads" one
-    projection that interleaves query, key and value per head (GPT-NeoX). The names of `mlp_in` and `mlp_out` are of
-    linear maps in the MLP: with `gated`, its input is the product of two halves, one of them behind the activation.
-
-    A learned embedding of `positions` is added to the token's. With `rotary_by_type` the rotary module takes the
-    layer's type (Gemma 3). `head_norms` are of queries and of keys, by head. `sliding` tells for which layers a
-    configured window holds; `parallel_flag` is the config's flag for attention and MLP that both read the layer's
-    input. Linear maps that are `transposed` are stored as (inputs, outputs). `fields` has the config's own names of
-    usual fields.
-
-    GGUF files are read where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
-    `decilm_bias`: the biases of attention are as the config says, or there are none, or those of q, k and v.
-    """
-
-    layers: str = "model.layers"
-    embed: str = "model.embed_tokens"
-    positions: str | None = None
-    norm: str = "model.norm"
-    rotary: str | None = "model.rotary_emb"
-    rotary_by_type: bool = False
-    head: str = "lm_head"
-    attn: str = "self_attn"
-    attn_norm: str = "input_layernorm"
-    attn_post_norm: str | None = None
-    mlp: str = "mlp"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp_post_norm: str | None = None
-    projection: Literal["split", "fused", "heads"] = "split"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    head_norms: tuple[str, str] | None = None
-    out: str = "o_proj"
-    mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
-    mlp_out: str = "down_proj"
-    gated: bool = True
-    transposed: bool = False
-    sliding: Literal["none", "all", "by_layer"] = "none"
-    parallel_flag: str | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-    gguf: GgufForm | None = None
-    decilm_bias: Literal["configured", "none", "qkv"] | None = None
-
-    def setting(self, config: Any, name: str) -> Any:
-        """Return a field of a config by its usual name; None: the config has none."""
-        return getattr(config, self.fields.get(name, name), None)
-
-
 _HEAD_NORMS = ("q_norm", "k_norm")
+_FOUR_NORMS: dict[str, Any] = dict(
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_NORMS_BEHIND: dict[str, Any] = dict(
+    attn_norm=None,
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_UNGATED: dict[str, Any] = dict(mlp_in=("up_proj",), gated=False)
+_JOINT_GATE: dict[str, Any] = dict(mlp_in=("gate_up_proj",))
+_PAIRS: dict[str, Any] = dict(rotation="pairs")
+_WIDE_PAIRS: dict[str, Any] = dict(rotation="pairs", rotates_wide=True)
+_HIDDEN_ACTIVATION = {"hidden_act": "hidden_activation"}
 _LLAMA_FORM = GgufForm("llama", "smollm", pairs_halves=True, has_head_dim=True)
+_MULTIPLIERS: dict[str, Any] = dict(embed_scale="embedding_multiplier", residual_scale="residual_multiplier")
+_GPT2: dict[str, Any] = dict(
+    layers="transformer.h",
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+    rotary=None,
+    attn="attn",
+    attn_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("c_attn",),
+    out="c_proj",
+    mlp_in=("c_fc",),
+    mlp_out="c_proj",
+    gated=False,
+    fields={"hidden_act": "activation_function", "intermediate_size": "n_inner"},
+)
+_NEOX_MLP: dict[str, Any] = dict(
+    qkv=("query_key_value",), out="dense", mlp_in=("dense_h_to_4h",), mlp_out="dense_4h_to_h", gated=False
+)
+_COHERE: dict[str, Any] = dict(
+    _WIDE_PAIRS,
+    parallel=True,
+    mlp_norm="input_layernorm",
+    head_norms=("q_norm?", "k_norm?"),
+    logit_scale="logit_scale",
+)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(gguf=_LLAMA_FORM, decilm_bias="configured"),
-    "mistral": Family(sliding="all", gguf=_LLAMA_FORM, decilm_bias="none"),
-    "qwen2": Family(sliding="by_layer", gguf=GgufForm("qwen2", "qwen2"), decilm_bias="qkv"),
-    "qwen3": Family(sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2", has_head_dim=True)),
+    "llama": Family(
+        models="Llama 1 to 3.3, CodeLlama, SmolLM2, TinyLlama, Yi, DeepSeek-R1 distills",
+        is_proven=True,
+        gguf=_LLAMA_FORM,
+        decilm_bias="configured",
+    ),
+    "mistral": Family(
+        models="Mistral 7B, Mistral Nemo, Codestral", sliding="all", gguf=_LLAMA_FORM, decilm_bias="none"
+    ),
+    "qwen2": Family(
+        models="Qwen2, Qwen2.5, Qwen2.5-Coder, DeepSeek-R1 distills",
+        is_proven=True,
+        sliding="by_layer",
+        gguf=GgufForm("qwen2", "qwen2"),
+        decilm_bias="qkv",
+    ),
+    "qwen3": Family(
+        models="Qwen3", sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2", has_head_dim=True)
+    ),
+    "gemma": Family(
+        models="Gemma, CodeGemma",
+    ),
+    "gemma2": Family(models="Gemma 2", **_FOUR_NORMS, sliding="by_layer", fields=_HIDDEN_ACTIVATION),
+    "vaultgemma": Family(
+        models="VaultGemma", mlp_norm="pre_feedforward_layernorm", sliding="by_layer", fields=_HIDDEN_ACTIVATION
+    ),
     "gemma3_text": Family(
+        models="Gemma 3 of text alone (270M, 1B)",
+        is_proven=True,
+        **_FOUR_NORMS,
         rotary_by_type=True,
         head_norms=_HEAD_NORMS,
-        fields={"hidden_act": "hidden_activation"},
-        attn_post_norm="post_attention_layernorm",
-        mlp_norm="pre_feedforward_layernorm",
-        mlp_post_norm="post_feedforward_layernorm",
+        fields=_HIDDEN_ACTIVATION,
         sliding="by_layer",
         gguf=GgufForm(
             "gemma3",
             adds_to_norms=1.0,
-            fields=_RMS | dict(zip(_SOFT_CAPS, _SOFT_CAPS, strict=True)),
+            fields=RMS_EPSILON | dict(zip(_SOFT_CAPS, _SOFT_CAPS, strict=True)),
             has_head_dim=True,
             scalings=("linear", "yarn"),
         ),
     ),
     "phi3": Family(
+        models="Phi-3, Phi-3.5, Phi-4",
+        **_JOINT_GATE,
         projection="fused",
         qkv=("qkv_proj",),
-        mlp_in=("gate_up_proj",),
         sliding="all",
         gguf=GgufForm("phi3", rotates_in_part=True, scalings=("longrope",)),
     ),
     "gpt2": Family(
-        layers="transformer.h",
-        embed="transformer.wte",
-        positions="transformer.wpe",
-        norm="transformer.ln_f",
-        rotary=None,
-        attn="attn",
-        attn_norm="ln_1",
-        mlp_norm="ln_2",
+        models="GPT-2",
+        **_GPT2,
         projection="fused",
-        qkv=("c_attn",),
-        out="c_proj",
-        mlp_in=("c_fc",),
-        mlp_out="c_proj",
-        gated=False,
         transposed=True,
-        fields={"hidden_act": "activation_function", "intermediate_size": "n_inner"},
         gguf=GgufForm("gpt2", fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}),
     ),
     "gpt_neox": Family(
+        models="GPT-NeoX, Pythia",
+        **_NEOX_MLP,
         layers="gpt_neox.layers",
         embed="gpt_neox.embed_in",
         norm="gpt_neox.final_layer_norm",
         rotary="gpt_neox.rotary_emb",
         attn="attention",
-        projection="heads",
-        qkv=("query_key_value",),
+        projection="grouped",
+        parallel=("use_parallel_residual",),
+    ),
+    "gpt_bigcode": Family(models="StarCoder, SantaCoder", **_GPT2, projection="multi_query"),
+    "ministral": Family(models="Ministral 8B", sliding="by_layer"),
+    "ministral3": Family(models="Ministral 3", sliding="all", scales_queries=True),
+    "seed_oss": Family(
+        models="Seed-OSS",
+    ),
+    "cwm": Family(models="Code World Model", sliding="by_layer"),
+    "internlm3": Family(
+        models="InternLM3",
+        classes=("llama",),
+    ),
+    "iquestcoder": Family(
+        models="IQuest-Coder",
+        classes=("llama",),
+    ),
+    "starcoder2": Family(models="StarCoder2", sliding="all", mlp_in=("c_fc",), mlp_out="c_proj", gated=False),
+    "stablelm": Family(
+        models="StableLM 2, StableLM 3B",
+        parallel=("use_parallel_residual",),
+        mlp_norm="post_attention_layernorm|input_layernorm",
+        head_norms=("q_layernorm?", "k_layernorm?"),
+    ),
+    "arcee": Family(models="Arcee AFM", **_UNGATED),
+    "nemotron": Family(models="Nemotron 3 and 4, Minitron", **_UNGATED),
+    "jais2": Family(models="Jais 2", **_UNGATED),
+    "apertus": Family(
+        models="Apertus",
+        **_UNGATED,
+        attn_norm="attention_layernorm",
+        mlp_norm="feedforward_layernorm",
+        head_norms=_HEAD_NORMS,
+    ),
+    "phi": Family(
+        models="Phi-1, Phi-1.5, Phi-2",
+        norm="model.final_layernorm",
+        parallel=True,
+        mlp_norm="input_layernorm",
+        head_norms=("q_layernorm?", "k_layernorm?"),
         out="dense",
-        mlp_in=("dense_h_to_4h",),
-        mlp_out="dense_4h_to_h",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
         gated=False,
-        parallel_flag="use_parallel_residual",
+    ),
+    "smollm3": Family(models="SmolLM3", sliding="by_layer", unrotated="listed"),
+    "granite": Family(models="Granite 3", **_MULTIPLIERS, logit_divisor="logits_scaling"),
+    "granitemoehybrid": Family(
+        models="Granite 4 without experts and states",
+        **_MULTIPLIERS,
+        logit_divisor="logits_scaling",
+        rotary="model.rotary_emb?",
+        mlp="shared_mlp",
+        mlp_in=("input_linear",),
+        mlp_out="output_linear",
+        fields={"intermediate_size": "shared_intermediate_size"},
+    ),
+    "hyperclovax": Family(
+        models="HyperCLOVA X SEED",
+        **_MULTIPLIERS,
+        logit_scale="logits_scaling",
+        attn_post_norm="post_norm1?",
+        mlp_post_norm="post_norm2?",
+    ),
+    "ernie4_5": Family(models="ERNIE 4.5 0.3B", **_WIDE_PAIRS),
+    "glm": Family(models="GLM-4 9B, GLM-Edge", **_PAIRS, **_JOINT_GATE),
+    "glm4": Family(
+        models="GLM-4-0414",
+        **_PAIRS,
+        **_JOINT_GATE,
+        attn_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    ),
+    "helium": Family(models="Helium", **_PAIRS),
+    "olmo": Family(models="OLMo", rotates_wide=True, clip="clip_qkv"),
+    "olmo2": Family(models="OLMo 2", **_NORMS_BEHIND, rotates_wide=True, head_norms=_HEAD_NORMS, head_norm="whole"),
+    "olmo3": Family(
+        models="OLMo 3",
+        **_NORMS_BEHIND,
+        rotates_wide=True,
+        rotary_by_type=True,
+        head_norms=_HEAD_NORMS,
+        head_norm="whole",
+        sliding="by_layer",
+    ),
+    "exaone4": Family(
+        models="EXAONE 4", **_NORMS_BEHIND, head_norms=_HEAD_NORMS, sliding="by_layer", unrotated="beside_windows"
+    ),
+    "cohere": Family(models="Command R, Aya 23", **_COHERE),
+    "cohere2": Family(models="Command R7B, Command A, Tiny Aya", **_COHERE, sliding="by_layer", unrotated="windowless"),
+    "hunyuan_v1_dense": Family(
+        models="Hunyuan dense",
+        classes=("hunyuandensev1",),
+        head_norms=("query_layernorm", "key_layernorm"),
+        head_norm="rotated",
+    ),
+    "bitnet": Family(
+        models="BitNet b1.58, weights in bfloat16", inner_norm="attn_sub_norm", mlp_inner_norm="ffn_sub_norm"
+    ),
+    "nanochat": Family(
+        models="nanochat",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+        gated=False,
+        embed_norm="model.norm",
+        rotation="reversed",
+        head_norms=_HEAD_NORMS,
+        head_norm="rotated",
+    ),
+    "falcon": Family(
+        models="Falcon 7B, 40B, 180B, Falcon 2",
+        **_NEOX_MLP,
+        layers="transformer.h",
+        embed="transformer.word_embeddings",
+        norm="transformer.ln_f",
+        rotary="transformer.rotary_emb",
+        attn="self_attention",
+        attn_norm="ln_attn|input_layernorm",
+        mlp_norm="ln_mlp|post_attention_layernorm|input_layernorm",
+        projection="multi_query",
+        scaling="inv_norm_factor",
+        parallel=("new_decoder_architecture", "parallel_attn"),
+        fields={"hidden_act": "activation", "intermediate_size": "ffn_hidden_size"},
+    ),
+    "opt": Family(
+        models="OPT but for 350M",
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        norm="model.decoder.final_layer_norm",
+        rotary=None,
+        attn_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        out="out_proj",
+        mlp="",
+        activation="activation_fn",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+        gated=False,
+        fields={"hidden_act": "activation_function", "intermediate_size": "ffn_dim"},
     ),
 }
+
+# Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
+ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "use_bidirectional_attention": (bool, "bidirectional attention"),
+    "add_cross_attention": (bool, "cross-attention"),
+    "attention_chunk_size": (bool, "chunked attention"),
+    "alibi": (bool, "a bias of scores by distance"),
+    "num_local_experts": (bool, "a mixture of experts"),
+    "do_layer_norm_before": (lambda value: value is False, "a norm of the residual stream itself"),
+    "_remove_final_layer_norm": (bool, "a head without a norm before it"),
+    "layer_types": (lambda kinds: set(kinds or ()) - ATTENTION_TYPES, "a layer of another type than attention"),
+}
+
+
+class ModelType(NamedTuple):
+    """A type that a config.json may name; `differences` from Llama, in words. `weights`: of the tests' models."""
+
+    type: str
+    models: str
+    differences: list[str]
+    gguf: str | None
+    weights: Literal["real", "random"]
+
+
+def model_types() -> list[ModelType]:
+    """Return a row for each supported type, in the order of their names."""
+    return [
+        ModelType(
+            name,
+            row.models,
+            differences(row),
+            None if row.gguf is None else row.gguf.architecture,
+            "real" if row.is_proven else "random",
+        )
+        for name, row in sorted(FAMILIES.items())
+    ]
 
 
 def family_of(config: Any) -> Family:
@@ -166,22 +319,43 @@ def family_of(config: Any) -> Family:
         raise UnsupportedModel(
             f"model type {model_type!r} is not supported: swiftopt can skip sub-layers in {', '.join(sorted(FAMILIES))}"
         )
-    refused = {
-        "attn_logit_softcapping": "attention soft-capping",
-        "use_bidirectional_attention": "bidirectional attention",
-        "add_cross_attention": "cross-attention",
-        "attention_chunk_size": "chunked attention",
-    }
-    for flag, words in refused.items():
-        if getattr(config, flag, None):
-            raise UnsupportedModel(f"this {model_type} model sets {flag}, and {words} is not supported")
+    for name, (is_refused, words) in REFUSED.items():
+        if is_refused(value := getattr(config, name, None)):
+            raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
     return FAMILIES[model_type]
 
 
 def is_parallel(config: Any) -> bool:
     """Tell whether attention and MLP of a layer read the same residual."""
-    flag = FAMILIES[config.model_type].parallel_flag
-    return bool(getattr(config, flag, False)) if flag else False
+    parallel = FAMILIES[config.model_type].parallel
+    return parallel if isinstance(parallel, bool) else any(getattr(config, flag, False) for flag in parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together."""
+
+    n_heads: int
+    n_kv_heads: int
+    width: int
+    grouped: bool
+
+    @property
+    def n_groups(self) -> int:
+        """Query heads per key head."""
+        return self.n_heads // self.n_kv_heads
+
+
+def heads_of(config: Any) -> HeadLayout:
+    """Return the layout of a config's heads."""
+    family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+    if family.projection == "multi_query":
+        is_new = getattr(config, "new_decoder_architecture", False)
+        n_kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else n_heads
+        return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
+    n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
+    return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped")
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
@@ -192,6 +366,26 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, 
     if family.sliding == "all":
         return (int(window),) * n_layers
     return tuple(int(window) if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -> list[str | None]:
+    """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation."""
+    n_layers, has_windows = len(windows), getattr(config, "sliding_window", None) is not None
+    rotated = {
+        "none": [True] * n_layers,
+        "listed": list(getattr(config, "no_rope_layers", None) or [True] * n_layers),
+        "windowless": [window is not None for window in windows],
+        "beside_windows": [window is not None or not has_windows for window in windows],
+    }[family.unrotated]
+    types = [str(kind) for kind in config.layer_types] if family.rotary_by_type else [""] * n_layers
+    return [kind if is_rotated else None for kind, is_rotated in zip(types, rotated, strict=True)]
+
+
+def query_scales(config: Any, family: Family) -> tuple[float, int] | None:
+    """Return beta and n of a query's scale at a position p, 1 + beta log(1 + floor(p / n)); None: 1 everywhere."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    beta = rope.get("llama_4_scaling_beta") if family.scales_queries else None
+    return None if beta is None else (float(beta), int(rope["original_max_position_embeddings"]))
 
 
 def context_limit(config: Any) -> int:

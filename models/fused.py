@@ -17,13 +17,20 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .blocks import Block, LayerModules
-from .families import Family
+from .family import Family
 from .kernels import device, layout
 from .kernels.native import Unsupported, known_form, refuse_hooks
 from .runtime import Runtime
 
 HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = ("attn_norm", "attn_post", *HEAD_NORMS, "mlp_norm", "mlp_post")  # Names of a layer's norm modules.
+NORMS = (
+    "attn_norm",
+    "attn_post",
+    *HEAD_NORMS,
+    "inner_norm",
+    "mlp_norm",
+    "mlp_post",
+)  # Names of a layer's norm modules.
 GATES = {"silu": device.SILU, "gelu_pytorch_tanh": device.GELU_TANH}  # Activations that the gate's kernel computes.
 
 
@@ -36,8 +43,11 @@ class FusedNorm:
     def __init__(self, module: nn.Module, width: int, dtype: torch.dtype, place: torch.device) -> None:
         refuse_hooks(module)
         form = known_form(module, width, dtype, place)
+        if form.weight.dim() > 1:
+            raise Unsupported("a norm with a weight for each head is computed by torch")
         self.module, self._form = module, form
         self._kind = {"centred": form.kind == layout.LAYER, "plus_one": form.kind == layout.RMS_PLUS_ONE}
+        self._kind["wide"] = form.kind == layout.RMS_WIDE
 
     def compute(self, x: Tensor) -> Tensor:
         return device.norm(x, self._form.weight, self._form.bias, self._form.eps, **self._kind)
@@ -94,7 +104,15 @@ def norms_of(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
     yield runtime.final_norm, hidden, runtime.norm_device
     for block in runtime.blocks:
         for name in NORMS:
-            yield getattr(block.parts, name), block.heads.width if name in HEAD_NORMS else hidden, block.device
+            yield getattr(block.parts, name), _width_of(name, block, hidden), block.device
+
+
+def _width_of(norm: str, block: Block, hidden: int) -> int:
+    heads = block.heads
+    of_all = {"q_norm": heads.n_heads, "k_norm": heads.n_kv_heads, "inner_norm": heads.n_heads}
+    if norm not in of_all:
+        return hidden
+    return heads.width if norm in HEAD_NORMS and block.head_norm != "whole" else of_all[norm] * heads.width
 
 
 @torch.inference_mode(False)
@@ -109,7 +127,7 @@ def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules
     parts = block.parts
     if (qkv := joined(parts.qkv)) is not None:
         parts = replace(parts, qkv=(qkv,))
-    if not family.gated or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
+    if not family.gated or family.mlp_inner_norm or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
         return parts
     with suppress(Unsupported):
         for module in parts.mlp.modules():

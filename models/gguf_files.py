@@ -19,7 +19,8 @@ import torch
 
 from ..core.errors import OutputError, SettingsError, SwiftoptError, UnsupportedModel
 from .buffer import free_bytes
-from .families import FAMILIES, GgufForm
+from .families import FAMILIES
+from .family import GgufForm
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile

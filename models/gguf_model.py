@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
-from .families import Family, GgufForm, family_of
+from .families import family_of
+from .family import Family, GgufForm
 from .gguf_reader import FileTensor, GgufFile, parts_of
 from .gguf_settings import FACTORS, IDS, config_of, ends_of
 from .gguf_tokenizer import write_tokenizer

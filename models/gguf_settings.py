@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ModelNotFound, UnsupportedModel
-from .families import FAMILIES, Family, GgufForm, family_of
+from .families import FAMILIES, family_of
+from .family import Family, GgufForm
 from .gguf_reader import GgufFile
 
 HEAD = "output.weight"

@@ -25,6 +25,7 @@ from ..core.errors import SettingsError
 from ..core.types import LayerSet
 from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
+from .kernels import device_attention
 from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of, uploaded
 from .runtime import Runtime
 from .saved import first_line
@@ -89,7 +90,7 @@ class StaticPass:
         for pass_, plan in zip(passes, plans, strict=True):
             rows_of_pass = slice(plan.first, plan.first + plan.n)
             if isinstance(pass_.rows.token_ids, Tensor):
-                self.data[kernels.TOKEN, rows_of_pass] = pass_.rows.token_ids
+                self.data[device_attention.TOKEN, rows_of_pass] = pass_.rows.token_ids
             if self.begun is not None and pass_.hidden is not None:
                 self.begun[rows_of_pass] = pass_.hidden
 
@@ -98,7 +99,7 @@ class StaticPass:
         runtime, shape = self.runtime, self.shape
         hidden = self.begun
         if hidden is None:
-            hidden = runtime.entered(self.data[kernels.TOKEN], self.data[kernels.POSITION])
+            hidden = runtime.entered(self.data[device_attention.TOKEN], self.data[device_attention.POSITION])
         shared = TablePlan(runtime, self.table, self.data)
         hidden = runtime.through(hidden, [self._plan], shared, shape.first, shape.last)
         name = shape.variants[0].format_of("head") if shape.variants else None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .kernels.layout import LAYER, RMS, RMS_PLUS_ONE
+from .kernels.layout import LAYER, RMS, RMS_PLUS_ONE, RMS_WIDE
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # Attribute names of epsilon in norm classes.
 USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # Epsilons to try when no attribute holds it.
@@ -19,6 +19,8 @@ TOLERANCE = 1e-4  # Well above float32 rounding; a different kind of norm differ
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """`kind` is one of `kernels.layout`; `weight` is (n,), ones where there is none, and `bias` (n,) or None.
+
+    Of a norm by head with weights of its own for each, these are (heads, n).
 
     `eps` is added to the mean square, or to the variance.
     """
@@ -41,66 +43,120 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _rms(x - x.mean(dim=-1, keepdim=True), weight, bias, eps) + bias
 
 
+def _layer_plus_one(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _layer(x, 1 + weight, bias, eps)
+
+
+LAYER_PLUS_ONE = -1  # The kernels have no such kind: they are given one more than the weight.
 FORMS: dict[int, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     RMS: _rms,
     RMS_PLUS_ONE: _rms_plus_one,
     LAYER: _layer,
+    LAYER_PLUS_ONE: _layer_plus_one,
 }
 
 
-# Cached (kind, epsilon) by a norm's class, settings, tensor names and width.
+# Cached (kind, epsilon) by a norm's class, settings, tensors' names and shapes, width and number of heads.
 _forms: dict[Any, tuple[int, float] | None] = {}
 
 
-def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
+def form_of(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm | None:
     """Return what a norm of `width` values computes; None where that is none of `FORMS`.
 
-    `dtype` and `device` are those of the ones where it has no weight.
+    Args: dtype, device: of the ones where it has no weight. n_heads: of a norm by head, which gets (rows, heads, width)
+          and may have a weight for each head, as one tensor or in as many modules.
     """
-    tensors = {name: tensor for name, tensor in (*norm.named_parameters(), *norm.named_buffers()) if tensor is not None}
-    if not tensors.keys() <= {"weight", "bias"}:
+    named = [*norm.named_parameters(), *norm.named_buffers()]
+    tensors = {name: tensor for name, tensor in named if tensor is not None}
+    if any(leaf not in ("weight", "bias") for leaf in map(_leaf, tensors)):
         return None
     settings = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
-    plain = all(isinstance(value, int | float | str | tuple) for value in settings.values())
-    key = (type(norm), tuple(settings.items()), frozenset(tensors), width) if plain else None
+    plain = all(isinstance(value, int | float | str | tuple) for value in settings.values()) and not norm._modules
+    key = (
+        (
+            type(norm),
+            tuple(settings.items()),
+            frozenset((name, one.shape) for name, one in tensors.items()),
+            width,
+            n_heads,
+        )
+        if plain
+        else None
+    )
     if key in _forms:
         kind_and_eps = _forms[key]
     else:
         # Do not cache a norm with other attributes, such as its own forward: it may differ from others of its class.
-        kind_and_eps = _probed(norm, list(tensors), width, next(iter(tensors.values())).device if tensors else device)
+        kind_and_eps = _probed(norm, tensors, (n_heads or 1, width), device)
         if plain:
             _forms[key] = kind_and_eps
     if kind_and_eps is None:
         return None
     kind, eps = kind_and_eps
-    weight = tensors["weight"] if "weight" in tensors else torch.ones(width, dtype=dtype, device=device)
-    return NormForm(kind, eps, weight, tensors.get("bias"))
+    weight, bias = (_joined(tensors, leaf) for leaf in ("weight", "bias"))
+    if weight is None:
+        weight = torch.ones(width, dtype=dtype, device=device)
+    return NormForm(LAYER, eps, weight + 1, bias) if kind == LAYER_PLUS_ONE else NormForm(kind, eps, weight, bias)
 
 
-def _probed(norm: Any, own: list[str], width: int, place: torch.device) -> tuple[int, float] | None:
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _joined(tensors: Mapping[str, Tensor], leaf: str) -> Tensor | None:
+    """Return a norm's weight or bias, of several modules one after the other: (n,) or (heads, n)."""
+    some = [tensor for name, tensor in tensors.items() if _leaf(name) == leaf]
+    return torch.stack(some) if len(some) > 1 else some[0] if some else None
+
+
+@torch.inference_mode(False)
+def _probed(
+    norm: Any, tensors: Mapping[str, Tensor], shape: tuple[int, int], device: torch.device
+) -> tuple[int, float] | None:
     """Find a norm's kind and epsilon.
 
     Probe it in float32, with made-up weight and bias, on a row of ordinary values and one whose mean square is about
     epsilon.
     """
+    place = next(iter(tensors.values())).device if tensors else device
     draw = torch.Generator().manual_seed(0)
-    row, weight, bias = ((torch.rand(width, generator=draw) + 0.25).to(place) for _ in range(3))
-    given = [getattr(norm, name, None) for name in EPSILONS]
+    row = (torch.rand(shape, generator=draw) + 0.25).to(place)
+    made = {name: (torch.rand(one.shape, generator=draw) + 0.25).to(place) for name, one in tensors.items()}
+    weight, bias = (_joined(made, leaf) for leaf in ("weight", "bias"))
+    if any(one is not None and one.shape not in (shape, shape[1:]) for one in (weight, bias)):
+        return None
+    weight = torch.ones_like(row) if weight is None else weight
+    bias = torch.zeros_like(row) if bias is None else bias
+    given = [getattr(part, name, None) for part in norm.modules() for name in EPSILONS]
     stated = [value for value in given if isinstance(value, float) and value > 0][:1]
-    made = {"weight": weight, "bias": bias}
-    weight = weight if "weight" in own else torch.ones_like(row)
-    bias = bias if "bias" in own else torch.zeros_like(row)
     for eps in stated or USUAL:
-        x = torch.stack((row - 0.5, row * eps**0.5))[:, None]
-        # The forward set by row_invariant.py passes inputs that require a gradient on to the original one.
-        with torch.inference_mode(False), torch.enable_grad():
-            try:
-                output = torch.func.functional_call(
-                    norm, {name: made[name] for name in own}, (x.clone().requires_grad_(),)
-                ).detach()
-            except Exception:  # A module may raise anything for this probe.
-                return None
+        x = torch.stack((row - 0.5, row * eps**0.5))
+        output = _called(norm, made, x)
+        if output is None:
+            return None
         for kind, compute in FORMS.items():
             if output.shape == x.shape and torch.allclose(output, compute(x, weight, bias, eps), TOLERANCE, TOLERANCE):
-                return kind, eps
+                return RMS_WIDE if kind == RMS and _is_wide(norm, made, row - 0.5, weight, eps) else kind, eps
     return None
+
+
+def _called(norm: Any, made: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+    # The forward set by row_invariant.py passes inputs that require a gradient on to the original one.
+    with torch.enable_grad():
+        try:
+            asked = x.clone().requires_grad_()
+            return cast(Tensor, torch.func.functional_call(norm, dict(made), (asked,))).detach()
+        except Exception:  # A module may raise anything for this probe.
+            return None
+
+
+def _is_wide(norm: Any, made: Mapping[str, Tensor], row: Tensor, weight: Tensor, eps: float) -> bool:
+    """Tell whether an RMS norm in bfloat16 rounds once, behind the weight, and not before it as Llama's does."""
+    half = {name: one.bfloat16() for name, one in made.items()}
+    x, weight = row[None].bfloat16(), weight.bfloat16()
+    output = _called(norm, half, x)
+    if output is None or output.dtype != torch.bfloat16:
+        return False
+    scaled = _rms(x.float(), torch.ones_like(row), torch.zeros_like(row), eps)
+    once, twice = (scaled * weight.float()).bfloat16(), scaled.bfloat16() * weight
+    return int((output != once).sum()) < int((output != twice).sum())

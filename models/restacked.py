@@ -22,7 +22,8 @@ from torch import Tensor
 from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import KINDS, LayerSet, SubLayer
 from .coded import PackedForm, packed_form
-from .families import FAMILIES, Family
+from .families import FAMILIES
+from .family import Family
 from .saved import StoredTensors, stored_tensors, supported_config, supported_type
 
 # Source layers of a new layer's attention and MLP; None: the new layer lacks that half.
@@ -132,7 +133,8 @@ def distance(one: LayerSet, other: LayerSet) -> int:
 def check_restackable(config: Any) -> None:
     """Raises: UnsupportedModel: a layer's computation depends on its index, according to the config."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1 or FAMILIES[config.model_type].rotary_by_type:
+    family = FAMILIES[config.model_type]
+    if len(kinds) > 1 or family.rotary_by_type or family.unrotated == "listed":
         raise UnsupportedModel(
             f"this {config.model_type} model has attention types by layer, so its sub-layers cannot be put together"
             " again: only models whose layers are all of one kind can be exported as a draft"
@@ -266,10 +268,6 @@ class _Placed(NamedTuple):
 def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], folder: Path) -> list[_Placed]:
     inner = family.layers.partition(".")[2]  # Checkpoints of a base model lack the first name component.
     layered = re.compile(rf"((?:{re.escape(family.layers)}|{re.escape(inner)})\.)(\d+)\.(.+)")
-    parts = {
-        "attn": (family.attn, family.attn_norm, family.attn_post_norm),
-        "mlp": (family.mlp, family.mlp_norm, family.mlp_post_norm),
-    }
     sources = {"attn": [pair[0] for pair in pairs], "mlp": [pair[1] for pair in pairs]}
     placed_tensors = []
     for name in names:
@@ -278,7 +276,7 @@ def _placed(names: Mapping[str, object], family: Family, pairs: Sequence[Pair], 
             placed_tensors.append(_Placed(name, name, None))
             continue
         stem, layer, rest = match[1], int(match[2]), match[3]
-        kind = next((k for k in KINDS if any(m and rest.startswith(f"{m}.") for m in parts[k])), None)
+        kind = next((k for k in KINDS if any(rest.startswith(f"{name}.") for name in family.modules_of(k))), None)
         if kind is None:
             raise UnsupportedModel(
                 f"{folder} has a tensor {name!r} that belongs neither to attention nor to the MLP of its layer: its"

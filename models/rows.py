@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.types import KINDS, Kind, LayerSet
-from .blocks import Block, BufferRows, HeadLayout, RotationTables, RowGroup
+from .blocks import Block, BufferRows, RotaryTables, RowGroup, TablesByType, of_groups
 from .buffer import KVBuffer
-from .kernels import device as kernels
+from .kernels import device_attention as kernels
 
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
@@ -38,7 +38,7 @@ class PassRunner(Protocol):
     max_positions: int
     blocks: list[Block]
     dtype: torch.dtype
-    rotation: RotationTables
+    rotation: TablesByType
 
     @property
     def n_first(self) -> int:
@@ -142,7 +142,7 @@ class PassPlan:
         self.every = frozenset(range(max(1, len(rows.variants))))
         self.share = self.n // len(self.every)
         self.kept = keepers(runtime.n_layers, rows.variants)
-        self._groups: dict[tuple[int | None, str, torch.device, frozenset[int]], RowGroup] = {}
+        self._groups: dict[tuple[int | None, str | None, torch.device, frozenset[int]], RowGroup] = {}
         self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
 
     def row_index(self, variants: frozenset[int], device: torch.device) -> Tensor:
@@ -167,21 +167,20 @@ class PassPlan:
     def _make_group(self, block: Block, variants: frozenset[int]) -> RowGroup:
         first = self.rows.first_slot
         n_positions = self.end if self.rows.positions is None else max(self.rows.positions) + 1
-        table = self.runtime.rotation(block.layer_type, block.device, n_positions)
-        cos = sin = None
-        if table is not None:
-            at = slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
-            cos, sin = table[0][at][:, None], table[1][at][:, None]
+        rotation = self.runtime.rotation(block.layer_type, block.device, n_positions)
+        if rotation is not None:
+            rotation = rotation.at(
+                slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
+            )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
         start, mask = self._mask(block)
         if variants != self.every:
             index = self.row_index(variants, block.device)
-            cos = None if cos is None else cos[index]
-            sin = None if sin is None else sin[index]
+            rotation = None if rotation is None else rotation.of_rows(index)
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
-        mask = None if mask is None else block.heads.of_groups(mask)
-        return RowGroup(cos, sin, spans, start, self.end, mask)
+        mask = None if mask is None else of_groups(block.heads, mask)
+        return RowGroup(rotation, spans, start, self.end, mask)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
@@ -279,8 +278,7 @@ class RowTable:
 
     def __init__(self, runtime: PassRunner, width: int | None = None, n_slots: int = 0, longest: int = 0) -> None:
         self.windows = tuple(dict.fromkeys(runtime.windows))
-        heads: HeadLayout = runtime.blocks[0].heads
-        self.tile = kernels.rows_of_tile(heads.n_heads // heads.n_kv_heads)
+        self.tile = kernels.rows_of_tile(runtime.blocks[0].heads.n_groups)
         self.width, self.n_slots, self.longest = width, n_slots, longest
         self.n_tiles = [width or 0 for _ in self.windows]
         self.n_positions = min(n_slots, runtime.max_positions)
@@ -384,24 +382,27 @@ def _chosen(plan: PassPlan, variants: frozenset[int]) -> NDArray[np.int64]:
 class TableRows:
     """Rows in a table for the kernels, for layers with the same device, window and rotation; see `blocks.LayerRows`.
 
-    The kernel that writes the keys rotates them, and the queries.
+    The kernel that writes the keys rotates them, and the queries, where it can.
     """
 
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    rotation: RotaryTables | None = None
 
     def __init__(self, runtime: PassRunner, table: RowTable, data: Tensor, block: Block) -> None:
         self._table, self._data, self._devices = table, data, [layer_block.device for layer_block in runtime.blocks]
         self._view = table.windows.index(block.window)
-        self._rotation = runtime.rotation(block.layer_type, block.device, table.n_positions)
+        self._tables = runtime.rotation(block.layer_type, block.device, table.n_positions)
+        rotated_late = block.head_norm == "rotated" and block.parts.q_norm is not None
+        if self._tables is not None and (rotated_late or not self._tables.is_usual(runtime.dtype)):
+            self.rotation, self._tables = self._tables.at(data[kernels.POSITION].long()), None
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         table, devices, block_device = self._table, self._devices, block.device
         layer, n_layers = devices[: block.index].count(block_device), devices.count(block_device)
-        query = kernels.store(query, key, value, self._data, self._rotation, layer, n_layers)
+        rotation = None if self._tables is None else self._tables[:2]
+        query = kernels.store(query, key, value, self._data, rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
         return kernels.attend(
-            query, self._data, view, n_tiles, table.n_slots, layer, n_layers, key.shape[1], block.scaling
+            query, self._data, view, n_tiles, table.n_slots, layer, n_layers, key.shape[1], block.scaling, block.softcap
         )
 
 

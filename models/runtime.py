@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.types import KINDS, Kind, LayerSet
-from .blocks import Block, Residual, RotationTables, rotation_tables, submodule
+from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
-from .families import context_limit, family_of, is_parallel, windows_of
+from .families import context_limit, family_of, is_parallel, query_scales, rotation_types, windows_of
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
@@ -92,13 +92,18 @@ class Runtime:
         self.n_layers = len(layers)
         self.parallel = is_parallel(config)
         self.windows = windows_of(config, family, self.n_layers)
-        self.blocks = [Block(layer, i, config, family, self.windows[i]) for i, layer in enumerate(layers)]
+        types = rotation_types(config, family, self.windows)
+        self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]
         self.max_positions = context_limit(config)
         self._embed = submodule(hf_model, family.embed)
+        self._embed_scale = getattr(config, family.embed_scale or "", None)
         self._positions = submodule(hf_model, family.positions)
+        self._first_position = int(getattr(self._positions, "offset", 0))  # OPT's table begins with two rows of no use.
         self.final_norm = submodule(hf_model, family.norm)
         self._head = submodule(hf_model, family.head)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = getattr(config, family.logit_scale or "", None)
+        self._logit_divisor = getattr(config, family.logit_divisor or "", None)
         rotary = submodule(hf_model, family.rotary)
         outside = (self._embed, self._positions, self.final_norm, self._head, rotary)
         refuse_unnamed(hf_model, (*outside, *(part for block in self.blocks for part in block.parts.modules())))
@@ -109,7 +114,9 @@ class Runtime:
         ends = {self.device, self.norm_device, self._head_device}
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.reads_late = self.device.type == "cuda"  # CUDA runs asynchronously: reading a result waits for it.
-        self.rotation: RotationTables = rotation_tables(rotary, self.dtype, self.max_positions)
+        self.rotation: TablesByType = rotation_tables(
+            rotary, self.dtype, self.max_positions, family, query_scales(config, family)
+        )
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # Captured CUDA graphs, if used; set by models.loading.at_speed.
         self.native: KernelPasses | None = None  # The C++ kernels for CPUs, if used; set by at_speed.
@@ -355,7 +362,14 @@ class Runtime:
     def entered(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """The states (rows, hidden_size) of tokens before the first layer, at positions if the model learnt these."""
         hidden = cast(Tensor, self._embed(token_ids))
-        return hidden if self._positions is None else hidden + self._positions(positions)
+        if self._embed_scale is not None:
+            hidden = hidden * self._embed_scale
+        if self.family.embed_norm is not None:
+            hidden = self.final_norm(hidden)
+        if self._positions is None:
+            return hidden
+        assert positions is not None
+        return hidden + nn.Embedding.forward(self._positions, positions + self._first_position)
 
     def through(self, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows, first: int, last: int) -> Tensor:
         """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1."""
@@ -396,6 +410,10 @@ class Runtime:
         return self._head if name is None else self.copies.head(name)
 
     def _capped(self, logits: Tensor) -> Tensor:
+        if self._logit_scale is not None:
+            logits = logits * self._logit_scale
+        if self._logit_divisor is not None:
+            logits = logits / self._logit_divisor
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _layer(self, block: Block, hidden: Residual, plans: Sequence[PassPlan], shared: SharedRows) -> Residual:

@@ -392,9 +392,10 @@ def supported_type(folder: Path) -> tuple[str, Scheme | None]:
 
 def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
     """Raises: UnsupportedModel: a config names a class that is no causal language model of its type."""
-    stem = model_type.removesuffix("_text").replace("_", "")
+    stems = {model_type.removesuffix("_text").replace("_", ""), *FAMILIES[model_type].classes}
     # Checkpoints with a tied LM head may name the base model's class (model, textmodel) instead of the causal LM's.
-    known_names = {f"{stem}{kind}" for kind in ("forcausallm", "lmheadmodel", "model", "textmodel")}
+    kinds = ("forcausallm", "lmheadmodel", "model", "textmodel")
+    known_names = {f"{stem}{kind}" for stem in stems for kind in kinds}
     for name in named if isinstance(named, list) else ():
         if str(name).replace("_", "").lower() not in known_names:
             raise UnsupportedModel(
@@ -408,9 +409,14 @@ def supported_config(folder: Path) -> Any:
 
     Raises: as `supported_type`.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    supported_type(folder)
+    model_type = supported_type(folder)[0]
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"{folder / 'config.json'} has the model type {model_type!r}, which transformers {__version__} does not"
+            " have: pip install --upgrade transformers"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # Config classes raise various exceptions for invalid values.

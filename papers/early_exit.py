@@ -28,7 +28,15 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import InvalidInput, UnsupportedModel
 from ..core.records import LearnedKind, LearnedRecord
-from ..models.blocks import LayerModules, attend, attention_out, mlp_out, queries_keys_values
+from ..models.blocks import (
+    LayerModules,
+    attend,
+    attention_out,
+    joined_rotation,
+    mlp_out,
+    normed,
+    queries_keys_values,
+)
 from ..models.buffer import KVBuffer
 from ..models.quantised import has_linears, replaced
 from ..models.rows import Pass, PassKind, Rows, uploaded
@@ -226,13 +234,18 @@ class _ChosenLayers:
 class StackedLayers:
     """All layers of a runtime as one batched layer.
 
-    Raises: UnsupportedModel: the layers differ in shape or dtype, or are on several devices.
+    Raises: UnsupportedModel: the layers differ in shape, dtype or rotation, or are on several devices.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         if not runtime.one_device:
             raise UnsupportedModel(
                 "layers of different devices cannot be stacked: load the model on one device to decode with paradecode"
+            )
+        if len({block.layer_type is None for block in runtime.blocks}) > 1:
+            raise UnsupportedModel(
+                "layers with and without a rotation by position cannot be stacked: decode with another method than"
+                " paradecode"
             )
         self.runtime = runtime
         self._chosen_layers = _ChosenLayers(slice(None))
@@ -265,25 +278,23 @@ class StackedLayers:
         self._chosen_layers.layers = _layer_index(layers, hidden.device)
         blocks_and_slots = [(runtime.blocks[layer], slot) for layer, slot in zip(layers, slots, strict=True)]
         rotations = [
-            [part[slot : slot + 1, None] for part in table]
+            table.at(slice(slot, slot + 1))
             for block, slot in blocks_and_slots
             if (table := runtime.rotation(block.layer_type, block.device, slot + 1)) is not None
         ]
-        cos, sin = (torch.cat(part) for part in zip(*rotations, strict=True)) if rotations else (None, None)
-        normed = self._parts.attn_norm(hidden)
-        query, key, value = queries_keys_values(self._parts, runtime.blocks[0].heads, normed, cos, sin)
+        first = runtime.blocks[0]
+        states = normed(self._parts.attn_norm, hidden)
+        query, key, value = queries_keys_values(first, self._parts, states, joined_rotation(rotations))
         attention_rows = []  # Attention output of each row over its own layer's keys and values.
         for row, (block, slot) in enumerate(blocks_and_slots):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
             keys[:, slot], values[:, slot] = key[row], value[row]
             visible_slots = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
-            attention_rows.append(
-                attend(query[row : row + 1], keys[:, visible_slots], values[:, visible_slots], None, block.scaling)
-            )
-        after_attention = hidden + attention_out(self._parts, torch.cat(attention_rows))
-        return after_attention + mlp_out(
-            self._parts, self._parts.mlp_norm(hidden if runtime.parallel else after_attention)
-        )
+            seen = keys[:, visible_slots], values[:, visible_slots]
+            attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap))
+        after_attention = hidden + first.added(attention_out(self._parts, torch.cat(attention_rows)))
+        read = hidden if runtime.parallel else after_attention
+        return after_attention + first.added(mlp_out(self._parts, normed(self._parts.mlp_norm, read)))
 
 
 class _Linear(nn.Module):

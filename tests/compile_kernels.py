@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from swiftopt.models.kernels import device
+from swiftopt.models.kernels import device, device_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ARCHES = (80, 90)  # A100; H100 and H200
@@ -58,7 +58,8 @@ def compiled(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if isinstance(given.get(name), Tensor) or (name != "layer" and given.get(name, 1) % 16 == 0)
+        if isinstance(value := given.get(name), Tensor)
+        or (isinstance(value, int) and name != "layer" and value % 16 == 0)
     }
     for arch in ARCHES:
         if arch < 89 and "*fp8e4nv" in signature.values():  # which those GPUs do not read
@@ -93,7 +94,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def main() -> None:
-    """Call every function of `kernels.device` once for each dtype."""
+    """Call every function of the kernels once for each dtype."""
     JITFunction.run = compiled
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = meta(ROWS, HIDDEN, dtype=dtype)
@@ -115,9 +116,10 @@ def main() -> None:
         table = meta(5 + 6 + 64, ROWS, dtype=torch.int64)
         for width in (WIDTH, 2 * WIDTH):  # Gemma's heads are twice as wide
             query, key = meta(ROWS, HEADS, width, dtype=dtype), meta(ROWS, 8, width, dtype=dtype)
-            device.store(query, key, key, table, (meta(4096, width, dtype=dtype),) * 2, 3, 40)
-            for n_slots in (device.SPLIT, 2048):  # of one split, and of several
-                device.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5)
+            device_attention.store(query, key, key, table, (meta(4096, width, dtype=dtype),) * 2, 3, 40)
+            for n_slots in (device_attention.SPLIT, 2048):  # of one split, and of several
+                for softcap in (None, 50.0):
+                    device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap)
 
 
 main()

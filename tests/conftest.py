@@ -88,10 +88,10 @@ def rows_apart() -> None:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter, whose time is that of its operations, read a split of attention's slots at once."""
-    from swiftopt.models.kernels import device
+    from swiftopt.models.kernels import device_attention
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(device, "READ_SLOTS", device.SPLIT)
+        monkeypatch.setattr(device_attention, "READ_SLOTS", device_attention.SPLIT)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -68,6 +71,95 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**_SIZE, rotary_pct=0.25),
     "gpt_neox-serial": GPTNeoXConfig(**_SIZE, rotary_pct=0.5, use_parallel_residual=False),
 }
+_WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": _BY_LAYER}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+_OLMO3_ROPE = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+_GRANITE_4: dict[str, Any] = {
+    **_MULTIPLIERS,
+    "num_local_experts": 0,
+    "mamba_n_heads": 4,
+    "shared_intermediate_size": 48,
+    "layer_types": ["full_attention"] * 4,
+}
+
+# Types of models whose layers are attention and one MLP: how each differs from `_GROUPED`; the first variant of a type
+# has most of its mechanisms.
+DENSE: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 16},
+    "gemma2": {**_WINDOWS, **_CAPS, "head_dim": 16, "query_pre_attn_scalar": 20},
+    "vaultgemma": {**_WINDOWS, **_CAPS, "head_dim": 16, "query_pre_attn_scalar": 20},
+    "ministral": {**_WINDOWS, "head_dim": 16},
+    "ministral3": {"head_dim": 8, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
+    "ministral3:window": {"sliding_window": WINDOW, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+    "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": True},
+    "cwm": _WINDOWS,
+    "internlm3": {"head_dim": 16, "bias": True, "qkv_bias": True},
+    "iquestcoder": {"head_dim": 16},
+    "starcoder2": {"sliding_window": WINDOW, "use_bias": True},
+    "starcoder2:whole": {"sliding_window": None, "use_bias": False},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
+    "stablelm:serial": {"qk_layernorm": False, "use_parallel_residual": False},
+    "arcee": {"mlp_bias": True},
+    "nemotron": {"head_dim": 8},
+    "jais2": {},
+    "apertus": {},
+    "phi": {"qk_layernorm": True},
+    "phi:no norms": {"qk_layernorm": False},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, **_WINDOWS},
+    "smollm3:whole": {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+    "granite": {**_MULTIPLIERS, "attention_bias": True},
+    "granitemoehybrid": {**_GRANITE_4, "position_embedding_type": "rope"},
+    "granitemoehybrid:nope": {**_GRANITE_4, "position_embedding_type": "nope"},
+    "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
+    "hyperclovax:plain": {"use_post_norm": False},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "helium": {"head_dim": 8},
+    "olmo": {"clip_qkv": 1.5},
+    "olmo:unbounded": {"clip_qkv": None},
+    "olmo2": {},
+    "olmo3": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE},
+    "exaone4": {**_WINDOWS, "head_dim": 16},
+    "exaone4:whole": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
+    "cohere:no norms": {"use_qk_norm": False},
+    "cohere2": {**_WINDOWS, "logit_scale": 0.3, "head_dim": 16},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+    },
+    "bitnet": {"hidden_act": "relu2"},
+    "nanochat": {"final_logit_softcapping": 3.0},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48, "bias": True},
+    "falcon:7b": {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
+    "falcon:serial": {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
+    "gpt_bigcode": {"multi_query": True, "n_inner": 48},
+    "gpt_bigcode:heads": {"multi_query": False, "n_inner": 48},
+}
+
+
+def dense_config(variant: str) -> PreTrainedConfig:
+    """The config of a variant of `DENSE`. The test is skipped where this transformers has no such type."""
+    model_type = variant.partition(":")[0]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no type {model_type}")
+    return AutoConfig.for_model(model_type, **{**_GROUPED, **DENSE[variant]})
+
+
+def dense_variants() -> list[Any]:
+    """Parameters: the variants of `DENSE`; those beyond the first of a type are marked `families`."""
+    return [pytest.param(name, marks=pytest.mark.families if ":" in name else ()) for name in DENSE]
+
+
 # One variant of each family, with the mechanisms of its others, for the default suite; `make families` runs the rest.
 ONE_EACH = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3-softcap", "phi3", "gpt2", "gpt_neox")
 
@@ -101,15 +193,20 @@ def tiny_model(
           not as in `CONFIGS`; fewer layers are the first of those there.
     """
     torch.manual_seed(seed)
-    settings = {**CONFIGS[family].to_dict(), **changed}
+    usual = dense_config(family) if family in DENSE else CONFIGS[family]
+    settings = {**usual.to_dict(), **changed}
     if settings.get("layer_types") is not None:
         settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
-    config = type(CONFIGS[family])(**settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = type(usual)(**settings)
+    # Torch's own attention, transformers' default, leaves caps of scores out.
+    implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
                 parameter.mul_(scale)
+            elif family in DENSE and "alpha" not in name:  # Norms and biases that nothing else would tell from ones.
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
     return model.to(dtype).eval().requires_grad_(False)
 
 

@@ -4,7 +4,7 @@
 
 writes docs/cli.md from what `--help` prints, docs/openapi.json from the server's routes, and docs/api.md from both that
 document and its own beginning, which is written by hand. The table of departures in docs/how-it-works.md is made of the
-`DEVIATION:` comments of the code.
+`DEVIATION:` comments of the code, that of types of models in docs/models.md of models/families.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
+from swiftopt.models.families import model_types
 from swiftopt.server.openapi import bare_app
 from swiftopt.terminal.commands import ALL_OPTIONS
 from swiftopt.terminal.output import INTERRUPTED
@@ -25,7 +26,8 @@ from swiftopt.terminal.output import INTERRUPTED
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CLI, API, SNAPSHOT, MANUAL = DOCS / "cli.md", DOCS / "api.md", DOCS / "openapi.json", DOCS / "how-it-works.md"
-DEVIATIONS = re.compile(r"(<!-- deviations -->\n).*?(\n<!-- /deviations -->)", re.DOTALL)  # of the manual
+MODELS = DOCS / "models.md"
+MADE = r"(<!-- {0} -->\n).*?(\n<!-- /{0} -->)"  # A part of a page that is written by hand elsewhere.
 # What a docstring goes on with behind the words on a departure.
 ENDINGS = ("Args:", "Returns:", "Raises:", "Source:", "Yields:", '"""')
 RENEW = "if the change is meant, run: python tests/pages.py"
@@ -161,7 +163,21 @@ def manual_page(text: str) -> str:
     """Return docs/how-it-works.md with its table of departures renewed."""
     rows = [f"| `{file}` | {said[0].upper()}{said[1:]} |".replace("<", "&lt;") for file, said in deviations()]
     table = "\n".join(["| where | what differs, and why |", "|---|---|", *rows])
-    return DEVIATIONS.sub(lambda found: found[1] + table + found[2], text)
+    return _renewed("deviations", table, text)
+
+
+def models_page(text: str) -> str:
+    """Return docs/models.md with its table of types renewed."""
+    rows = [
+        f"| `{row.type}` | {row.models} | {'; '.join(row.differences)} | {row.gguf or ''} | {row.weights} |"
+        for row in model_types()
+    ]
+    head = ["| model type | models | differs from Llama | GGUF | proof |", "|---|---|---|---|---|"]
+    return _renewed("types", "\n".join([*head, *rows]), text)
+
+
+def _renewed(name: str, part: str, text: str) -> str:
+    return re.sub(MADE.format(name), lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
@@ -169,4 +185,5 @@ if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     API.write_text(api_page(document), encoding="utf-8")
     CLI.write_text(cli_page(), encoding="utf-8")
+    MODELS.write_text(models_page(MODELS.read_text(encoding="utf-8")), encoding="utf-8")
     MANUAL.write_text(manual_page(MANUAL.read_text(encoding="utf-8")), encoding="utf-8")

@@ -191,6 +191,16 @@ static inline vf corner(vf a, vf b, std::integer_sequence<int, I...>) {
 #endif
 }
 
+// Each value's neighbour in its pair.
+template <int... I> static inline vf neighbours(vf x, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, x, (I ^ 1)...);
+#else
+    return __builtin_shuffle(x, vi{(I ^ 1)...});
+#endif
+}
+static inline vf neighbours(vf x) { return neighbours(x, std::make_integer_sequence<int, LANES>{}); }
+
 // Turn a square of LANES by LANES words: swap its halves' corners, then those of its quarters, ….
 template <int STEP = LANES / 2> static inline __attribute__((always_inline)) void turn(vf* rows) {
     constexpr std::make_integer_sequence<int, LANES> lanes;
@@ -341,9 +351,24 @@ struct Total {  // of exponentials
     float sum = 0;
 };
 
-// exp(score * scaling - the largest so far), as words of T, in place of a head's scores at places [from, to) of n; zeros
-// elsewhere. Returns what sums of earlier places are to be multiplied by.
-template <class T> static inline float exponentials(float* scores, int from, int to, int n, float scaling, Total& total) {
+// Bound scores: c tanh(x / c).
+static inline vf capped(vf x, float c) {
+    const vf y = x / c, squared = y * y;
+    // Near 0 the quotient of exponentials would lose what distinguishes it from 0: the series there.
+    const vf near = y * (1.0f + squared * (-0.33333333f + squared * (0.13333333f + squared * (-0.05396825f + squared * 0.02186949f))));
+    const vf far = 1.0f - 2.0f / (exp(y * 2.0f) + 1.0f);
+    const vi is_near = squared < 0.0625f;
+    return (vf)((is_near & (vi)near) | (~is_near & (vi)far)) * c;
+}
+
+// exp(score * scaling - the largest so far), scores capped where there is a `softcap`, as words of T, in place of a head's
+// scores at places [from, to) of n; zeros elsewhere. Returns what sums of earlier places are to be multiplied by.
+template <class T> static inline float exponentials(
+    float* scores, int from, int to, int n, float scaling, float softcap, Total& total) {
+    if (softcap > 0) {
+        for (int j = 0; j < n; j += LANES) store(scores + j, capped(load(scores + j) * scaling, softcap));
+        scaling = 1;
+    }
     std::fill(scores, scores + from, -INFINITY);
     std::fill(scores + to, scores + n, -INFINITY);
     vf most = splat(total.largest);
@@ -407,11 +432,12 @@ template <class T> static Together together_of(const Reader<T>* rows, int n_rows
 // What rows read.
 template <class T>
 static void attend(
-    const Reader<T>* rows, int n_rows, int n_heads, int width, float scaling, const T* keys, const T* values, float* scratch) {
+    const Reader<T>* rows, int n_rows, int n_heads, int width, float scaling, float softcap, const T* keys,
+    const T* values, float* scratch) {
     constexpr int UNIT = Word<T>::UNIT;
     const Together together = together_of(rows, n_rows, values, width);
     if (!together.possible) {
-        for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, keys, values, scratch);
+        for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, softcap, keys, values, scratch);
         return;
     }
     const int n = n_rows * n_heads;
@@ -453,7 +479,8 @@ static void attend(
             auto within = [&](int64_t place) { return int(std::min<int64_t>(std::max<int64_t>(0, place - at), n_places)); };
             float* own = mixed + h * wide;
             const float factor =
-                exponentials<T>(scores + h * BESIDE, within(row.oldest), within(row.end()), n_places, scaling, totals[h]);
+                exponentials<T>(
+                scores + h * BESIDE, within(row.oldest), within(row.end()), n_places, scaling, softcap, totals[h]);
             if (factor != 1)
                 for (int64_t i = 0; i < wide; i += LANES) store(own + i, load(own + i) * factor);
         }

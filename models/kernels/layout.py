@@ -5,8 +5,9 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-NO_NORM, RMS, RMS_PLUS_ONE, LAYER = range(4)
-SILU, GELU, GELU_TANH, RELU = range(4)
+NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
+SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU = range(6)
+BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
 ATTENTION, MLP, KEEP, LOGITS = range(4)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
@@ -27,26 +28,28 @@ class Map(Structure):
 
 
 class Norm(Structure):
-    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), ("kind", c_int32)]
+    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), *_fields(c_int32, "kind step")]
 
 
 class Attention(Structure):
     _fields_ = [
-        *_fields(Norm, "before after query_norm key_norm"),
+        *_fields(Norm, "before after query_norm key_norm inner"),
         ("projections", Map * 3),
         ("out", Map),
         *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
-        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step"),
-        ("scaling", c_float),
+        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm"),
+        *_fields(c_float, "scaling softcap clip added_scale"),
     ]
 
 
 class Mlp(Structure):
     _fields_ = [
-        *_fields(Norm, "before after"),
+        *_fields(Norm, "before after inner"),
         ("into", Map * 2),
         ("out", Map),
         *_fields(c_int32, "n_in_maps gated n_inner activation"),
+        ("curve", c_float * 4),
+        ("added_scale", c_float),
     ]
 
 
@@ -55,7 +58,7 @@ class Step(Structure):
 
 
 class Rotation(Structure):
-    _fields_ = [*_fields(c_void_p, "cos sin"), ("width", c_int64)]
+    _fields_ = [*_fields(c_void_p, "cos sin query_scale"), *_fields(c_int32, "width pairs wide")]
 
 
 class RowList(Structure):
@@ -89,4 +92,4 @@ class Call(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Sequence, Call)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call)

@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ...core.errors import SettingsError
 from ...core.settings import THREADS
 from ...core.types import KINDS, Kind, LayerSet
 from ..block_maps import BlockLinear
-from ..blocks import Block, LayerModules
+from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, submodule
 from ..coded import GROUPS, ROWS, CodedLinear
 from ..norms import NormForm, form_of
 from ..quantised import QuantisedLinear, weight_of
@@ -40,7 +40,10 @@ ACTIVATIONS = {
     "gelu_fast": layout.GELU_TANH,
     "gelu_pytorch_tanh": layout.GELU_TANH,
     "relu": layout.RELU,
+    "relu2": layout.RELU_SQUARED,
+    "xielu": layout.XIELU,
 }
+HEAD_NORMS = {"by_head": layout.BY_HEAD, "whole": layout.WHOLE, "rotated": layout.ROTATED}
 STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
@@ -51,12 +54,12 @@ class Unsupported(Exception):
     """The kernels cannot compute a part of the model; the message names it."""
 
 
-def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device) -> NormForm:
+def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm:
     """Return what a norm of `width` values computes; see `form_of`.
 
     Raises: Unsupported: it is of a kind that the kernels do not compute.
     """
-    form = form_of(norm, width, dtype, device)
+    form = form_of(norm, width, dtype, device, n_heads)
     if form is None:
         raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")
     return form
@@ -113,7 +116,7 @@ class NativePasses:
         if key not in self._parts:
             block = self.runtime.blocks[layer]
             parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
-            self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(parts)
+            self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(block, parts)
         return self._parts[key]
 
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
@@ -121,13 +124,18 @@ class NativePasses:
         heads, kv_heads, width = block.heads.n_heads, block.heads.n_kv_heads, block.heads.width
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
-        if block.heads.interleaved:
-            places = (0, 3 * width, width, 3 * width, 2 * width, 3 * width)
+        groups = block.heads.n_groups
+        if block.heads.grouped:
+            step = (groups + 2) * width
+            places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
-            places = (0, width, heads * width, width, (heads + kv_heads) * width, width)
+            places = (0, groups * width, heads * width, width, (heads + kv_heads) * width, width)
+        whole = block.head_norm == "whole"
         return layout.Attention(
             *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
-            *(self._norm_of(norm, width) for norm in (parts.q_norm, parts.k_norm)),
+            self._norm_of(parts.q_norm, width, 0 if whole else heads, heads * width),
+            self._norm_of(parts.k_norm, width, 0 if whole else kv_heads, kv_heads * width),
+            self._norm_of(parts.inner_norm, heads * width),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
             len(maps),
@@ -135,10 +143,14 @@ class NativePasses:
             kv_heads,
             width,
             *places,
+            HEAD_NORMS[block.head_norm],
             block.scaling,
+            block.softcap or 0.0,
+            block.clip or 0.0,
+            block.added_scale,
         )
 
-    def _mlp_of(self, parts: LayerModules) -> layout.Mlp:
+    def _mlp_of(self, block: Block, parts: LayerModules) -> layout.Mlp:
         mlp, family = parts.mlp, self.runtime.family
         for module in mlp.modules():
             refuse_hooks(module)
@@ -149,23 +161,41 @@ class NativePasses:
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
         return layout.Mlp(
             *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
+            self._norm_of(submodule(mlp, family.mlp_inner_norm), out.n_in),
             (layout.Map * 2)(*maps),
             out,
             len(maps),
             family.gated,
             out.n_in,
             self._activation,
+            self._curve(mlp),
+            block.added_scale,
         )
 
-    def _norm_of(self, module: Any, width: int | None = None) -> layout.Norm:
-        """Describe a norm of `width` values, None: as many as a hidden state has."""
+    def _curve(self, mlp: nn.Module) -> Any:
+        """Return the numbers of a learned activation, the XIELU of an MLP; zeros where it has none."""
+        numbers = [0.0] * 4
+        for module in mlp.modules() if self._activation == layout.XIELU else ():
+            if hasattr(module, "alpha_p"):
+                learned: Any = module
+                positive, negative = (F.softplus(alpha.float()) for alpha in (learned.alpha_p, learned.alpha_n))
+                beta, eps = float(learned.beta), float(learned.eps)
+                numbers = [float(positive), beta + float(negative), beta, eps]
+        return (ctypes.c_float * 4)(*numbers)
+
+    def _norm_of(self, module: Any, width: int | None = None, n_heads: int = 0, whole: int = 0) -> layout.Norm:
+        """Describe a norm of `width` values, None: as many as a hidden state has.
+
+        Args: n_heads: of a norm by head, which may have weights of its own for each; 0: it is one of `whole` values.
+        """
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
         refuse_hooks(module)
-        form = known_form(module, width or self._n_hidden, self.runtime.dtype, self.runtime.device)
+        width = (width or self._n_hidden) if n_heads or not whole else whole
+        form = known_form(module, width, self.runtime.dtype, self.runtime.device, n_heads)
         self._norms.append(form)  # Keep the form alive: it may hold the only reference to the weight.
         bias = None if form.bias is None else self._address(form.bias)
-        return layout.Norm(self._address(form.weight), bias, form.eps, form.kind)
+        return layout.Norm(self._address(form.weight), bias, form.eps, form.kind, width if form.weight.dim() > 1 else 0)
 
     def _maps_of(self, modules: Sequence[Any]) -> list[layout.Map]:
         """Describe maps that share an input, which is rounded only once."""
@@ -190,7 +220,7 @@ class NativePasses:
         if isinstance(module, CodedLinear):
             refuse_group(module)
             return map_of(module, bias)
-        if type(module) not in (nn.Linear, Conv1D):
+        if type(module).__name__ not in PLAIN_LINEAR or not isinstance(module, LINEAR):
             raise Unsupported(f"a linear map such as {type(module).__name__} is computed by torch")
         weight = weight_of(module)
         if weight.dtype != self.runtime.dtype or (weight.shape[1] > 1 and weight.stride(1) != 1):
@@ -253,7 +283,10 @@ class NativePasses:
         for i, layer_type in enumerate(self._types):
             table = self.runtime.rotation(layer_type, self.runtime.device, n_positions)
             if table is not None:
-                tables[i] = layout.Rotation(table[0].data_ptr(), table[1].data_ptr(), table[0].shape[1])
+                scale = None if table.query_scale is None else table.query_scale.data_ptr()
+                is_wide = table.cos.dtype != self.runtime.dtype
+                at = table.cos.data_ptr(), table.sin.data_ptr()
+                tables[i] = layout.Rotation(*at, scale, table.cos.shape[1], table.pairs, is_wide)
         return tables
 
     def logits(

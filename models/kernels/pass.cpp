@@ -16,26 +16,32 @@ struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the m
     int32_t n_in, n_out, bits, group, scale_type;
 };
 
-enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER };
+enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE };  // wide: rounded once, behind the weight
 struct Norm {
     const void *weight, *bias;
     float eps;
-    int32_t kind;
+    int32_t kind, step;  // `step`: between the weights of heads
 };
 
+enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED };  // before the rotation, head by head or all as one; or behind it
 struct Attention {
-    Norm before, after, query_norm, key_norm;
+    Norm before, after, query_norm, key_norm, inner;  // inner: of what the heads read
     Map projections[3], out;
     int32_t n_projections, n_heads, n_kv_heads, width;
-    int32_t query_at, query_step, key_at, key_step, value_at, value_step;  // of the heads in the projections' outputs
-    float scaling;
+    // In the projections' outputs, for each key head: its queries, which lie together, its key and its value.
+    int32_t query_at, query_step, key_at, key_step, value_at, value_step;
+    int32_t head_norm;
+    float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
+    float added_scale;             // of what the residual stream gets
 };
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU };
 struct Mlp {
-    Norm before, after;
+    Norm before, after, inner;
     Map in[2], out;  // gate and up, or one map (of gate and then up where `gated`)
     int32_t n_in_maps, gated, n_inner, activation;
+    float curve[4];  // of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent
+    float added_scale;
 };
 
 enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS };
@@ -47,8 +53,10 @@ struct Step {
 };
 
 struct Rotation {
-    const void *cos, *sin;  // (positions, width), the first half of sin negated
-    int64_t width;
+    const void *cos, *sin;    // (positions, width), the sine of the first of each pair negated
+    const void* query_scale;  // (positions,) of the model's type, null: 1
+    int32_t width, pairs;     // `pairs`: neighbours; else values half of `width` apart
+    int32_t wide;             // the tables are float, and products are not rounded
 };
 
 struct RowList {
@@ -102,13 +110,24 @@ float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, o
     return 0.5f * x * (1.0f + (x < 0 ? -erf : erf));
 }
 
-vf activated(vf x, int32_t kind) {
+vf chosen(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
+
+vf activated(vf x, const Mlp& mlp) {
+    const int32_t kind = mlp.activation;
     if (kind == SILU) return x / (exp(-x) + 1.0f);
     if (kind == GELU_TANH) {  // x * sigmoid(2 u): 0.5 (1 + tanh u)
         const vf u = (x + x * x * x * 0.044715f) * 1.5957691216f;
         return x / (exp(-u) + 1.0f);
     }
-    if (kind == RELU) return (vf)((x > 0.0f) & (vi)x);
+    if (kind == RELU || kind == RELU_SQUARED) {
+        const vf positive = (vf)((x > 0.0f) & (vi)x);
+        return kind == RELU ? positive : positive * positive;
+    }
+    if (kind == XIELU) {  // arXiv:2411.13010
+        const float* c = mlp.curve;
+        const vf low = exp(chosen(x < c[3], x, splat(c[3]))) - 1.0f - x;
+        return chosen(x > 0.0f, x * x * c[0], low * c[1]) + x * c[2];
+    }
     float lanes[LANES];
     store(lanes, x);
     for (float& each : lanes) each = gelu_erf(each);
@@ -157,6 +176,7 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
     along(n, x, y, [&](vf v, int at) {
         const vf w = part_of(weight, at, n);
         if (norm.kind == RMS) return as_stored<T>(v * scale) * w;
+        if (norm.kind == RMS_WIDE) return v * scale * w;
         if (norm.kind == RMS_PLUS_ONE) return v * scale * (w + 1.0f);
         const vf scaled = (v - mean) * scale * w;
         return bias ? scaled + part_of(bias, at, n) : scaled;
@@ -427,13 +447,14 @@ template <class T> class Runner {
         });
     }
 
-    // Add a map's outputs to the listed rows, by way of a norm where there is one.
-    void leave(const Map& map, const Norm& norm, const Input& x, const RowList& list, int thread) {
+    // Add a map's outputs times `scale` to the listed rows, by way of a norm where there is one.
+    void leave(const Map& map, const Norm& norm, float scale, const Input& x, const RowList& list, int thread) {
         const int n = pass_.n_hidden;
+        auto scaled = [&](vf v) { return scale == 1 ? v : as_stored<T>(v * scale); };
         linear(map, x, list.n, thread, [&](int row, int first, int n_out, const float* values) {
             if (norm.kind == NO_NORM) {
                 T* to = hidden(row_of(list, row)) + first;
-                along(n_out, to, to, [&](vf h, int at) { return h + as_stored<T>(part_of(values, at, n_out)); });
+                along(n_out, to, to, [&](vf h, int at) { return h + scaled(as_stored<T>(part_of(values, at, n_out))); });
             } else {
                 T* to = inputs_.last().rows + int64_t(row) * n + first;
                 round_to(to, values, n_out);
@@ -443,7 +464,7 @@ template <class T> class Runner {
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
             T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
             normed(norm, delta, n, delta);
-            along(n, to, to, [&](vf h, int at) { return h + part_of(delta, at, n); });
+            along(n, to, to, [&](vf h, int at) { return h + scaled(part_of(delta, at, n)); });
         });
     }
 
@@ -462,8 +483,14 @@ template <class T> class Runner {
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
             outputs(map, input, int(list.n), first, last, tile.items, PANEL, thread);
+            if (part.clip > 0)
+                for (int64_t i = 0; i < list.n * PANEL; i++) tile.items[i] = std::min(std::max(tile.items[i], -part.clip), part.clip);
             for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
         });
+        if (part.head_norm == WHOLE) {
+            norm_rows(part.query_norm, inner_ + part.query_at, total, part.n_heads * part.width, list.n, thread);
+            norm_rows(part.key_norm, inner_ + part.key_at, total, part.n_kv_heads * part.width, list.n, thread);
+        }
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
         // Queries to `mixed_`, keys and values to the buffer, head by head.
         const int per_row = part.n_heads + part.n_kv_heads;
@@ -471,21 +498,22 @@ template <class T> class Runner {
             for (int64_t item = first; item < last; item++) {
                 const int64_t i = item / per_row;
                 const int row = row_of(list, i), h = int(item % per_row), kv = h - part.n_heads;
-                const T *in = inner_ + i * total, *cos = nullptr, *sin = nullptr;
-                int rotated = 0;
-                if (step.rotation >= 0) {
-                    const Rotation& table = pass_.rotations[step.rotation];
-                    rotated = int(table.width);
-                    cos = (const T*)table.cos + pass_.positions[row] * table.width;
-                    sin = (const T*)table.sin + pass_.positions[row] * table.width;
-                }
+                const T* in = inner_ + i * total;
+                const Rotation* rotation = step.rotation < 0 ? nullptr : pass_.rotations + step.rotation;
+                const int position = pass_.positions[row];
                 if (kv < 0) {
-                    head_of(part.query_norm, in + part.query_at + h * part.query_step, width, cos, sin, rotated,
-                            mixed_ + i * q_size + h * width);
+                    T* to = mixed_ + i * q_size + h * width;
+                    const T* from = in + part.query_at + h / group * part.query_step + h % group * width;
+                    head_of(part.query_norm, part.head_norm, h, from, width, rotation, position, to);
+                    if (rotation && rotation->query_scale) {
+                        const float scale = to_float(((const T*)rotation->query_scale)[position]);
+                        along(width, to, to, [&](vf v, int) { return v * scale; });
+                    }
                 } else {
                     const Sequence& own = pass_.sequences[places_[row].sequence];
                     const int64_t to = kv * own.head_stride + int64_t(places_[row].slot) * width;
-                    head_of(part.key_norm, in + part.key_at + kv * part.key_step, width, cos, sin, rotated, (T*)own.keys[step.layer] + to);
+                    head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
+                            (T*)own.keys[step.layer] + to);
                     memcpy((T*)own.values[step.layer] + to, in + part.value_at + kv * part.value_step, width * sizeof(T));
                 }
             }
@@ -514,11 +542,18 @@ template <class T> class Runner {
                 rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->oldest[row], view->n_seen[row],
                            mixed_ + at, inner_ + at};
             }
-            attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling,
+            attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, part.softcap,
                    (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
                    on_line(scratch[thread].items));
         });
-        leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
+        norm_rows(part.inner, inner_, q_size, q_size, list.n, thread);
+        leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
+    }
+
+    // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
+    void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
+        if (norm.kind == NO_NORM) return;
+        each(REST, thread, rows, 1, [&](int64_t i, int64_t) { normed(norm, x + i * stride, n, x + i * stride); });
     }
 
     struct Split {  // of an attention into pieces of work: `n_rows` rows by `n_heads` of a key head's query heads
@@ -547,23 +582,40 @@ template <class T> class Runner {
         return best;
     }
 
-    // One head: norm, then the rotation of its first `rotated` values.
-    static void head_of(const Norm& norm, const T* from, int width, const T* cos, const T* sin, int rotated, T* to) {
+    // One head: its norm, and the rotation of its first values.
+    static void head_of(
+        Norm norm, int32_t when, int head, const T* from, int width, const Rotation* rotation, int position, T* to) {
+        norm.weight = norm.weight ? (const T*)norm.weight + head * norm.step : nullptr;
+        norm.bias = norm.bias ? (const T*)norm.bias + head * norm.step : nullptr;
         T own[WIDEST_HEAD];
-        normed(norm, from, width, own);
-        const int half = rotated / 2;
-        if (half % LANES == 0) {
-            for (int d = 0; d < rotated; d += LANES) {
-                const vf turned = as_stored<T>(load(own + (d < half ? d + half : d - half)) * load(sin + d));
-                store(to + d, as_stored<T>(load(own + d) * load(cos + d)) + turned);
-            }
-        } else {
-            for (int d = 0; d < rotated; d++) {
-                const float turned = as_stored<T>(to_float(own[d < half ? d + half : d - half]) * to_float(sin[d]));
-                to[d] = rounded<T>(as_stored<T>(to_float(own[d]) * to_float(cos[d])) + turned);
-            }
+        if (when == BY_HEAD) normed(norm, from, width, own);
+        else memcpy(own, from, width * sizeof(T));
+        int rotated = 0;
+        if (rotation) {
+            rotated = rotation->width;
+            const int64_t at = int64_t(position) * rotated;
+            if (rotation->wide) turn(*rotation, own, (const float*)rotation->cos + at, (const float*)rotation->sin + at, to);
+            else turn(*rotation, own, (const T*)rotation->cos + at, (const T*)rotation->sin + at, to);
         }
         memcpy(to + rotated, own + rotated, (width - rotated) * sizeof(T));
+        if (when == ROTATED) normed(norm, to, width, to);
+    }
+
+    // The rotation of a head's first values. Products are rounded to the type of the tables.
+    template <class C> static void turn(const Rotation& rotation, const T* x, const C* cos, const C* sin, T* to) {
+        const int n = rotation.width, half = n / 2;
+        if (rotation.pairs ? n % LANES == 0 : half % LANES == 0) {
+            for (int d = 0; d < n; d += LANES) {
+                const vf partner = rotation.pairs ? neighbours(load(x + d)) : load(x + (d < half ? d + half : d - half));
+                store(to + d, as_stored<C>(load(x + d) * load(cos + d)) + as_stored<C>(partner * load(sin + d)));
+            }
+        } else {
+            for (int d = 0; d < n; d++) {
+                const T partner = x[rotation.pairs ? d ^ 1 : d < half ? d + half : d - half];
+                const float turned = as_stored<C>(to_float(partner) * to_float(sin[d]));
+                to[d] = rounded<T>(as_stored<C>(to_float(x[d]) * to_float(cos[d])) + turned);
+            }
+        }
     }
 
     void mlp(const Step& step, const Mlp& part, const RowList& list, int thread) {
@@ -580,7 +632,7 @@ template <class T> class Runner {
             for (int64_t r = 0; r < list.n; r++) {
                 T* to = inner_ + r * n + first;
                 for (int at = 0; at < width; at += LANES) {
-                    vf a = as_stored<T>(activated(as_stored<T>(part_of(gate + r * PANEL, at, width)), part.activation));
+                    vf a = as_stored<T>(activated(as_stored<T>(part_of(gate + r * PANEL, at, width)), part));
                     if (part.gated) a = a * as_stored<T>(part_of(up + r * PANEL, at, width));
                     if (at + LANES <= width) {
                         store(to + at, a);
@@ -592,11 +644,12 @@ template <class T> class Runner {
                 }
             }
         });
-        leave(part.out, part.after, taken(inner_, part.out, list.n, thread), list, thread);
+        norm_rows(part.inner, inner_, n, n, list.n, thread);
+        leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
     }
 
     void logits(const Map& map, const RowList& list, int thread) {
-        const Norm none{nullptr, nullptr, 0, NO_NORM};
+        const Norm none{};
         const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, &map, 1, thread);
         T* out = (T*)pass_.logits;
         linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
@@ -727,5 +780,5 @@ extern "C" void swiftopt_likeliest(
 // Bytes of the structures, which the Python side has to agree with: a library of another version must not be called.
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
-    sizes[4] = sizeof(Step), sizes[5] = sizeof(Sequence), sizes[6] = sizeof(Pass);
+    sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
 }

@@ -40,7 +40,7 @@ from swiftopt.decoding.methods.chains import ChainDrafter, SpdSettings, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target
 from swiftopt.decoding.work import PassGenerator, Work
 from swiftopt.models.graphs import GraphPasses
-from swiftopt.models.kernels import device
+from swiftopt.models.kernels import device_attention
 from swiftopt.models.loading import at_speed
 from swiftopt.models.rows import Pass
 from swiftopt.models.runtime import Runtime
@@ -144,8 +144,8 @@ def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
     for block in runtime.blocks:
         block.device = META
     runtime.reads_late = True
-    monkeypatch.setattr(device, "store", lambda query, *args: query)
-    monkeypatch.setattr(device, "attend", lambda query, *args: torch.empty_like(query).flatten(1))
+    monkeypatch.setattr(device_attention, "store", lambda query, *args: query)
+    monkeypatch.setattr(device_attention, "attend", lambda query, *args: torch.empty_like(query).flatten(1))
     if graphs:
         runtime.graphs = GraphPasses(runtime, lambda static: static.run)
     return runtime

@@ -21,7 +21,7 @@ import click
 import httpx2
 import pytest
 import walkthrough
-from pages import CLI, EXIT_CODES, RENEW, cli_page, deviations, manual_page
+from pages import CLI, EXIT_CODES, RENEW, cli_page, deviations, manual_page, models_page
 from serving import serving
 from tiny_files import save
 
@@ -241,9 +241,10 @@ def test_manual_tells_the_words_of_every_deviation() -> None:
 
 
 def test_models_page_has_a_row_per_supported_type() -> None:
-    section = text_of("docs/models.md").partition("## Architectures")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert sorted(rows) == sorted(FAMILIES)
+    told = text_of("docs/models.md")
+    rows = re.findall(r"^\| `(\w+)` \|", told.partition("## Architectures")[2].partition("\n## ")[0], re.MULTILINE)
+    assert rows == sorted(FAMILIES)
+    assert models_page(told) == told, RENEW
 
 
 def test_manual_explains_every_word_of_the_types() -> None:

@@ -14,9 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
 
-from swiftopt.models.kernels.layout import LAYER, RMS, RMS_PLUS_ONE
+from swiftopt.models.kernels.layout import LAYER, RMS, RMS_PLUS_ONE, RMS_WIDE
 from swiftopt.models.kernels.native import Unsupported, known_form
 from swiftopt.models.norms import form_of
 
@@ -43,7 +45,7 @@ class Shifted(LlamaRMSNorm):
 KNOWN: list[tuple[nn.Module, int, float]] = [
     (LlamaRMSNorm(WIDTH, eps=1e-5), RMS, 1e-5),
     (Gemma3RMSNorm(WIDTH), RMS_PLUS_ONE, 1e-6),
-    (Gemma4RMSNorm(WIDTH), RMS, 1e-6),
+    (Gemma4RMSNorm(WIDTH), RMS_WIDE, 1e-6),
     (Gemma4RMSNorm(WIDTH, with_scale=False), RMS, 1e-6),
     (Qwen3NextRMSNorm(WIDTH), RMS_PLUS_ONE, 1e-6),
     (NanoChatRMSNorm(eps=1e-6), RMS, 1e-6),
@@ -52,7 +54,8 @@ KNOWN: list[tuple[nn.Module, int, float]] = [
     (nn.LayerNorm(WIDTH, eps=1e-12), LAYER, 1e-12),
     (nn.LayerNorm(WIDTH, bias=False), LAYER, 1e-5),
     (nn.LayerNorm(WIDTH, elementwise_affine=False), LAYER, 1e-5),
-    (nn.RMSNorm(WIDTH, eps=1e-6), RMS, 1e-6),
+    (nn.RMSNorm(WIDTH, eps=1e-6), RMS_WIDE, 1e-6),
+    (Olmo2RMSNorm(WIDTH, eps=1e-5), RMS_WIDE, 1e-5),
 ]
 
 
@@ -68,9 +71,24 @@ def test_a_norms_kind_and_epsilon_are_what_it_computes(
     assert form.weight.shape == (WIDTH,) and form.weight.dtype == dtype
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.Identity(), Outside(WIDTH), Shifted(), NemotronLayerNorm1P(WIDTH), nn.GroupNorm(1, WIDTH)]
-)
+def test_a_weight_that_one_is_added_to_is_given_with_it() -> None:
+    norm = NemotronLayerNorm1P(WIDTH)
+    nn.init.normal_(norm.weight)
+    form = form_of(norm, WIDTH, *HERE)
+    assert form is not None and form.kind == LAYER and torch.equal(form.weight, norm.weight + 1)
+
+
+@pytest.mark.parametrize("norm", [CohereLayerNorm((3, WIDTH)), StableLmLayerNormPerHead(WIDTH, 3)])
+def test_norms_by_head_may_have_a_weight_for_each(norm: nn.Module) -> None:
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    form = form_of(norm, WIDTH, *HERE, n_heads=3)
+    weights = torch.cat([parameter.reshape(-1, WIDTH) for parameter in norm.parameters()])
+    assert form is not None and form.kind == LAYER and torch.equal(form.weight, weights)
+    assert form_of(norm, WIDTH, *HERE) is None
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), Outside(WIDTH), Shifted(), nn.GroupNorm(1, WIDTH)])
 def test_a_norm_of_no_known_kind_is_left_to_torch(norm: nn.Module) -> None:
     assert form_of(norm, WIDTH, *HERE) is None
     with pytest.raises(Unsupported, match=type(norm).__name__):

@@ -25,9 +25,10 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import LayerSet
-from swiftopt.models.blocks import HeadLayout, attend, rotate
+from swiftopt.models.blocks import RotaryTables, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
+from swiftopt.models.families import HeadLayout
 from swiftopt.models.fused import GATES, GatedMlp, fuse
 from swiftopt.models.kernels.native import known_form
 from swiftopt.models.loading import at_speed
@@ -39,12 +40,13 @@ from swiftopt.models.runtime import Runtime
 pytest.importorskip("triton")
 from triton.runtime.jit import KernelInterface
 
-from swiftopt.models.kernels import device
+from swiftopt.models.kernels import device, device_attention
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if PLACE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
 DTYPES = [torch.float32, HALF]
 FAMILIES = ["llama", "gemma3", "gpt2"]
+OTHERS = ("glm4", "cohere", "hunyuan_v1_dense", "stablelm", "bitnet", "granite", "smollm3", "olmo", "falcon", "opt")
 CLOSE = {torch.float32: 1e-4, HALF: 3e-2}
 
 
@@ -154,11 +156,11 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "dtype"),
-    [(4, 2, 16, torch.float32), (4, 2, 16, HALF), (3, 3, 20, torch.float32), (17, 1, 16, HALF)],
+    ("heads", "kv_heads", "width", "dtype", "softcap"),
+    [(4, 2, 16, torch.float32, 0.7), (4, 2, 16, HALF, None), (3, 3, 20, torch.float32, None), (17, 1, 16, HALF, None)],
 )
 def test_attention_of_several_sequences_is_torchs_for_each(
-    heads: int, kv_heads: int, width: int, dtype: torch.dtype
+    heads: int, kv_heads: int, width: int, dtype: torch.dtype, softcap: float | None
 ) -> None:
     """Chains, a tree, rows of a tree alone, and rows that read a part of what is there; one window and none."""
     shape: Any = Shape(heads, kv_heads, width)
@@ -178,10 +180,10 @@ def test_attention_of_several_sequences_is_torchs_for_each(
     key, value = (drawn(n, kv_heads, width, seed=seed, dtype=dtype) for seed in (5, 6))
     table = RowTable(shape)
     data = uploaded(table.made([(plan, plan.every) for plan in plans], PLACE), PLACE)
-    assert device.store(query, key, value, data, None, 1, 2) is query
+    assert device_attention.store(query, key, value, data, None, 1, 2) is query
     for view, window in enumerate((None, 40)):
-        found = device.attend(
-            query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, width**-0.5
+        found = device_attention.attend(
+            query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, width**-0.5, softcap
         )
         for plan, buffer in zip(plans, buffers, strict=True):
             own = slice(plan.first, plan.first + plan.n)
@@ -190,7 +192,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
             assert torch.equal(buffer.values[1][:, at], value[own].transpose(0, 1))
             mask = plan.mask(window, PLACE).to(dtype).repeat(heads // kv_heads, 1)
             keys, values = (part[1][:, : plan.end] for part in (buffer.keys, buffer.values))
-            close(found[own], attend(query[own], keys, values, mask, width**-0.5), dtype)
+            close(found[own], attend(query[own], keys, values, mask, width**-0.5, softcap), dtype)
             for row in {0, plan.n - 1}:  # alone, over a text of the slots that it sees
                 seen = mask[row] == 0
                 alone = KVBuffer([PLACE], kv_heads, width, int(seen.sum()), dtype)
@@ -200,8 +202,8 @@ def test_attention_of_several_sequences_is_torchs_for_each(
                 made = uploaded(
                     one.made([(PassPlan(shape, Rows([0], alone.capacity - 1), alone), frozenset({0}))], PLACE), PLACE
                 )
-                bits = device.attend(
-                    query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, width**-0.5
+                bits = device_attention.attend(
+                    query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, width**-0.5, softcap
                 )
                 assert torch.equal(bits[0], found[own][row])
 
@@ -218,10 +220,10 @@ def test_keys_are_written_rotated_and_queries_returned_so(width: int, rotated: i
     query, key, value = (part.view(4, -1, width) for part in fused.split([4 * width, 2 * width, 2 * width], dim=-1))
     cos, sin = (drawn(16, rotated, seed=seed, dtype=dtype) for seed in (8, 9))
     data = uploaded(RowTable(shape, 4, 16, 4).made([(plan, plan.every)], PLACE), PLACE)
-    found = device.store(query, key, value, data, (cos, sin), 1, 2)
-    turn = [part[[5, 6, 6]][:, None] for part in (cos, sin)]
-    close(found[:3], rotate(query[:3], *turn), dtype)
-    close(buffer.keys[1][:, 5:8], rotate(key[:3], *turn).transpose(0, 1), dtype)
+    found = device_attention.store(query, key, value, data, (cos, sin), 1, 2)
+    turn = RotaryTables(cos, sin).at(torch.tensor([5, 6, 6]))
+    close(found[:3], rotate(query[:3], turn), dtype)
+    close(buffer.keys[1][:, 5:8], rotate(key[:3], turn).transpose(0, 1), dtype)
     assert torch.equal(buffer.values[1][:, 5:8], value[:3].transpose(0, 1))
     for part in (slice(0, 5), slice(8, 12)):
         assert torch.equal(buffer.keys[1][:, part], before[:, part])
@@ -239,7 +241,9 @@ def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None
 
     def tiles(view: int) -> list[tuple[int, int]]:
         part = made[table.field(view) :, : table.n_tiles[view]]
-        return list(zip(part[device.TILE_FIRST].tolist(), part[device.TILE_COUNT].tolist(), strict=True))
+        return list(
+            zip(part[device_attention.TILE_FIRST].tolist(), part[device_attention.TILE_COUNT].tolist(), strict=True)
+        )
 
     assert tiles(0) == [(0, 4), (4, 2), (6, 2), (8, 1), (9, 1)]  # four rows of four heads fill a tile
     assert tiles(1) == [(0, 4), (4, 1), (5, 1), (6, 2), (8, 1), (9, 1)]  # from the 41st row on a window moves
@@ -249,11 +253,15 @@ def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None
         wider.made([(plan, plan.every) for plan in plans], PLACE)
 
 
+# Types of which each has several mechanisms that the kernels compute, or leave to torch.
+DENSE = ("gemma2", "ministral3", "olmo2", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS))
+
+
 @pytest.mark.usefixtures("few_steps")  # the text fits the first
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
-    shape: dict[str, Any] = {} if family == "gpt2" else {"intermediate_size": 64}
+    shape: dict[str, Any] = {} if family in ("gpt2", "falcon", "opt") else {"intermediate_size": 64}
     shape["num_hidden_layers"] = 2  # what the second is given are bits of the first
     runtime, reference = (here(tiny_runtime(family, torch.float32, **shape)) for _ in range(2))
     assert runtime.n_layers == 2
@@ -345,10 +353,9 @@ class Operations(TorchDispatchMode):
 def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels and torch's operations in a pass of three layers less those of two."""
     launched = list[str]()
-    for name, kernel in {**vars(device)}.items():
-        if isinstance(kernel, KernelInterface):
-            note = partial(lambda name, *_, **__: launched.append(name), name)
-            monkeypatch.setattr(device, name, defaultdict(lambda note=note: note))
+    for name, owner in kernels_by_module().items():
+        note = partial(lambda name, *_, **__: launched.append(name), name)
+        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
     counts = []
     for n_layers in (2, 3):
         runtime = here(tiny_runtime("llama", torch.float32, num_hidden_layers=n_layers))
@@ -424,6 +431,12 @@ def test_what_is_not_computed_row_by_row_says_why() -> None:
     assert make_row_invariant(runtime) == "the model lies on cpu and meta" and not runtime.exact
 
 
+def kernels_by_module() -> dict[str, Any]:
+    """Every Triton kernel's name, and the module that has it."""
+    modules = (device, device_attention)
+    return {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
+
+
 class Guard:
     """As much of `torch.cuda.device_of` as a launch sees: the tensors whose devices are current."""
 
@@ -442,10 +455,10 @@ class Guard:
 def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without data, and kernels that note which tensor's device is the current one."""
     launched = dict[str, torch.Tensor]()
-    kernels = {name: each for name, each in vars(device).items() if isinstance(each, KernelInterface)}
-    for name in kernels:
+    kernels = kernels_by_module()
+    for name, owner in kernels.items():
         note = partial(lambda name, *_, **__: launched.update({name: Guard.current[-1]}), name)
-        monkeypatch.setattr(device, name, defaultdict(lambda note=note: note))
+        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
     with torch.device("meta"):
         x, weight, table = torch.empty(2, 64), torch.empty(64, 64), torch.empty(30, 2, dtype=torch.int64)
@@ -455,8 +468,8 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
     device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
     device.norm(x, weight[0], None, 1e-6, False, False)
-    device.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
-    device.attend(heads, table, 5, 1, device.SPLIT + 1, 0, 1, 4, 1.0)
+    device_attention.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
+    device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
     device.gated(x, device.SILU)
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
@@ -472,7 +485,7 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = {name for name, each in vars(device).items() if isinstance(each, KernelInterface)}
+    kernels = kernels_by_module()
     assert {(one["kernel"], one["arch"]) for one in made} == {(name, arch) for name in kernels for arch in (80, 90)}
     assert all(one["shared_bytes"] <= 99 * 1024 for one in made)  # which any GPU since 2020 has
     halves = [one for one in made if one["dtype"] in ("*bf16", "*fp16")]

@@ -1,0 +1,166 @@
+"""What a row of the table of supported architectures says; `models/families.py` has the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..core.types import Kind
+
+RMS_EPSILON = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufForm:
+    """How llama.cpp keeps a family: its architecture, and how its tensors differ from transformers'.
+
+    `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the weights
+    of norms. `pre_tokenizer`: its words for how texts become words, for files that are written; None: none are.
+
+    `fields`: config fields by the names of settings, beside those of all architectures. `has_head_dim`: the config has
+    a field for the size of a head. `rotates_in_part`: it has one for how much of a head is rotated. `scalings` of
+    rotary positions that it takes.
+    """
+
+    architecture: str
+    pre_tokenizer: str | None = None
+    pairs_halves: bool = False
+    adds_to_norms: float = 0.0
+    fields: Mapping[str, str] = field(default_factory=lambda: dict(RMS_EPSILON))
+    has_head_dim: bool = False
+    rotates_in_part: bool = False
+    scalings: tuple[str, ...] = ("linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
+
+    `models` are of this type; `is_proven`: tests decode with a real one's weights, too; `classes`: how the names of
+    transformers' classes begin, in small letters, where that is not the type. Of several names with `|` between them
+    the first that the model has counts. With a `?` behind the last, and of the names that may be None, the model may
+    lack all. An `nn.Identity` counts as lacking.
+
+    Norms are before a sub-layer, behind it (`…_post_norm`), or both. `parallel`: attention and MLP read the layer's
+    input, always, or if one of these flags of the config is set.
+
+    `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "grouped"
+    one projection that has, per key head, its queries, then the key and the value (GPT-NeoX); "multi_query" is fused
+    with one key head where the config says multi_query, else grouped. `clip`: the config's bound of what they give.
+    `head_norms` are of queries and of keys. `head_norm`: by head, of all heads at once ("whole"), or by head after the
+    rotation ("rotated"). `scaling` is the attention module's name for what scores are multiplied by; the config's
+    attn_logit_softcapping bounds them. `inner_norm` is of what the heads read.
+
+    `rotation`: which values of a head are a pair: those half the rotated width apart, turned forwards ("halves") or
+    backwards ("reversed"), or neighbours ("pairs"). `rotates_wide`: in float32, and rounded once. `unrotated`: layers
+    without a rotation: those that the config's no_rope_layers has 0 for ("listed"), all without a window
+    ("windowless"), or these if the config has a window ("beside_windows"). With `rotary_by_type` the rotary module
+    takes the layer's type (Gemma 3). `scales_queries`: by position, as in Llama 4. A learned embedding of `positions`
+    is added to the token's. `sliding` tells for which layers a configured window holds.
+
+    The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
+    `activation`. With `gated`, the output map reads the product of two halves, one of them behind the activation;
+    `mlp_inner_norm` is before it. Linear maps that are `transposed` are stored as (inputs, outputs).
+
+    `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
+    config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
+    usual fields.
+
+    GGUF files are read where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
+    `decilm_bias`: the biases of attention are as the config says, or there are none, or those of q, k and v.
+    """
+
+    models: str
+    is_proven: bool = False
+    classes: tuple[str, ...] = ()
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    embed_norm: str | None = None
+    embed_scale: str | None = None
+    positions: str | None = None
+    norm: str = "model.norm"
+    rotary: str | None = "model.rotary_emb"
+    rotary_by_type: bool = False
+    rotation: Literal["halves", "reversed", "pairs"] = "halves"
+    rotates_wide: bool = False
+    unrotated: Literal["none", "listed", "windowless", "beside_windows"] = "none"
+    scales_queries: bool = False
+    head: str = "lm_head"
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
+    residual_scale: str | None = None
+    parallel: bool | tuple[str, ...] = False
+    attn: str = "self_attn"
+    attn_norm: str | None = "input_layernorm"
+    attn_post_norm: str | None = None
+    mlp: str = "mlp"
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    projection: Literal["split", "fused", "grouped", "multi_query"] = "split"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    clip: str | None = None
+    head_norms: tuple[str, str] | None = None
+    head_norm: Literal["by_head", "whole", "rotated"] = "by_head"
+    scaling: str = "scaling"
+    inner_norm: str | None = None
+    out: str = "o_proj"
+    mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_inner_norm: str | None = None
+    activation: str | None = None
+    mlp_out: str = "down_proj"
+    gated: bool = True
+    transposed: bool = False
+    sliding: Literal["none", "all", "by_layer"] = "none"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    gguf: GgufForm | None = None
+    decilm_bias: Literal["configured", "none", "qkv"] | None = None
+
+    def setting(self, config: Any, name: str) -> Any:
+        """Return a field of a config by its usual name; None: the config has none."""
+        return getattr(config, self.fields.get(name, name), None)
+
+    def modules_of(self, kind: Kind) -> tuple[str, ...]:
+        """Return the names of a sub-layer's modules in a decoder layer. A norm that both read is attention's."""
+        attn = (self.attn, self.attn_norm, self.attn_post_norm)
+        mlp = (*((self.mlp,) if self.mlp else (*self.mlp_in, self.mlp_out)), self.mlp_norm, self.mlp_post_norm)
+        names = tuple(one for name in {"attn": attn, "mlp": mlp}[kind] if name for one in names_in(name))
+        return names if kind == "attn" else tuple(name for name in names if name not in self.modules_of("attn"))
+
+
+def names_in(names: str) -> list[str]:
+    """Return the names that a field of a row has, the first of which that a model has counts."""
+    return names.removesuffix("?").split("|")
+
+
+# Tests of a row, and in which words it then differs from Llama's.
+DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
+    (lambda row: row.sliding == "all", "sliding window"),
+    (lambda row: row.sliding == "by_layer", "sliding window by layer"),
+    (lambda row: row.parallel is True, "parallel attention and MLP"),
+    (lambda row: isinstance(row.parallel, tuple), "parallel attention and MLP, by config"),
+    (lambda row: row.attn_norm is None, "post-norms, no pre-norms"),
+    (lambda row: row.attn_norm is not None and row.attn_post_norm is not None, "pre- and post-norms"),
+    (lambda row: row.head_norms is not None and row.head_norm == "by_head", "q/k norms"),
+    (lambda row: row.head_norm == "whole", "q/k norms over all heads"),
+    (lambda row: row.head_norm == "rotated", "q/k norms after the rotation"),
+    (lambda row: row.inner_norm is not None, "norms inside sub-layers"),
+    (lambda row: row.embed_norm is not None, "a norm of embeddings"),
+    (lambda row: row.positions is not None, "learned positions"),
+    (lambda row: row.rotation == "pairs", "rotary pairs side by side"),
+    (lambda row: row.rotation == "reversed", "rotation backwards"),
+    (lambda row: row.rotary_by_type, "rotation by layer"),
+    (lambda row: row.unrotated != "none", "layers without rotation"),
+    (lambda row: row.scales_queries, "queries scaled by position"),
+    (lambda row: row.clip is not None, "clipped q, k and v"),
+    (lambda row: row.residual_scale is not None, "multipliers of embeddings, scores, sub-layers and logits"),
+    (lambda row: row.logit_scale is not None and row.residual_scale is None, "a multiplier of logits"),
+    (lambda row: row.projection in ("grouped", "multi_query"), "q, k and v in one map, by key head"),
+    (lambda row: row.projection == "fused", "q, k and v in one map"),
+    (lambda row: not row.gated, "ungated MLP"),
+)
+
+
+def differences(row: Family) -> list[str]:
+    """Return in words what a row computes otherwise than Llama."""
+    return [words for is_so, words in DIFFERENCES if is_so(row)]
