@@ -126,16 +126,15 @@ def queries_keys_values(
     block: Block, parts: LayerModules, normed: Tensor, rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated."""
-    projected = [project(normed) for project in parts.qkv]
-    if block.clip is not None:
-        projected = [part.clamp(-block.clip, block.clip) for part in projected]
-    query, key, value = split_heads(block.heads, projected)
+    query, key, value = split_heads(block.heads, [project(normed) for project in parts.qkv])
     is_normed, kind = parts.q_norm is not None and parts.k_norm is not None, block.head_norm
     if is_normed and kind == "whole":
         query = parts.q_norm(query.flatten(1)).view_as(query)
         key = parts.k_norm(key.flatten(1)).view_as(key)
     elif is_normed and kind == "by_head":
         query, key = parts.q_norm(query), parts.k_norm(key)
+    if block.clip is not None:
+        query, key, value = (part.clamp(-block.clip, block.clip) for part in (query, key, value))
     if rotation is not None:
         query, key = rotate(query, rotation), rotate(key, rotation)
     if is_normed and kind == "rotated":
@@ -151,8 +150,17 @@ def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
+def has_experts(mlp: nn.Module) -> bool:
+    """Tell whether a layer's MLP is a mixture of experts."""
+    return isinstance(getattr(mlp, "experts", None), nn.Module)
+
+
 def mlp_out(parts: LayerModules, normed: Tensor) -> Tensor:
-    out = cast(Tensor, parts.mlp(normed))
+    if has_experts(parts.mlp):  # Its modules read (batch, rows, hidden_size), and may return the router's scores, too.
+        mixed = parts.mlp(normed[None])
+        out = cast(Tensor, (mixed[0] if isinstance(mixed, tuple) else mixed)[0])
+    else:
+        out = cast(Tensor, parts.mlp(normed))
     return out if parts.mlp_post is None else cast(Tensor, parts.mlp_post(out))
 
 

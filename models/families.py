@@ -8,11 +8,11 @@ layer computes; and what other formats of a model call it, for files and exports
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import RMS_EPSILON, Family, GgufForm, differences
+from .family import RMS_EPSILON, Experts, Family, GgufForm, differences
 
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -60,6 +60,8 @@ _COHERE: dict[str, Any] = dict(
     head_norms=("q_norm?", "k_norm?"),
     logit_scale="logit_scale",
 )
+
+_SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -269,6 +271,73 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         fields={"hidden_act": "activation_function", "intermediate_size": "ffn_dim"},
     ),
+    "qwen3_moe": Family(
+        models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder 30B and 480B",
+        sliding="all",
+        head_norms=_HEAD_NORMS,
+        experts=Experts(),
+    ),
+    "qwen2_moe": Family(
+        models="Qwen1.5-MoE, Qwen2 57B-A14B",
+        sliding="by_layer",
+        experts=Experts(shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
+    "mixtral": Family(models="Mixtral 8x7B and 8x22B", sliding="all", experts=Experts(normalised=True)),
+    "olmoe": Family(models="OLMoE", clip="clip_qkv", head_norms=_HEAD_NORMS, head_norm="whole", experts=Experts()),
+    "flex_olmo": Family(
+        models="FlexOlmo",
+        **_NORMS_BEHIND,
+        rotates_wide=True,
+        head_norms=_HEAD_NORMS,
+        head_norm="whole",
+        experts=Experts(),
+    ),
+    "glm4_moe": Family(models="GLM-4.5, GLM-4.6, GLM-4.7", head_norms=("q_norm?", "k_norm?"), experts=_SIGMOID_EXPERTS),
+    "dots1": Family(models="dots.llm1", sliding="by_layer", head_norms=_HEAD_NORMS, experts=_SIGMOID_EXPERTS),
+    "solar_open": Family(models="Solar Open", experts=_SIGMOID_EXPERTS),
+    "exaone_moe": Family(
+        models="K-EXAONE",
+        head_norms=_HEAD_NORMS,
+        sliding="by_layer",
+        unrotated="beside_windows",
+        experts=_SIGMOID_EXPERTS,
+    ),
+    "hy_v3": Family(models="Hy3", head_norms=_HEAD_NORMS, experts=replace(_SIGMOID_EXPERTS, normalised=True)),
+    "minimax_m2": Family(
+        models="MiniMax M2",
+        head_norms=_HEAD_NORMS,
+        head_norm="whole",
+        experts=Experts(scores="sigmoid", normalised=True),
+    ),
+    "mellum": Family(
+        models="Mellum 2", rotary_by_type=True, sliding="by_layer", head_norms=_HEAD_NORMS, experts=Experts()
+    ),
+    "granitemoe": Family(
+        models="Granite 3 MoE",
+        **_MULTIPLIERS,
+        logit_divisor="logits_scaling",
+        mlp="block_sparse_moe",
+        experts=Experts(router="router", normalised=True),
+    ),
+    "ernie4_5_moe": Family(
+        models="ERNIE 4.5 21B-A3B and 300B-A47B",
+        **_WIDE_PAIRS,
+        experts=Experts(shared="shared_experts?", normalised=True, rounds_logits=False),
+    ),
+    "hunyuan_v1_moe": Family(
+        models="Hunyuan A13B",
+        head_norms=("query_layernorm", "key_layernorm"),
+        head_norm="rotated",
+        classes=("hunyuanmoev1",),
+        experts=Experts(router="gate.wg", shared="shared_mlp", normalised=True, rounds_logits=False),
+    ),
+    "cohere2_moe": Family(
+        models="Command A MoE",
+        **_COHERE,
+        sliding="by_layer",
+        unrotated="windowless",
+        experts=Experts(shared="shared_experts?", scores="configured"),
+    ),
 }
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
@@ -278,7 +347,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "add_cross_attention": (bool, "cross-attention"),
     "attention_chunk_size": (bool, "chunked attention"),
     "alibi": (bool, "a bias of scores by distance"),
-    "num_local_experts": (bool, "a mixture of experts"),
     "do_layer_norm_before": (lambda value: value is False, "a norm of the residual stream itself"),
     "_remove_final_layer_norm": (bool, "a head without a norm before it"),
     "layer_types": (lambda kinds: set(kinds or ()) - ATTENTION_TYPES, "a layer of another type than attention"),
@@ -322,6 +390,8 @@ def family_of(config: Any) -> Family:
     for name, (is_refused, words) in REFUSED.items():
         if is_refused(value := getattr(config, name, None)):
             raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
+    if FAMILIES[model_type].experts is None and getattr(config, "num_local_experts", None):
+        raise UnsupportedModel(f"this {model_type} model has experts beside an MLP, which is not supported")
     return FAMILIES[model_type]
 
 
@@ -377,6 +447,10 @@ def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -
         "windowless": [window is not None for window in windows],
         "beside_windows": [window is not None or not has_windows for window in windows],
     }[family.unrotated]
+    if (
+        getattr(config, "prefix_dense_sliding_window_pattern", None) == 1
+    ):  # Cohere 2 MoE's first layers, without experts.
+        rotated = [one or kind == "dense" for one, kind in zip(rotated, config.mlp_layer_types, strict=True)]
     types = [str(kind) for kind in config.layer_types] if family.rotary_by_type else [""] * n_layers
     return [kind if is_rotated else None for kind, is_rotated in zip(types, rotated, strict=True)]
 

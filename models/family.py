@@ -34,6 +34,28 @@ class GgufForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP, in some or all layers: names in its module.
+
+    `router` is a linear map to a logit for each expert, and `experts` has their maps as two tensors, gate_up_proj
+    (experts, 2 inner, hidden) and down_proj (experts, hidden, inner). `shared` is an MLP that all rows go through,
+    times the sigmoid of `shared_gate`.
+
+    `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says. Weights
+    of a row's experts are their scores, divided by the sum: always (`normalised`), or as norm_topk_prob says. Logits
+    are in float32, or rounded to the model's type before (`rounds_logits`).
+    """
+
+    router: str = "gate"
+    experts: str = "experts"
+    shared: str | None = None
+    shared_gate: str | None = None
+    scores: Literal["softmax", "sigmoid", "configured"] = "softmax"
+    normalised: bool = False
+    rounds_logits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
@@ -61,7 +83,8 @@ class Family:
 
     The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
     `activation`. With `gated`, the output map reads the product of two halves, one of them behind the activation;
-    `mlp_inner_norm` is before it. Linear maps that are `transposed` are stored as (inputs, outputs).
+    `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
+    `transposed` are stored as (inputs, outputs).
 
     `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
     config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
@@ -105,6 +128,7 @@ class Family:
     scaling: str = "scaling"
     inner_norm: str | None = None
     out: str = "o_proj"
+    experts: Experts | None = None
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_inner_norm: str | None = None
     activation: str | None = None
@@ -158,6 +182,8 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.projection in ("grouped", "multi_query"), "q, k and v in one map, by key head"),
     (lambda row: row.projection == "fused", "q, k and v in one map"),
     (lambda row: not row.gated, "ungated MLP"),
+    (lambda row: row.experts is not None, "mixture of experts"),
+    (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
 )
 
 

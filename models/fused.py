@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from .blocks import Block, LayerModules
+from .blocks import Block, LayerModules, has_experts
 from .family import Family
 from .kernels import device, layout
 from .kernels.native import Unsupported, known_form, refuse_hooks
@@ -127,7 +127,8 @@ def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules
     parts = block.parts
     if (qkv := joined(parts.qkv)) is not None:
         parts = replace(parts, qkv=(qkv,))
-    if not family.gated or family.mlp_inner_norm or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
+    is_usual = family.gated and not family.mlp_inner_norm and not has_experts(parts.mlp)
+    if not is_usual or activation not in ACT2FN or isinstance(parts.mlp, GatedMlp):
         return parts
     with suppress(Unsupported):
         for module in parts.mlp.modules():

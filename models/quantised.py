@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import SettingsError
 from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet
-from .blocks import LINEAR, Block, LayerModules
+from .blocks import LINEAR, Block, LayerModules, has_experts
 from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
 from .copy_files import copy_file, read_copy, write_copy
@@ -315,7 +315,8 @@ class QuantisedCopies:
     @torch.inference_mode()
     def _is_faster_packed(self, name: str, seconds: Seconds) -> bool:
         """Return whether our kernel is faster than torch's on a layer's largest map."""
-        module = max(_maps_of("mlp", self._blocks[0].parts), key=_size)
+        parts = self._blocks[0].parts
+        module = max((*_maps_of("mlp", parts), *_maps_of("attn", parts)), key=_size)
         weight, spent = weight_of(module), list[float]()
         for packed in (False, True):
             copy = QuantisedLinear([module], name, packed=packed)
@@ -386,7 +387,8 @@ class QuantisedCopies:
 
     def _is_own(self, key: Key) -> bool:
         """Tell whether the copy is the target's own part: rounding that again would save too little."""
-        return BITS[key[2]] > MOST_BITS * _bits_of(key[0], self._modules(key))
+        modules = self._modules(key)
+        return not _maps_of(key[0], modules) or BITS[key[2]] > MOST_BITS * _bits_of(key[0], modules)
 
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
@@ -436,6 +438,8 @@ def _bits_of(part: str, modules: Any) -> int:
 
 
 def _maps_of(part: str, modules: Any) -> list[nn.Module]:
+    if part == "mlp" and has_experts(modules.mlp):  # Copies keep experts, which are no linear maps of torch.
+        return []
     modules_of_part = (
         [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
     )

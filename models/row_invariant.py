@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .blocks import has_experts
 from .coded import CodedLinear
 from .fused import FusedNorm, fuse, norms_of
 from .kernels import device
@@ -33,6 +34,8 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
+    if any(has_experts(block.parts.mlp) for block in runtime.blocks):
+        return "torch computes its experts"
     modules: dict[Any, Callable[[Tensor], Tensor]] = {}
     try:
         for norm, width, place in norms_of(runtime):

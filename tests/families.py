@@ -147,6 +147,52 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+_GROUPS: dict[str, Any] = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 1}
+_SPARSE = ["dense", "sparse", "sparse", "sparse"]
+
+# Types with mixtures of experts, in the same way; each of four experts or more, some with a first layer without.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    "qwen3_moe:unnormalised": {
+        "head_dim": 16,
+        "norm_topk_prob": False,
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    },
+    "qwen2_moe": {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "mixtral": {"sliding_window": WINDOW},
+    "olmoe": {"clip_qkv": 1.5},
+    "flex_olmo": {},
+    "glm4_moe": {**_GROUPS, "use_qk_norm": True, "first_k_dense_replace": 1, "head_dim": 16},
+    "glm4_moe:ungrouped": {**_GROUPS, "n_group": 1, "topk_group": 1, "use_qk_norm": False, "first_k_dense_replace": 0},
+    "dots1": {**_GROUPS, **_WINDOWS, "first_k_dense_replace": 1, "head_dim": 16},
+    "solar_open": {**_GROUPS, "head_dim": 16},
+    "exaone_moe": {**_GROUPS, **_WINDOWS, "num_shared_experts": 1, "mlp_layer_types": _SPARSE, "head_dim": 16},
+    "hy_v3": {"num_shared_experts": 1, "router_scaling_factor": 1.3, "mlp_layer_types": _SPARSE, "head_dim": 16},
+    "minimax_m2": {"head_dim": 16},
+    "mellum": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE, "mlp_layer_types": _SPARSE, "head_dim": 16},
+    "granitemoe": _MULTIPLIERS,
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "cohere2_moe": {
+        **_WINDOWS,
+        "logit_scale": 0.3,
+        "head_dim": 16,
+        "num_shared_experts": 1,
+        "mlp_layer_types": _SPARSE,
+    },
+}
+DENSE |= {variant: {**_EXPERTS, **settings} for variant, settings in MIXTURES.items()}
+
+
 def dense_config(variant: str) -> PreTrainedConfig:
     """The config of a variant of `DENSE`. The test is skipped where this transformers has no such type."""
     model_type = variant.partition(":")[0]
@@ -199,8 +245,9 @@ def tiny_model(
         settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     config = type(usual)(**settings)
     # Torch's own attention, transformers' default, leaves caps of scores out.
-    implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+    how: dict[str, Any] = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    how |= {"experts_implementation": "eager"} if family in MIXTURES else {}  # The default knows no float64.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:

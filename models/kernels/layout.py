@@ -8,7 +8,7 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU = range(6)
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
-ATTENTION, MLP, KEEP, LOGITS = range(4)
+ATTENTION, MLP, KEEP, LOGITS, MIXTURE = range(5)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
@@ -53,6 +53,24 @@ class Mlp(Structure):
     ]
 
 
+class Choosing(Structure):
+    _fields_ = [
+        *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen sigmoid normalised"),
+        *_fields(c_float, "least scale"),
+    ]
+
+
+class Mixture(Structure):
+    _fields_ = [
+        *_fields(Norm, "before after"),
+        *_fields(c_void_p, "router correction router_bias into out shared_gate"),
+        ("choosing", Choosing),
+        *_fields(c_int32, "has_shared wide_router rounded_logits n_in_maps n_inner n_shared_inner"),
+        ("mlp", Mlp),
+        *_fields(c_float, "shared_scale added_scale"),
+    ]
+
+
 class Step(Structure):
     _fields_ = [("part", c_void_p), *_fields(c_int32, "kind layer window rows rotation from_kept")]
 
@@ -92,4 +110,4 @@ class Call(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture)

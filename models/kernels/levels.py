@@ -12,7 +12,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 BUILT = FOLDER / "built"  # Folder of the libraries shipped in the wheel.
-SOURCES = ("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "quantised.h", "gguf.h", "attention.h", "pass.cpp")
+SOURCES = (
+    *("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "quantised.h", "gguf.h", "attention.h", "mixture.h"),
+    "pass.cpp",
+)
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")
 # Do not let the compiler fuse multiplications and additions on its own: rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

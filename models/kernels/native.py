@@ -20,13 +20,15 @@ from ...core.errors import SettingsError
 from ...core.settings import THREADS
 from ...core.types import KINDS, Kind, LayerSet
 from ..block_maps import BlockLinear
-from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, submodule
+from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
 from ..coded import GROUPS, ROWS, CodedLinear
 from ..norms import NormForm, form_of
 from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
+from .experts import Unsupported as Unsupported
+from .experts import choosing_of, correction_of, is_mean, stacked
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -48,10 +50,6 @@ STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
 FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
-
-
-class Unsupported(Exception):
-    """The kernels cannot compute a part of the model; the message names it."""
 
 
 def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm:
@@ -103,6 +101,7 @@ class NativePasses:
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
         self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
         self._norms: list[NormForm] = []
+        self._held: list[Any] = []  # Tensors and arrays that parts point to.
         for block in self.runtime.blocks:
             for kind in KINDS:
                 self._part(kind, block.index, None)
@@ -116,7 +115,10 @@ class NativePasses:
         if key not in self._parts:
             block = self.runtime.blocks[layer]
             parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
-            self._parts[key] = self._attention_of(block, parts) if kind == "attn" else self._mlp_of(block, parts)
+            if kind == "attn":
+                self._parts[key] = self._attention_of(block, parts)
+            else:
+                self._parts[key] = (self._mixture_of if has_experts(parts.mlp) else self._mlp_of)(block, parts)
         return self._parts[key]
 
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
@@ -171,6 +173,53 @@ class NativePasses:
             self._curve(mlp),
             block.added_scale,
         )
+
+    def _mixture_of(self, block: Block, parts: LayerModules) -> layout.Mixture:
+        mlp, named = parts.mlp, self.runtime.family.experts
+        assert named is not None
+        for module in mlp.modules():
+            refuse_hooks(module)
+        router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
+        shared = submodule(mlp, named.shared)
+        into, out = stacked(experts, self.runtime.dtype)
+        n_experts, n_inner = len(out), out[0].n_in
+        activation = layout.Mlp(gated=1, activation=self._activation)
+        if shared is not None:
+            pair = [self._map_of(getattr(shared, name)) for name in self.runtime.family.mlp_in]
+            # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
+            into = [*stacked(experts, self.runtime.dtype, halves=True)[0], *pair]
+            out = [*out, self._map_of(getattr(shared, self.runtime.family.mlp_out))]
+        gate = submodule(mlp, named.shared_gate)
+        choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
+        weight = self._kept(router.weight)
+        correction = self._kept(correction_of(mlp))
+        bias = self._kept(getattr(router, "bias", None))
+        maps = (layout.Map * len(into))(*into), (layout.Map * len(out))(*out)
+        self._held.append(maps)
+        return layout.Mixture(
+            *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
+            weight.data_ptr(),
+            None if correction is None else self._kept(correction.float()).data_ptr(),
+            None if bias is None else self._kept(bias.float()).data_ptr(),
+            *(ctypes.addressof(array) for array in maps),
+            None if gate is None else self._address(gate.weight),
+            choosing,
+            shared is not None,
+            weight.dtype != self.runtime.dtype,
+            named.rounds_logits,
+            1 if shared is None else 2,
+            n_inner,
+            0 if shared is None else out[-1].n_in,
+            activation,
+            0.5 if is_mean(self.runtime.config) else 1.0,
+            block.added_scale,
+        )
+
+    def _kept(self, tensor: Any) -> Any:
+        """Return a tensor, which lives as long as what describes the model to the library."""
+        if tensor is not None:
+            self._held.append(tensor)
+        return tensor
 
     def _curve(self, mlp: nn.Module) -> Any:
         """Return the numbers of a learned activation, the XIELU of an MLP; zeros where it has none."""
@@ -338,7 +387,8 @@ class NativePasses:
                 add(layout.KEEP, block, None, everyone)
             for kind, step in STEPS.items():
                 for name, members in members_by_kind[kind]:
-                    add(step, block, self._part(kind, block.index, name), members)
+                    part = self._part(kind, block.index, name)
+                    add(layout.MIXTURE if isinstance(part, layout.Mixture) else step, block, part, members)
                     steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
 

@@ -5,6 +5,7 @@
 #include <ctime>
 #include "attention.h"
 #include "gguf.h"
+#include "mixture.h"
 #include "team.h"
 
 extern "C" {
@@ -44,9 +45,22 @@ struct Mlp {
     float added_scale;
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS };
+struct Mixture {  // experts, of which each row takes some, in place of an MLP
+    Norm before, after;
+    const void* router;         // (n_experts, n_hidden), of floats where `wide_router`, else of the model's type
+    const float *correction, *router_bias;  // (n_experts,) of scores where experts are chosen, of logits; null: none
+    const Map *in, *out;        // of each expert, then of the shared ones: `n_in_maps` each (gate and up, or both as one)
+    const void* shared_gate;    // (n_hidden,): the shared output is multiplied by the sigmoid of this product; null: 1
+    Choosing choosing;
+    int32_t has_shared, wide_router, rounded_logits;
+    int32_t n_in_maps, n_inner, n_shared_inner;
+    Mlp mlp;  // the activation of all of them; nothing else of it is used
+    float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
+};
+
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE };
 struct Step {
-    const void* part;                   // Attention, Mlp or Map
+    const void* part;                   // Attention, Mlp, Map or Mixture
     int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
     int32_t rotation;                   // which of the pass's tables, -1: none
     int32_t from_kept;                  // an MLP that reads what KEEP kept
@@ -209,6 +223,7 @@ template <class T> class Runner {
         const size_t rows = std::max(1, pass.n_rows);
         size_t wide = 1, inner = 1, head = 0;
         bool packed = false, ordered = false, keeps = false;
+        Mixed mixed;  // the largest of the mixtures
         auto widest = [&](const Map& map) {
             wide = std::max<size_t>(wide, map.n_in);
             packed |= map.scales != nullptr, ordered |= map.order != nullptr;
@@ -227,6 +242,8 @@ template <class T> class Runner {
                 widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
             } else if (steps[s].kind == LOGITS) {
                 widest(*(const Map*)steps[s].part);
+            } else if (steps[s].kind == MIXTURE) {
+                mixed.count(*(const Mixture*)steps[s].part, widest);
             } else {
                 keeps = true;
             }
@@ -253,6 +270,7 @@ template <class T> class Runner {
             }
             inputs_.add(input);
         }
+        if (mixed.n_experts) take_room(mixed, int64_t(rows), wide, packed, ordered);
         tiles.clear(), scratch.clear();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
@@ -320,6 +338,7 @@ template <class T> class Runner {
             if (step.kind == ATTENTION) attention(step, *(const Attention*)step.part, list, thread);
             if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
             if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
+            if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
             if (step.kind == KEEP)
                 team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
                     memcpy(kept_ + from * pass_.n_hidden, hidden(int(from)), (to - from) * pass_.n_hidden * sizeof(T));
@@ -483,14 +502,19 @@ template <class T> class Runner {
             const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
             auto& tile = tiles[thread];
             outputs(map, input, int(list.n), first, last, tile.items, PANEL, thread);
-            if (part.clip > 0)
-                for (int64_t i = 0; i < list.n * PANEL; i++) tile.items[i] = std::min(std::max(tile.items[i], -part.clip), part.clip);
             for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
         });
         if (part.head_norm == WHOLE) {
             norm_rows(part.query_norm, inner_ + part.query_at, total, part.n_heads * part.width, list.n, thread);
             norm_rows(part.key_norm, inner_ + part.key_at, total, part.n_kv_heads * part.width, list.n, thread);
         }
+        if (part.clip > 0)
+            each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+                const vf least = splat(-part.clip), most = splat(part.clip);
+                along(total, inner_ + i * total, inner_ + i * total, [&](vf v, int) {
+                    return chosen(v < least, least, chosen(v > most, most, v));
+                });
+            });
         const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
         // Queries to `mixed_`, keys and values to the buffer, head by head.
         const int per_row = part.n_heads + part.n_kv_heads;
@@ -629,23 +653,213 @@ template <class T> class Runner {
             float *gate = tile.items, *up = gate + whole_sides(list.n) * PANEL;
             outputs(part.in[0], input, int(list.n), first, last, gate, PANEL, thread);
             if (part.gated) outputs(part.in[joint ? 0 : 1], input, int(list.n), first + joint * n, last + joint * n, up, PANEL, thread);
-            for (int64_t r = 0; r < list.n; r++) {
-                T* to = inner_ + r * n + first;
-                for (int at = 0; at < width; at += LANES) {
-                    vf a = as_stored<T>(activated(as_stored<T>(part_of(gate + r * PANEL, at, width)), part));
-                    if (part.gated) a = a * as_stored<T>(part_of(up + r * PANEL, at, width));
-                    if (at + LANES <= width) {
-                        store(to + at, a);
-                    } else {
-                        T last_ones[LANES];
-                        store(last_ones, a);
-                        memcpy(to + at, last_ones, (width - at) * sizeof(T));
-                    }
-                }
-            }
+            for (int64_t r = 0; r < list.n; r++)
+                gated(part, gate + r * PANEL, part.gated ? up + r * PANEL : nullptr, width, inner_ + r * n + first);
         });
         norm_rows(part.inner, inner_, n, n, list.n, thread);
         leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
+    }
+
+    struct Mixed {  // sizes of the largest mixture of a pass
+        int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
+
+        template <class F> void count(const Mixture& part, F&& widest) {
+            const int n = part.choosing.n_experts + part.has_shared;
+            for (int e = 0; e < n; e++) {
+                for (int i = 0; i < part.n_in_maps; i++) widest(part.in[e * part.n_in_maps + i]);
+                widest(part.out[e]);
+            }
+            n_experts = std::max<int64_t>(n_experts, n), n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
+            n_chosen = std::max<int64_t>(n_chosen, part.choosing.n_chosen + part.has_shared);
+        }
+    };
+
+    struct Share {  // of a pass: the rows of one expert, which lie together from place `first` on
+        int32_t expert, n;
+        int64_t first;
+    };
+
+    // Memory for the rows of experts: each row once for each expert that it takes. An expert's rows begin where a tile does.
+    void take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool packed, bool ordered) {
+        const int64_t n_places = rows * mixed.n_chosen + mixed.n_experts * (whole_sides(1) - 1);
+        scores_ = (float*)arena.take(rows * 2 * (mixed.n_experts + mixed.n_groups) * sizeof(float));
+        choices_ = (Choice*)arena.take(rows * mixed.n_chosen * sizeof(Choice));
+        places_of_ = (int64_t*)arena.take(rows * mixed.n_chosen * sizeof(int64_t));
+        source_ = (int32_t*)arena.take(n_places * sizeof(int32_t));
+        inner_of_ = (T*)arena.take(n_places * wide * sizeof(T));
+        out_of_ = (T*)arena.take(n_places * pass_.n_hidden * sizeof(T));
+        taken_ = {(T*)arena.take(n_places * wide * sizeof(T)), {}, nullptr, nullptr};
+        if (TILES) taken_.turned = (T*)arena.take(n_places * wide * sizeof(T));
+        if (ordered) taken_.ordered = (T*)arena.take(n_places * wide * sizeof(T));
+        if (packed) {
+            const int64_t groups = wide / FINEST + 1;
+            taken_.codes.codes = (int8_t*)arena.take(n_places * wide);
+            taken_.codes.scales = (float*)arena.take(n_places * groups * sizeof(float));
+            taken_.codes.sums = (float*)arena.take(n_places * groups * sizeof(float));
+            taken_.codes.halves = (float*)arena.take(2 * n_places * groups * sizeof(float));
+        }
+        shares_.clear();
+        wide_ = wide;
+    }
+
+    // The rows of an expert, which lie from `rows` on in the order of their places, as an input of one of its maps.
+    Input input_of(T* rows, const Share& share) const {
+        const int64_t at = share.first * wide_, groups = share.first * (wide_ / FINEST + 1);
+        Input own{rows + at, {}, nullptr, nullptr};
+        own.codes.codes = taken_.codes.codes + at, own.codes.scales = taken_.codes.scales + groups;
+        own.codes.sums = taken_.codes.sums + groups, own.codes.halves = taken_.codes.halves + 2 * groups;
+        own.ordered = taken_.ordered + at, own.turned = taken_.turned + at;
+        return own;
+    }
+
+    // Prepare the rows that experts read by their maps `map_of(share)`: codes, or turned for tiles.
+    template <class F> void prepare_shares(T* rows, int thread, F&& map_of) {
+        each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
+            const Share& share = shares_[s];
+            const Map& map = map_of(share);
+            const Input own = input_of(rows, share);
+            if (map.scales) {
+                for (int r = 0; r < share.n; r++) round_into(own, own.rows + int64_t(r) * map.n_in, map, r);
+                return;
+            }
+#if defined(WITH_TILES)
+            if constexpr (TILES) {
+                const int k = map.n_in, whole = whole_tiles(k);
+                for (int row = 0; row < share.n; row += SIDE)
+                    turn_rows(own.rows + int64_t(row) * k, k, std::min<int>(SIDE, share.n - row), k, 0, whole,
+                              own.turned + int64_t(row) * whole);
+            }
+#endif
+        });
+    }
+
+    void mixture(const Step& step, const Mixture& part, const RowList& list, int thread) {
+        const int n_hidden = pass_.n_hidden, n = part.choosing.n_experts, all = n + part.has_shared;
+        const int n_chosen = part.choosing.n_chosen + part.has_shared, room = 2 * (all + part.choosing.n_groups);
+        const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
+        T* rows = inputs_.last().rows;
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+            normed(part.before, from + int64_t(row_of(list, i)) * n_hidden, n_hidden, rows + i * n_hidden);
+        });
+        constexpr int TOGETHER = 16;  // experts
+        const int n_blocks = (all + TOGETHER - 1) / TOGETHER;
+        each(REST, thread, list.n * n_blocks, 1, [&](int64_t item, int64_t) {
+            const int64_t i = item / n_blocks;
+            const T* x = rows + i * n_hidden;
+            const int first = int(item % n_blocks) * TOGETHER, last = std::min(all, first + TOGETHER);
+            for (int e = first; e < last; e++) {
+                float score = 0;
+                if (e == n) score = part.shared_gate ? dot(x, (const T*)part.shared_gate, n_hidden) : 0;
+                else if (part.wide_router) score = dot(x, (const float*)part.router + int64_t(e) * n_hidden, n_hidden);
+                else score = dot(x, (const T*)part.router + int64_t(e) * n_hidden, n_hidden);
+                if (e < n && part.router_bias) score += part.router_bias[e];
+                scores_[i * room + e] = part.rounded_logits ? as_stored<T>(score) : score;
+            }
+        });
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+            float* scores = scores_ + i * room;
+            Choice* choices = choices_ + i * n_chosen;
+            const float shared = scores[n];
+            choose(part.choosing, scores, part.correction, scores + all, scores + 2 * all, choices);
+            if (part.has_shared)
+                choices[n_chosen - 1] = {n, part.shared_gate ? sigmoid_of(shared) : part.shared_scale};
+        });
+        each(REST, thread, 1, 1, [&](int64_t, int64_t) { share_out(list.n, n_chosen, all); });
+        each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
+            const Share& share = shares_[s];
+            T* own = input_of(taken_.rows, share).rows;
+            for (int r = 0; r < share.n; r++)
+                memcpy(own + int64_t(r) * n_hidden, rows + int64_t(source_[share.first + r]) * n_hidden, n_hidden * sizeof(T));
+        });
+        auto in_of = [&](const Share& share) -> const Map& { return part.in[share.expert * part.n_in_maps]; };
+        auto out_of = [&](const Share& share) -> const Map& { return part.out[share.expert]; };
+        prepare_shares(taken_.rows, thread, in_of);
+        const int most_inner = std::max(part.n_inner, part.n_shared_inner);
+        const int64_t panels = (most_inner + PANEL - 1) / PANEL;
+        const bool joint = part.n_in_maps == 1;
+        each(MAPS, thread, shares_.n * panels, 1, [&](int64_t item, int64_t) {
+            const Share& share = shares_[item / panels];
+            const int inner = out_of(share).n_in, first = int(item % panels) * PANEL, last = std::min(first + PANEL, inner);
+            if (first >= inner) return;
+            const Map* maps = &in_of(share);
+            const Input input = input_of(taken_.rows, share);
+            T* to = input_of(inner_of_, share).rows + first;
+            auto& tile = tiles[thread];
+            float *gate = tile.items, *up = gate + whole_sides(share.n) * PANEL;
+            outputs(maps[0], input, share.n, first, last, gate, PANEL, thread);
+            outputs(maps[joint ? 0 : 1], input, share.n, first + joint * inner, last + joint * inner, up, PANEL, thread);
+            for (int r = 0; r < share.n; r++)
+                gated(part.mlp, gate + r * PANEL, up + r * PANEL, last - first, to + int64_t(r) * inner);
+        });
+        prepare_shares(inner_of_, thread, out_of);
+        const int64_t out_panels = (n_hidden + PANEL - 1) / PANEL;
+        each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
+            const Share& share = shares_[item / out_panels];
+            const int first = int(item % out_panels) * PANEL, last = std::min(first + PANEL, n_hidden);
+            const Input input = input_of(inner_of_, share);
+            auto& tile = tiles[thread];
+            outputs(out_of(share), input, share.n, first, last, tile.items, PANEL, thread);
+            for (int r = 0; r < share.n; r++)
+                round_to(out_of_ + (share.first + r) * n_hidden + first, tile.items + r * PANEL, last - first);
+        });
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { gather(part, list, i, n_chosen); });
+    }
+
+    static float sigmoid_of(float x) { return as_stored<T>(1.0f / (1.0f + std::exp(-as_stored<T>(x)))); }
+
+    // Add what a row's experts give, in their order.
+    void gather(const Mixture& part, const RowList& list, int64_t i, int n_chosen) {
+        const int n = pass_.n_hidden;
+        T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
+        const Choice* choices = choices_ + i * n_chosen;
+        const int64_t* places = places_of_ + i * n_chosen;
+        for (int at = 0; at < n; at += LANES) {
+            vf total = {};
+            for (int c = 0; c < n_chosen; c++) total += part_of(out_of_ + places[c] * n, at, n) * choices[c].weight;
+            T last_ones[LANES];
+            store(last_ones, total);
+            memcpy(delta + at, last_ones, std::min(LANES, n - at) * sizeof(T));
+        }
+        normed(part.after, delta, n, delta);
+        const float scale = part.added_scale;
+        along(n, to, to, [&](vf h, int at) {
+            const vf own = part_of(delta, at, n);
+            return h + (scale == 1 ? own : as_stored<T>(own * scale));
+        });
+    }
+
+    // List which rows each expert computes, experts in ascending order.
+    void share_out(int64_t n_rows, int n_chosen, int n_experts) {
+        int64_t counts[MOST_EXPERTS + 1] = {};
+        for (int64_t i = 0; i < n_rows * n_chosen; i++) counts[choices_[i].expert]++;
+        shares_.clear();
+        int64_t first = 0;
+        for (int e = 0; e < n_experts; e++) {
+            const int64_t n = counts[e];
+            counts[e] = first;
+            if (n == 0) continue;
+            shares_.add({e, int32_t(n), first});
+            first += whole_sides(n);
+        }
+        for (int64_t i = 0; i < n_rows * n_chosen; i++) {
+            places_of_[i] = counts[choices_[i].expert]++;
+            source_[places_of_[i]] = int32_t(i / n_chosen);
+        }
+    }
+
+    // The activation of `n` values, times what stands beside them.
+    static void gated(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
+        for (int at = 0; at < n; at += LANES) {
+            vf a = as_stored<T>(activated(as_stored<T>(part_of(gate, at, n)), mlp));
+            if (up) a = a * as_stored<T>(part_of(up, at, n));
+            if (at + LANES <= n) {
+                store(to + at, a);
+            } else {
+                T last_ones[LANES];
+                store(last_ones, a);
+                memcpy(to + at, last_ones, (n - at) * sizeof(T));
+            }
+        }
     }
 
     void logits(const Map& map, const RowList& list, int thread) {
@@ -662,10 +876,18 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
+    float* scores_;        // of experts: each row's, and room to choose by them
+    Choice* choices_;      // of each row
+    int64_t* places_of_;   // of each choice: where the row lies among those of its expert
+    int32_t* source_;      // row at each place
+    T *inner_of_, *out_of_;  // of experts' rows
+    Input taken_;          // what experts read
+    int64_t wide_;         // values between places, enough for the widest input
     static inline List<View> views_;
     static inline List<Place> places_;       // of each row
     static inline List<List<Part>> parts_;   // of each list
     static inline List<Input> inputs_;
+    static inline List<Share> shares_;
     static inline Arena arena;
     static inline List<List<float>> tiles, scratch;  // per thread
 };
@@ -781,4 +1003,5 @@ extern "C" void swiftopt_likeliest(
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
+    sizes[8] = sizeof(Mixture);
 }

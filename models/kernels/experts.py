@@ -1,0 +1,72 @@
+"""Describes mixtures of experts to the library: their maps where they lie, and how a router chooses among them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ..family import Experts
+from . import layout
+
+MOST_EXPERTS = 1024  # Of a layer, its shared ones among them.
+
+
+class Unsupported(Exception):
+    """The kernels cannot compute a part of the model; the message names it."""
+
+
+def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    return isinstance(weights, Tensor) and weights.dim() == 3 and weights.dtype == dtype and weights.is_contiguous()
+
+
+def _map_of(weight: Tensor) -> layout.Map:
+    n_out, n_in = weight.shape
+    return layout.Map(weight.data_ptr(), None, None, None, n_in, n_in, n_out, 0, 0, 0)
+
+
+def stacked(experts: Any, dtype: torch.dtype, halves: bool = False) -> tuple[list[layout.Map], list[layout.Map]]:
+    """Describe the maps of each expert: gate and up as one, or with `halves` one after the other, and the output's."""
+    into, out = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    plain = not getattr(experts, "is_transposed", False) and not getattr(experts, "has_bias", False)
+    if not plain or not _is_stack(into, dtype) or not _is_stack(out, dtype):
+        raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
+    n_experts, n_hidden, n_inner = out.shape
+    if into.shape != (n_experts, 2 * n_inner, n_hidden) or n_experts >= MOST_EXPERTS:
+        raise Unsupported(f"{n_experts} experts of such a form are computed by torch")
+    parts = into.detach().view(2 * n_experts, n_inner, n_hidden) if halves else into.detach()
+    return [_map_of(one) for one in parts], [_map_of(one) for one in out.detach()]
+
+
+def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> layout.Choosing:
+    """Describe how a router chooses experts, by the settings of its modules, else by the config's."""
+    parent, _, _ = named.router.rpartition(".")
+    owners = (mlp.get_submodule(named.router), mlp.get_submodule(parent), config)
+
+    def setting(*names: str, default: Any) -> Any:
+        return next((getattr(one, name) for name in names for one in owners if hasattr(one, name)), default)
+
+    scores = named.scores if named.scores != "configured" else config.expert_selection_fn
+    normalised = named.normalised or (scores == "softmax" and named.scores == "configured")
+    return layout.Choosing(
+        n_experts,
+        setting("top_k", "num_experts_per_tok", "moe_topk", default=1),
+        setting("num_group", "n_group", default=1) or 1,
+        setting("topk_group", default=1) or 1,
+        scores == "sigmoid",
+        normalised or bool(setting("norm_topk_prob", default=False)),
+        float(setting("norm_min", default=1e-20)),
+        float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)) * (0.5 if is_mean(config) else 1),
+    )
+
+
+def is_mean(config: Any) -> bool:
+    """Tell whether a layer gives the mean of its chosen and its shared experts, and not their sum."""
+    return getattr(config, "shared_expert_combination_strategy", "sum") == "average"
+
+
+def correction_of(mlp: nn.Module) -> Tensor | None:
+    """Return what is added to scores where experts are chosen: (experts,), None where there is nothing."""
+    found = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if "correction_bias" in name]
+    return found[0].reshape(-1) if found else None

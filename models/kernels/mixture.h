@@ -1,0 +1,76 @@
+// The choice of experts for a row, and which rows each expert computes.
+#pragma once
+#include "vec.h"
+
+constexpr int MOST_EXPERTS = 1024;  // of a layer
+
+// Sums over a row of what it has times a weight, in one order whatever rows are beside it.
+template <class T, class W> static inline float dot(const T* x, const W* weight, int n) {
+    vf sums[2] = {};
+    int i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        sums[0] = fma(load(x + i), load(weight + i), sums[0]);
+        sums[1] = fma(load(x + i + LANES), load(weight + i + LANES), sums[1]);
+    }
+    for (; i < n; i += LANES) sums[0] = fma(part_of(x, i, n), part_of(weight, i, n), sums[0]);
+    return sum(sums[0] + sums[1]);
+}
+
+struct Choice {  // of an expert by a row, and what its output is multiplied by
+    int32_t expert;
+    float weight;
+};
+
+struct Choosing {  // how experts are chosen by scores
+    int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
+    int32_t sigmoid, normalised;  // scores: sigmoids of logits, or their softmax; weights are divided by their sum
+    float least, scale;           // the least sum that they are divided by; what they are then multiplied by
+};
+
+// The experts of one row, in ascending order. `scores`: logits, overwritten. `correction`: added where experts are chosen,
+// null: nothing. `taken` and `groups`: room for n_experts and n_groups values. Of equal scores the first expert's counts.
+static inline void choose(
+    const Choosing& how, float* scores, const float* correction, float* taken, float* groups, Choice* choices) {
+    const int n = how.n_experts;
+    if (how.sigmoid) {
+        for (int e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+    } else {
+        float largest = scores[0], total = 0;
+        for (int e = 1; e < n; e++) largest = std::max(largest, scores[e]);
+        for (int e = 0; e < n; e++) total += scores[e] = std::exp(scores[e] - largest);
+        for (int e = 0; e < n; e++) scores[e] /= total;
+    }
+    for (int e = 0; e < n; e++) taken[e] = correction ? scores[e] + correction[e] : scores[e];
+    if (how.n_groups > 1 && how.n_groups_chosen < how.n_groups) {  // a group's score: the sum of its two best
+        const int size = n / how.n_groups;
+        for (int g = 0; g < how.n_groups; g++) {
+            float best = -INFINITY, next = -INFINITY;
+            for (int e = g * size; e < (g + 1) * size; e++) {
+                if (taken[e] > best) next = best, best = taken[e];
+                else next = std::max(next, taken[e]);
+            }
+            groups[g] = size > 1 ? best + next : best;
+        }
+        for (int left = how.n_groups - how.n_groups_chosen; left > 0; left--) {
+            int worst = -1;  // of equal groups the last one goes
+            for (int g = 0; g < how.n_groups; g++)
+                if (groups[g] < INFINITY && (worst < 0 || groups[g] <= groups[worst])) worst = g;
+            if (worst < 0) break;
+            groups[worst] = INFINITY;
+            for (int e = worst * size; e < (worst + 1) * size; e++) taken[e] = -INFINITY;
+        }
+    }
+    bool in_use[MOST_EXPERTS] = {};
+    for (int i = 0; i < how.n_chosen; i++) {
+        int best = -1;
+        for (int e = 0; e < n; e++)
+            if (!in_use[e] && (best < 0 || taken[e] > taken[best])) best = e;
+        in_use[best] = true;
+    }
+    float total = 0;
+    int found = 0;
+    for (int e = 0; e < n; e++)
+        if (in_use[e]) choices[found++] = {e, scores[e]}, total += scores[e];
+    const float by = how.normalised ? std::max(total, how.least) : 1.0f;
+    for (int i = 0; i < how.n_chosen; i++) choices[i].weight = choices[i].weight / by * how.scale;
+}
