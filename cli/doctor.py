@@ -231,7 +231,9 @@ def check_model(name: str) -> Finding:
     from ..models.sources import resolve
 
     source = resolve(name)
-    text, folder = f"{name} is the {source.kind} {source.location}", Path(source.location)
+    text, folder = f"{name} is the {source.kind} {source.location}", Path((source.base or source).location)
+    if source.base is not None:
+        text += f" of the base {source.base.location}"
     if not folder.is_dir():
         return "ok", text
     import torch

@@ -246,7 +246,7 @@ def export(
     refuse_existing(out)
     source = resolve(model)
     folder = local_folder(source, on_step)
-    reads_it = source.kind != "gguf" or ENGINES[engine].writes == "gguf"
+    reads_it = source.kind in ("folder", "hub") or (source.kind == "gguf" and ENGINES[engine].writes == "gguf")
     target = source.location if reads_it else str(folder)
     given, n_tokens = _of_engine(found, engine)
     draft = planned_draft(given, Path(model).name, target, folder, ENGINES[engine])

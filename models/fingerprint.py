@@ -6,6 +6,8 @@ folder, loaded in bfloat16 and loaded in float32, because that cast loses nothin
 (float32 or float16 weights loaded as bfloat16) has another fingerprint in memory than its folder; `load` therefore
 always takes the folder's.
 
+A model with an adapter has the fingerprint of its base and of the adapter's tensors, sampled in the same way.
+
 A GGUF file has one fingerprint, whatever its name and wherever it lies: of its architecture's settings and of bytes of
 each tensor at fixed places. A folder that it was converted to for other engines has the same.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ _IGNORED = frozenset(
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _HEAD = "lm_head.weight"
 OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint, and `OF_WEIGHTS`.
+OF_ADAPTER = "merged.json"  # In a folder of merged weights: the fingerprint of base and adapter.
 OF_WEIGHTS = "weights"  # Key of the fingerprint of the converted weights.
 
 
@@ -71,7 +74,16 @@ def fingerprint(model: Any, file: GgufFile | None = None) -> str:
     folder = Path(model)
     if (folder / GGUF_WEIGHTS).is_file():
         return _of_gguf(file or GgufFile(linked_gguf(folder)))
-    return _noted(folder) or _of_weights(folder)
+    return _noted(folder) or _noted(folder, file=OF_ADAPTER) or _of_weights(folder)
+
+
+def fingerprint_with(base: str, parts: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the fingerprint of a model that is made of a base, given by its own, and of named tensors beside it."""
+    digest = hashlib.sha256(base.encode())
+    for name, tensor in parts:
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        digest.update(_sample(name, tensor).numpy().tobytes())
+    return f"{VERSION}:{digest.hexdigest()[:16]}"
 
 
 def earlier_fingerprints(folder: Path) -> tuple[str, ...]:
@@ -99,14 +111,19 @@ def note_gguf(folder: Path, gguf: Path) -> None:
     _note(folder, {"fingerprint": _of_gguf(GgufFile(gguf))})
 
 
-def _note(folder: Path, fingerprints: Mapping[str, str]) -> None:
-    with replacing(folder / OF_GGUF) as part:
+def note_merged(folder: Path, identity: str) -> None:
+    """Write into a folder of merged weights which base and adapter they are of."""
+    _note(folder, {"fingerprint": identity}, OF_ADAPTER)
+
+
+def _note(folder: Path, fingerprints: Mapping[str, str], file: str = OF_GGUF) -> None:
+    with replacing(folder / file) as part:
         part.write_text(json.dumps(fingerprints) + "\n", encoding="utf-8")
 
 
-def _noted(folder: Path, kind: str = "fingerprint") -> str | None:
+def _noted(folder: Path, kind: str = "fingerprint", file: str = OF_GGUF) -> str | None:
     try:
-        return str(json.loads((folder / OF_GGUF).read_text(encoding="utf-8"))[kind])
+        return str(json.loads((folder / file).read_text(encoding="utf-8"))[kind])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

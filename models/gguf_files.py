@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..core.errors import OutputError, SettingsError, SwiftoptError, UnsupportedModel
+from ..core.errors import OutputError, SettingsError, UnsupportedModel
 from .buffer import free_bytes
 from .families import FAMILIES
 from .family import GgufForm
@@ -32,12 +32,12 @@ from .saved import (
     cache_root,
     converted_folder,
     first_line,
+    is_readable,
     made_once,
     no_step,
     replacing,
     stored_tensors,
     supported_config,
-    supported_type,
 )
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
@@ -66,7 +66,7 @@ def converted(gguf: Path, on_step: OnStep) -> Path:
                 shutil.copy(path, unfinished)
         note_gguf(unfinished, gguf)
 
-    made_once(folder, lambda: _is_whole(folder), write)
+    made_once(folder, lambda: is_readable(folder), write)
     if not (folder / OF_GGUF).is_file():  # It was converted by an earlier version.
         with suppress(OSError):
             note_gguf(folder, gguf)
@@ -81,16 +81,6 @@ def _check_room(gguf: Path) -> None:
             f"{gguf} takes {needed / 1e9:.1f} GB of memory while it is converted to bfloat16, but this machine has"
             f" {free / 1e9:.1f} GB free: use a smaller model, or its hub id"
         )
-
-
-def _is_whole(folder: Path) -> bool:
-    """Tell whether a converted folder is complete; a crash may have truncated its weights."""
-    try:
-        supported_type(folder)
-        with stored_tensors(folder):
-            return True
-    except SwiftoptError:
-        return False
 
 
 def stored_type(folder: Path) -> str:

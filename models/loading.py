@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +15,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
-from ..core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
+from ..core.errors import ModelNotFound, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
+from .adapters import Adapter, read_adapter
 from .buffer import free_bytes
+from .checkpoints import read_model, reading
 from .coded import CodedLinear
-from .costs import is_out_of_memory
 from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
 from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
+from .merging import identity, load_merged
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .row_invariant import make_row_invariant
@@ -42,15 +42,12 @@ from .saved import (
     first_line,
     no_step,
     quiet,
-    refuse_mismatched,
-    refuse_missing,
-    refuse_unread,
     reporting_progress,
     supported_config,
     supported_type,
     weight_files,
 )
-from .sources import check_names, local_folder
+from .sources import Source, base_folder, check_names, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ STEERING = (
 def load(
     name: str, dtype: str = "auto", device: str = "auto", on_step: OnStep | None = None, speed: Speed = "auto"
 ) -> Runtime:
-    """Load a target model by alias, hub id, local folder or GGUF file, writing nothing to stdout or stderr.
+    """Load a target model by alias, hub id, folder (of a model or an adapter) or GGUF file; nothing is printed.
 
     Args:   dtype: "auto" (as stored; bfloat16 for GGUF), "float32", "bfloat16" or "float16".
             device: "cpu", "cuda", "cuda:N", "auto-map" to spread the model over devices, or "auto": the first GPU that
@@ -89,29 +86,62 @@ def load(
     source = check_names(name, dtype, device, speed, here=True)
     with quiet():
         file = GgufFile(Path(source.location)) if source.kind == "gguf" else None
-        folder = local_folder(source, step) if file is None else settings_folder(file.path, step, file)
-        supported_config(folder)
-        check_files(files_of(folder), folder)
-        tokenizer, generation_config = load_tokenizer(folder), _generation_config(folder)
+        folder, adapter = _folder_of(source, step) if file is None else (settings_folder(file.path, step, file), None)
+        config, texts = supported_config(folder), folder if adapter is None else adapter.tokenizer_folder(folder)
+        check_files(files_of(texts), texts)
+        tokenizer, generation_config = load_tokenizer(texts, config), _generation_config(folder)
+        if adapter is not None and adapter.has_tokenizer():
+            refuse_new_tokens(tokenizer, config, adapter)
         if device not in ("cpu", "auto-map"):
             use_expandable_segments()
-        place = placement(device, folder, dtype, speed)
+        place = placement(device, folder, dtype if adapter is None else _wider(dtype, config), speed)
         doing = f"reading {source.name}"
         step(doing)
         with reporting_progress(step, doing):
             coded = place == "cpu" and speed in ("auto", "exact")
-            model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file)
+            if adapter is None:
+                model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file)
+            else:
+                model, n_parameters = load_merged(adapter, folder, dtype, place)
         if generation_config is not None:
             model.generation_config = generation_config
         refuse_steering(model.generation_config, folder)
         collector.run()
-        identity = fingerprint(folder, file), source.names, n_parameters, earlier_fingerprints(folder)
-        info = info_of(model, *identity)
+        if adapter is None:
+            fingerprints = fingerprint(folder, file), earlier_fingerprints(folder)
+        else:
+            fingerprints = identity(adapter, folder), ()
+        info = info_of(model, fingerprints[0], source.names, n_parameters, fingerprints[1])
         runtime = Runtime(model, tokenizer, info)
     if speed != "eager":
         step("preparing the kernels")
     at_speed(runtime, speed)
     return runtime
+
+
+def _folder_of(source: Source, step: OnStep) -> tuple[Path, Adapter | None]:
+    """Return the folder of a source's weights, and the adapter to be merged into them if the source is one."""
+    if source.base is None:
+        return local_folder(source, step), None
+    adapter = read_adapter(Path(source.location), source.base.name)
+    step(f"the adapter {source.name} is merged into {adapter.base}")
+    return base_folder(source, step), adapter
+
+
+def _wider(dtype: str, config: Any) -> str:
+    """Return the wider of the dtype asked for and that of the weights: a base is read as stored, and cast later."""
+    stored = getattr(config, "dtype", None) or torch.float32
+    return "auto" if dtype == "auto" or getattr(torch, dtype).itemsize <= stored.itemsize else dtype
+
+
+def refuse_new_tokens(tokenizer: Any, config: Any, adapter: Adapter) -> None:
+    """Raises: ModelNotFound: an adapter's tokenizer has tokens for which its base has no embedding."""
+    most = max(tokenizer.get_vocab().values(), default=0)
+    if most >= config.vocab_size:
+        raise ModelNotFound(
+            f"the tokenizer in {adapter.folder} has the token {most}, and the base {adapter.base} has tokens up to"
+            f" {config.vocab_size - 1}: resize the embedding of the base, save it, and name that folder as base"
+        )
 
 
 def info_of(
@@ -213,22 +243,6 @@ def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -
     return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
 
-@contextmanager
-def _reading(what: str, folder: Path, placement: str) -> Iterator[None]:
-    """Turn any exception of a weight reader into an error that names what cannot be loaded."""
-    try:
-        yield
-    except SwiftoptError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise SettingsError(
-                f"{folder} does not fit the memory of {placement}: use a smaller model, a narrower --dtype or another"
-                " --device"
-            ) from error
-        raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
-
-
 def _load_model(
     folder: Path,
     dtype: str,
@@ -249,7 +263,7 @@ def _load_model(
                 f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or"
                 " cuda:N"
             )
-        with _reading(str(folder), folder, placement):
+        with reading(str(folder), folder, placement):
             if scheme.format == "gguf":
                 model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)
             else:
@@ -257,22 +271,7 @@ def _load_model(
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)
-    auto: Any = AutoModelForCausalLM
-    on_cpu = None if scheme is None else {"": "cpu"}  # Without a map, the quantisation library would choose a GPU.
-    device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
-    with _reading(str(folder), folder, placement):
-        model, loading_info = auto.from_pretrained(
-            folder,
-            dtype=dtype,
-            device_map=device_map,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # Reported below: transformers' own error names no tensor.
-        )
-    refuse_mismatched(loading_info["mismatched_keys"], folder, "its config.json")
-    refuse_missing(loading_info["missing_keys"], folder)
-    refuse_unread(loading_info["unexpected_keys"], folder)
-    model = model.eval().requires_grad_(False)
+    model = read_model(folder, dtype, placement, by_library=scheme is not None)
     if scheme is not None:
         return model, take_maps(model, scheme, dtype, folder)
     return model, sum(parameter.numel() for parameter in model.parameters())
@@ -310,18 +309,18 @@ def refuse_steering(config: Any, folder: Path) -> None:
             )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer.
+def load_tokenizer(folder: Path, config: Any = None) -> Any:
+    """Return the folder's tokenizer; `config` is of its model, where that lies in another folder.
 
     Raises: ModelNotFound: there is none, or it cannot be read.
     """
     try:
-        with _reading(f"the tokenizer in {folder}", folder, "cpu"):
+        with reading(f"the tokenizer in {folder}", folder, "cpu"):
             # For some architectures transformers prefers a class with rules of its own to the tokenizer of a GGUF file.
             is_gguf = (folder / GGUF_WEIGHTS).exists()
-            return (PreTrainedTokenizerFast if is_gguf else AutoTokenizer).from_pretrained(
-                folder, local_files_only=True
-            )
+            if is_gguf:
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
     except ModelNotFound as error:
         if (folder / "tokenizer.json").is_file():
             raise

@@ -34,11 +34,9 @@ LEFTOVERS = (
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
     *("._extra_state", ".k_scale", ".v_scale", ".kv_scale"),
 )
-MERGE = "merge it into the model by peft's merge_and_unload, save that with its tokenizer, and name the new folder"
 ADAPTER = "adapter_config.json"
 # Files that change what a model computes and that swiftopt cannot load: a folder with one of them is refused.
 UNREAD_FILES = {
-    ADAPTER: ("an adapter", MERGE),
     "value_head.safetensors": ("the head of a reward model", "use a model that writes text"),
     "value_head.bin": ("the head of a reward model", "use a model that writes text"),
     "modules.json": ("the layers of an embedding model", "use a model that writes text"),
@@ -288,6 +286,16 @@ class StoredTensors:
         return self._files[name].get_tensor(name)
 
 
+def is_readable(folder: Path) -> bool:
+    """Tell whether a folder of the cache is complete; a crash may have truncated its weights."""
+    try:
+        supported_type(folder)
+        with stored_tensors(folder):
+            return True
+    except SwiftoptError:
+        return False
+
+
 @contextmanager
 def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
     """Open a folder's safetensors files, to read their tensors one at a time.
@@ -330,17 +338,6 @@ def refuse_unread_files(names: Collection[str], where: object) -> None:
 
 def files_of(folder: Path) -> frozenset[str]:
     return frozenset(os.listdir(folder))
-
-
-def adapter_in(folder: Path) -> str | None:
-    """Return what a folder without a model holds, where that is an adapter: a sentence."""
-    try:
-        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = None
-    if not (folder / ADAPTER).is_file():
-        return None
-    return f"the folder {folder} holds an adapter{f' of {base}' if base else ''} ({ADAPTER}) and no model: {MERGE}"
 
 
 def has_tokenizer(folder: Path) -> bool:

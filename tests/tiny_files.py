@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from families import tiny_model
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordLevel
@@ -143,3 +144,45 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def save_adapter(folder: Path, base: Path | str, model: Any, *ends: str, seed: int = 0, **config: Any) -> Path:
+    """A random LoRA adapter, as peft saves it, for the modules of `model` whose names end so.
+
+    Args: base: as its config names it. config: fields of peft's that are not as written here; r may be by module in
+          `rank_pattern`, whose keys are such ends.
+    """
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "bias": "none",
+        "target_modules": list(ends),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "fan_in_fan_out": False,
+        "loftq_config": {},
+        "megatron_core": "megatron.core",
+        **config,
+    }
+    drawn = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if not name.endswith(ends):
+            continue
+        kind = type(module).__name__
+        shape = module.weight.shape if kind == "Linear" else module.weight.T.shape
+        rank = next((r for end, r in values["rank_pattern"].items() if name.endswith(end)), values["r"])
+        form = "lora_embedding_{}" if "Embedding" in kind else "lora_{}.weight"
+        for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+            tensors[f"base_model.model.{name}.{form.format(part)}"] = torch.randn(size, generator=drawn) / 2
+        if values.get("use_dora"):
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = torch.rand(shape[0], generator=drawn) + 0.5
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

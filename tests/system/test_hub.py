@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_files import save
+from families import tiny_model
+from tiny_files import save, save_adapter
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import HubUnreachable, ModelNotFound, OutputError, UnsupportedModel
@@ -144,7 +145,7 @@ def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fe
 @pytest.mark.parametrize(
     ("files", "error", "words"),
     [
-        ({"adapter_config.json": b"{}"}, UnsupportedModel, "ours/tiny holds an adapter .*: merge it"),
+        ({"adapter_config.json": b"{}"}, UnsupportedModel, "ours/tiny holds an adapter .*: download it"),
         ({"adapter_config.json": b"{}", "config.json": None}, UnsupportedModel, "ours/tiny holds an adapter"),
         ({"tokenizer.json": None, "tokenizer_config.json": None}, ModelNotFound, "ours/tiny has no tokenizer"),
         ({"config.json": None, "tiny-Q8_0.gguf": b""}, ModelNotFound, "download one, such as tiny-Q8_0.gguf, and name"),
@@ -159,6 +160,31 @@ def test_hub_repository_that_is_not_one_model_is_refused_before_its_weights_are_
     with pytest.raises(error, match=words):
         load("ours/tiny", speed="eager")
     assert not any(path.endswith(".safetensors") for path in hub.served)
+
+
+def test_the_base_of_an_adapter_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", "ours/tiny", tiny_model("llama"), "q_proj")
+    first = load(str(adapter), speed="eager")
+    assert first.info != load("ours/tiny", speed="eager").info and first.tokenizer("w3")["input_ids"] == [3]
+    hub.served.clear()
+    assert load(str(adapter), speed="eager").info == first.info and not hub.served
+
+
+def test_the_base_of_an_adapter_is_not_fetched_where_it_is_quantised(hub: Hub, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", "ours/tiny", tiny_model("llama"), "q_proj")
+    config = json.loads(hub.files["config.json"])
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    hub.files["config.json"] = json.dumps(config | quantised).encode()
+    with pytest.raises(UnsupportedModel, match=r"the base ours/tiny of .* is quantised"):
+        load(str(adapter), speed="eager")
+    assert not any(path.endswith(".safetensors") for path in hub.served)
+
+
+def test_an_adapter_in_the_hubs_cache_is_not_left_out(hub: Hub, tmp_path: Path) -> None:
+    load("ours/tiny", speed="eager")
+    (next((tmp_path / "hub-cache").glob("*/snapshots/*")) / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=r"ours/tiny holds an adapter .*: download it"):
+        load("ours/tiny", speed="eager")
 
 
 def test_hub_refusals_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""Reads saved models by transformers: whole, as their configs say, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
+from .costs import is_out_of_memory
+from .saved import first_line, refuse_mismatched, refuse_missing, refuse_unread
+
+
+@contextmanager
+def reading(what: str, folder: Path, placement: str) -> Iterator[None]:
+    """Turn any exception of a weight reader into an error that names what cannot be loaded."""
+    try:
+        yield
+    except SwiftoptError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise SettingsError(
+                f"{folder} does not fit the memory of {placement}: use a smaller model, a narrower --dtype or another"
+                " --device"
+            ) from error
+        raise ModelNotFound(f"{what} cannot be loaded ({first_line(error)}): copy or download it again") from error
+
+
+def read_model(folder: Path, dtype: str, placement: str, by_library: bool = False, named: Path | None = None) -> Any:
+    """Return a folder's model, in evaluation mode.
+
+    Args:   dtype, placement: as `models.loading.load` and `placement` have them. by_library: its maps are quantised and
+            computed by a library. named: what errors call the folder.
+    Raises: ModelNotFound: it cannot be read, lacks weights, or has more. SettingsError: it does not fit the memory.
+    """
+    where = named or folder
+    auto: Any = AutoModelForCausalLM
+    on_cpu = {"": "cpu"} if by_library else None  # Without a map, the quantisation library would choose a GPU.
+    device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
+    with reading(str(where), where, placement):
+        model, loading_info = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device_map,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # Reported below: transformers' own error names no tensor.
+        )
+    refuse_mismatched(loading_info["mismatched_keys"], where, "its config.json")
+    refuse_missing(loading_info["missing_keys"], where)
+    refuse_unread(loading_info["unexpected_keys"], where)
+    return model.eval().requires_grad_(False)

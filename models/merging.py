@@ -1,0 +1,342 @@
+"""Adds LoRA adapters to the weights of their bases, at load or once for other engines, and says which model that is.
+
+What an adapter adds to a matrix is computed in float32, added, and rounded once to the checkpoint's dtype, on the CPU:
+the merged model is one, whatever it is loaded as and whatever computes it. DoRA scales each output anew, by its norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..core.errors import ModelNotFound, SettingsError, UnsupportedModel
+from .adapters import Adapter, check_base, is_adapter, reading_adapter
+from .checkpoints import read_model
+from .fingerprint import fingerprint, fingerprint_with, note_merged
+from .restacked import SMALL_FILES
+from .saved import ADAPTER, OnStep, cache_root, is_readable, made_once, no_step
+
+MERGING = "1"  # Hashed into the names of merged folders; raise it when the merge changes.
+_PREFIX = "base_model.model."  # Of the names of all tensors that peft saves.
+_WRAPPED = re.compile(r"\.(base_layer|modules_to_save)(?=\.)")  # Parts of names that peft's wrappers add.
+_FORM = re.compile(
+    r"(?P<module>.+)\.(lora_(?P<map>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|lora_(?P<dora>magnitude_vector)(\.weight)?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What an adapter has for one module: its tensors' names by part (A, B, magnitude_vector), and their factor."""
+
+    scale: float
+    rank: int
+    stored: Mapping[str, str]
+
+
+class AdapterTensors:
+    """The tensors of an adapter's file, by their stored names; read one at a time from safetensors."""
+
+    def __init__(self, adapter: Adapter, read: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._adapter, self._read = adapter, read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def read(self, name: str) -> Tensor:
+        """Raises: ModelNotFound: it cannot be read, or holds what is no number."""
+        with reading_adapter(self._adapter):
+            tensor = self._read[name]()
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            what = "numbers that are not finite" if tensor.is_floating_point() else str(tensor.dtype)
+            raise ModelNotFound(
+                f"{name} in {self._adapter.weights} holds {what}: copy the adapter again, or train it anew"
+            )
+        return tensor
+
+
+@contextmanager
+def adapter_tensors(adapter: Adapter) -> Iterator[AdapterTensors]:
+    """Open an adapter's file. Raises: ModelNotFound: it cannot be read."""
+    from safetensors import safe_open
+
+    if adapter.weights.suffix != ".safetensors":
+        with reading_adapter(adapter):
+            values = torch.load(adapter.weights, map_location="cpu", mmap=True, weights_only=True)
+            tensors = {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+        yield AdapterTensors(adapter, {name: partial(_same, tensor) for name, tensor in tensors.items()})
+        return
+    with reading_adapter(adapter):
+        opened = safe_open(adapter.weights, framework="pt")
+    with opened as file:
+        yield AdapterTensors(adapter, {name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# --- loading
+
+
+def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str) -> tuple[Any, int]:
+    """Load a base with its adapter merged; return the model, in evaluation mode, and its number of parameters.
+
+    The base is read in its own dtype, so that nothing is rounded before the adapter is added.
+
+    Args:   dtype, placement: as `models.loading.load` and `placement` have them.
+    Raises: ModelNotFound: base or adapter cannot be read, or do not fit each other. UnsupportedModel: the base is
+        quantised. SettingsError: it does not fit the memory.
+    """
+    check_base(adapter, base)
+    with _without_adapter(base) as folder:
+        model = read_model(folder, "auto", placement, named=base)
+    merge(model, adapter)
+    if dtype != "auto":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.config.dtype = getattr(torch, dtype)
+    return model, sum(parameter.numel() for parameter in model.parameters())
+
+
+def merged_folder(adapter: Adapter, base: Path, on_step: OnStep = no_step) -> Path:
+    """Return a folder of the cache with the merged weights, for programs that read folders; it is written once.
+
+    Raises: as `load_merged`. OutputError: the cache cannot be written.
+    """
+    name = re.sub(r"[^a-z0-9.]+", "-", adapter.folder.name.lower())[:60]
+    folder = cache_root() / "adapters" / f"{name}-{_content(adapter, base)}"
+
+    def write(unfinished: Path) -> None:
+        on_step(f"merging the adapter {adapter.folder} into {adapter.base}")
+        model = load_merged(adapter, base, "auto", "cpu")[0]
+        on_step("writing the merged model to the cache")
+        model.save_pretrained(unfinished)
+        for path in adapter.tokenizer_folder(base).iterdir():
+            is_small = path.suffix in SMALL_FILES and not path.name.endswith(".index.json") and path.name != ADAPTER
+            if is_small and not (unfinished / path.name).exists():
+                shutil.copyfile(path, unfinished / path.name)
+        note_merged(unfinished, identity(adapter, base))
+
+    return made_once(folder, lambda: is_readable(folder), write)
+
+
+def _content(adapter: Adapter, base: Path) -> str:
+    """Hash all that makes a merged folder: the whole adapter, its tokenizer's files, and the base's fingerprint."""
+    digest = hashlib.sha256(f"{MERGING} {fingerprint(base)}".encode())
+    for path in sorted(adapter.folder.iterdir()):
+        if path == adapter.weights or path.suffix in SMALL_FILES:
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _without_adapter(folder: Path) -> Iterator[Path]:
+    """Yield the folder without an adapter that lies in it: transformers would merge that, where peft is installed."""
+    if not is_adapter(folder):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="swiftopt-base-") as view:
+        for path in folder.iterdir():
+            if not path.name.startswith("adapter_"):
+                os.symlink(path.resolve(), Path(view, path.name))
+        yield Path(view)
+
+
+# --- which tensors are for what
+
+
+def additions_of(adapter: Adapter, stored: Iterable[str]) -> dict[str, Addition]:
+    """Return what an adapter's tensors add to modules, by the modules' names."""
+    names: dict[str, dict[str, str]] = {}
+    for name in stored:
+        if match := _FORM.fullmatch(_plain(name)):
+            part = match["map"] or match["embedding"] or match["dora"]
+            names.setdefault(match["module"], {})[part] = name
+    return {
+        module: Addition(adapter.scale(module), adapter.rank(module), parts) for module, parts in sorted(names.items())
+    }
+
+
+def replacements_of(stored: Iterable[str]) -> dict[str, str]:
+    """Return which of an adapter's tensors take the place of parameters, by the parameters' names."""
+    return {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
+
+
+def identity(adapter: Adapter, base: Path) -> str:
+    """Return the fingerprint of a merged model: of its base, and of each tensor of the adapter with its factor."""
+    with adapter_tensors(adapter) as tensors:
+        additions = additions_of(adapter, tensors)
+        factors = {name: each.scale for each in additions.values() for name in each.stored.values()}
+        parts = ((f"{_plain(name)} {factors.get(name)}", tensors.read(name)) for name in sorted(tensors, key=_plain))
+        return fingerprint_with(fingerprint(base), parts)
+
+
+def _plain(name: str) -> str:
+    return _WRAPPED.sub("", name.removeprefix(_PREFIX))
+
+
+# --- the merge
+
+
+@torch.no_grad()
+def merge(model: Any, adapter: Adapter) -> None:
+    """Add an adapter to a model of transformers, whose weights lie in the checkpoint's dtype.
+
+    Raises: ModelNotFound: the adapter's tensors are not those of its config, or do not fit the model.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SettingsError(
+            f"{adapter.base} has more weights than the devices of --device auto-map hold, and into those left on disk"
+            f" the adapter {adapter.folder} cannot be merged: use --device cpu"
+        )
+    with adapter_tensors(adapter) as tensors:
+        additions, replacements = additions_of(adapter, tensors), replacements_of(tensors)
+        _check_replacements(model, adapter, replacements)
+        _check_additions(model, adapter, additions)
+        _untie(model, {*additions, *(name.rpartition(".")[0] for name in replacements)})
+        for name, stored in replacements.items():
+            _put(adapter, name, model.get_parameter(name), tensors.read(stored))
+        for name, addition in additions.items():
+            module = model.get_submodule(name)
+            parts = {part: tensors.read(stored) for part, stored in addition.stored.items()}
+            _put(adapter, f"{name}.weight", module.weight, _merged(adapter, name, module, addition, parts))
+
+
+def _check_replacements(model: Any, adapter: Adapter, replacements: Mapping[str, str]) -> None:
+    owned = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ends = _ends(model)
+    for name, stored in replacements.items():
+        module, _, kind = name.rpartition(".")
+        listed = adapter.saves(module) or module in ends or (kind == "bias" and adapter.bias != "none")
+        if name not in owned or not listed:
+            why = "is no part of its base" if name not in owned else f"is not named by its {ADAPTER}"
+            raise _no_place(adapter, stored, why)
+    given = {name.rpartition(".")[0] for name in replacements}
+    for name, _ in model.named_modules():
+        last = next((kept for kept in adapter.modules_to_save if name.endswith(kept)), None)
+        if last is not None and not any(f"{module}.".startswith(f"{name}.") for module in given):
+            raise ModelNotFound(
+                f"{adapter.weights} lacks the weights of {name}, which modules_to_save of its {ADAPTER} names: copy the"
+                " adapter again"
+            )
+
+
+def _check_additions(model: Any, adapter: Adapter, additions: Mapping[str, Addition]) -> None:
+    maps = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
+    head = model.get_output_embeddings()
+    is_all = adapter.target_modules == "all-linear"
+    targets = {
+        name
+        for name, m in maps.items()
+        if adapter.targets(name) and not (is_all and (m is head or isinstance(m, nn.Embedding)))
+    }
+    for name, addition in additions.items():
+        if name not in maps:
+            raise _no_place(adapter, next(iter(addition.stored.values())), "is for no linear map of its base")
+        if name not in targets:
+            raise _no_place(adapter, next(iter(addition.stored.values())), f"is not named by its {ADAPTER}")
+    for name in sorted(targets):
+        wanted = {"A", "B", *(("magnitude_vector",) if adapter.use_dora else ())}
+        lacking = sorted(wanted - set(additions[name].stored if name in additions else ()))
+        if lacking:
+            raise ModelNotFound(
+                f"{adapter.weights} lacks lora_{lacking[0]} of {name}, which its {ADAPTER} adapts: copy the adapter"
+                " again"
+            )
+        if not adapter.use_dora and "magnitude_vector" in additions[name].stored:
+            raise _no_place(adapter, additions[name].stored["magnitude_vector"], f"is of DoRA, unlike its {ADAPTER}")
+        if adapter.use_dora and isinstance(maps[name], nn.Embedding):
+            raise UnsupportedModel(
+                f"{adapter.config} adapts the embedding {name} by DoRA, which is not merged: merge it by peft's"
+                " merge_and_unload and name the folder saved then"
+            )
+    if not additions:
+        raise ModelNotFound(f"{adapter.weights} adapts nothing of its base {adapter.base}: copy the adapter again")
+
+
+def _no_place(adapter: Adapter, stored: str, why: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"{stored} in {adapter.weights} {why} ({adapter.base}): copy the adapter again, or name the base that it was"
+        " trained on"
+    )
+
+
+def _ends(model: Any) -> set[str]:
+    """Return the names of the embedding and of the head."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _untie(model: Any, changed: set[str]) -> None:
+    """Give the head weights of its own where the adapter changes them or those of the embedding: peft adapts one."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head.weight is embedding.weight and changed & _ends(model):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False
+
+
+def _merged(adapter: Adapter, name: str, module: Any, addition: Addition, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the module's weight with the adapter's, in float32 or wider, as the module lays it out."""
+    n_out, n_in = _shape(module)
+    _check_shape(adapter, addition, parts, "A", (addition.rank, n_in))
+    _check_shape(adapter, addition, parts, "B", (n_out, addition.rank))
+    held = module.weight.detach().cpu()
+    wide = torch.promote_types(held.dtype, torch.float32)
+    turned = isinstance(module, Conv1D | nn.Embedding)
+    weight = (held.T if turned else held).to(wide)  # (out, in)
+    merged = torch.addmm(weight, parts["B"].to(wide), parts["A"].to(wide), alpha=addition.scale)
+    if "magnitude_vector" in parts:
+        _check_shape(adapter, addition, parts, "magnitude_vector", (n_out,))
+        magnitudes = parts["magnitude_vector"].to(wide)
+        merged *= (magnitudes / torch.linalg.vector_norm(merged, dim=1))[:, None]
+    return merged.T if turned else merged
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """Return how many outputs and inputs a map has; an embedding's inputs are tokens."""
+    turned = isinstance(module, Conv1D | nn.Embedding)
+    rows, columns = module.weight.shape
+    return (columns, rows) if turned else (rows, columns)
+
+
+def _check_shape(
+    adapter: Adapter, addition: Addition, parts: Mapping[str, Tensor], part: str, wanted: tuple[int, ...]
+) -> None:
+    if tuple(parts[part].shape) != wanted:
+        raise _wrong_shape(adapter, addition.stored[part], parts[part], wanted)
+
+
+def _wrong_shape(adapter: Adapter, stored: str, tensor: Tensor, wanted: tuple[int, ...]) -> ModelNotFound:
+    return ModelNotFound(
+        f"{stored} in {adapter.weights} has the shape {list(tensor.shape)}, and with its {ADAPTER} the base"
+        f" {adapter.base} takes {list(wanted)} there: name the base that it was trained on, with its vocabulary"
+    )
+
+
+def _put(adapter: Adapter, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+    """Put values in a parameter's place, in its dtype."""
+    if value.shape != parameter.shape:
+        raise _wrong_shape(adapter, name, value, tuple(parameter.shape))
+    rounded = value.to(parameter.dtype)
+    if not bool(rounded.isfinite().all()):
+        raise ModelNotFound(
+            f"{name} of {adapter.base} with {adapter.weights} has numbers that {parameter.dtype} does not hold: use a"
+            " base in bfloat16 or float32"
+        )
+    parameter.data = rounded.contiguous().to(parameter.device)
