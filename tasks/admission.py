@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..core.errors import SettingsError, StreamError
 from ..core.requests import TuneRequest
 from ..core.settings import FP8_ON_CPU
 from ..core.types import Prompt
+from ..models.adapters import is_adapter
 from ..models.prompts import check_prompts
 from ..models.saved import supported_type
-from ..models.sources import check_names, check_placement, known_folder
+from ..models.sources import check_names, check_placement, known_folder, resolve
+from ..models.stores import STORES
 from ..optimizer.strategies import strategy_info
 
+MODEL_FOLDERS = "SWIFTOPT_MODEL_FOLDERS"  # Variable: folders, with colons, under which a queued job's model may lie.
 
-def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], runs_elsewhere: bool = False) -> None:
+
+def check_tuning(
+    request: TuneRequest, prompts: Sequence[Prompt], runs_elsewhere: bool = False, queued: bool = False
+) -> None:
     """Refuse a job that no worker could complete.
 
-    Args:   runs_elsewhere: workers may be on other machines, with files that are not on this one.
+    Args:   runs_elsewhere: workers may be on other machines, with files that are not on this one. queued: it came by a
+            request, so that `check_place` holds.
     Raises: StreamError: there is no prompt. SettingsError, InvalidInput, ContextOverflow: a setting does not fit the
         others, the prompts or the model. ModelNotFound, UnsupportedModel: the model cannot be loaded.
     """
+    if queued:
+        check_place(request.model)
     if not prompts:
         raise StreamError("there is no prompt to tune on: give at least one")
     settings = request.settings
@@ -40,6 +50,33 @@ def check_tuning(request: TuneRequest, prompts: Sequence[Prompt], runs_elsewhere
     if (folder := known_folder(source)) is not None:
         supported_type(folder)
         check_prompts(folder, prompts, request.max_new_tokens, dict(request.sampling.logit_bias))
+
+
+def check_place(model: str) -> None:
+    """Refuse a path outside of the folders of SWIFTOPT_MODEL_FOLDERS, if it is set, as a model or as an adapter's base.
+
+    Aliases, hub ids and names in stores are no paths.
+
+    Raises: SettingsError: the path leads outside. ModelNotFound, UnsupportedModel: as `resolve`, of an adapter.
+    """
+    folders = [os.path.realpath(name) for name in os.environ.get(MODEL_FOLDERS, "").split(os.pathsep) if name]
+    path = os.path.expanduser(model)
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path)
+    if not folders or not is_path or model.partition(":")[0] in STORES:
+        return
+    _refuse_outside(path, folders, f"the model {model}")
+    base = resolve(model).base if is_adapter(path) else None
+    if base is not None and base.kind == "folder":
+        _refuse_outside(base.location, folders, f"the base {base.name} of the adapter {model}")
+
+
+def _refuse_outside(path: str, folders: Sequence[str], what: str) -> None:
+    if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
+        raise SettingsError(
+            f"{what} lies outside of the folders for models of jobs ({', '.join(folders)}): move it into one of them,"
+            f" or name them in {MODEL_FOLDERS} of the API and its workers",
+            "model",
+        )
 
 
 def _check_room(request: TuneRequest, prompts: Sequence[Prompt]) -> None:

@@ -183,7 +183,7 @@ class Attempts:
         request = self._request(claim.job)
         lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
         prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
-        check_tuning(request, prompts)
+        check_tuning(request, prompts, queued=True)
         from ..tasks.tune import TuningRun  # Imported late, in the child only: it imports torch.
 
         is_ending, load, turn = self.ending.is_set, self._load, self.turn

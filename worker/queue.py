@@ -194,7 +194,7 @@ class JobService:
 
         Raises: Conflict: the idempotency key was used for something else. SwiftoptError: as `check_tuning`.
         """
-        check_tuning(request, prompts, runs_elsewhere=not self.store.is_local)
+        check_tuning(request, prompts, runs_elsewhere=not self.store.is_local, queued=True)
         return self.submit_spec(tune_spec(request, prompts, queue, idempotency_key))
 
     def submit_spec(self, spec: JobSpec) -> tuple[Job, bool]:
@@ -249,7 +249,7 @@ def retry_problem(store: Store, job: Job) -> str:
     lines = (store.jobs.stream(job.stream) or "").encode().splitlines(keepends=True)
     try:
         prompts = parse_stream(lines, f"the stream of job {job.id}", DEFAULT_TASK)
-        check_tuning(TuneRequest.from_json(job.request), prompts, runs_elsewhere=not store.is_local)
+        check_tuning(TuneRequest.from_json(job.request), prompts, runs_elsewhere=not store.is_local, queued=True)
     except (InvalidInput, NotFound) as error:
         return str(error)
     return ""

@@ -7,18 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 import pytest
+from families import tiny_model
 from serving import serving
-from tiny_files import CHAT_TEMPLATE, edit_config, save
+from tiny_files import CHAT_TEMPLATE, edit_config, save, save_adapter
 
 from swiftopt.cli.main import run
 from swiftopt.client import Client
-from swiftopt.core.errors import SwiftoptError
+from swiftopt.core.errors import SettingsError, SwiftoptError
 from swiftopt.core.requests import LINES_FROM, TuneRequest
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
@@ -172,3 +173,34 @@ def test_path_that_is_not_here_is_admitted_when_workers_may_be_elsewhere() -> No
         check_tuning(TuneRequest("/no/such/model", "s", speed="graphs", device="cpu"), prompts, runs_elsewhere=True)
     with pytest.raises(SwiftoptError, match="nearest: smollm2-135m"):
         check_tuning(TuneRequest("smollm2-135", "s"), prompts, runs_elsewhere=True)
+
+
+def test_paths_of_models_and_of_adapters_bases_lie_under_the_folders_for_models(
+    door: Door, tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, outside = tmp_path / "models", save(tmp_path / "outside")
+    save(models / "base")
+    (models / "link").symlink_to(outside)
+    inside = [str(models / "base"), str(save_adapter(models / "fine", "../base", tiny_model("llama"), "q_proj"))]
+    out = save_adapter(models / "out", "../../outside", tiny_model("llama"), "q_proj")
+    adapter = save_adapter(tmp_path / "adapter", models / "base", tiny_model("llama"), "q_proj")
+    request, prompts = TuneRequest(str(out), "s", max_new_tokens=40), [Prompt("1", "t", FINE)]
+    check_tuning(request, prompts, queued=True)
+    monkeypatch.setenv("SWIFTOPT_MODEL_FOLDERS", f"/no/such/folder:{models}")
+    for name in (*inside, "smollm2-135m"):
+        check_tuning(replace(request, model=name), prompts, queued=True)
+    check_tuning(request, prompts)  # one that no request brought
+    said = {
+        str(outside): f"the model {outside} lies outside of the folders for models",
+        str(models / "link"): f"the model {models / 'link'} lies outside",
+        f"{models}/../outside": "lies outside",
+        str(adapter): f"the model {adapter} lies outside",
+        str(out): f"the base ../../outside of the adapter {out} lies outside",
+        "/no/such/model": "the model /no/such/model lies outside",
+    }
+    for name, words in said.items():
+        answer = httpx2.post(f"{door.url}/v1/jobs", json={"model": name, "stream": {"prompts": [{"prompt": FINE}]}})
+        assert answer.status_code == 422 and words in answer.json()["detail"]
+        with pytest.raises(SettingsError, match=words.replace(".", r"\.")):
+            check_tuning(replace(request, model=name), prompts, runs_elsewhere=True, queued=True)
+    assert door.store.jobs.latest() == []

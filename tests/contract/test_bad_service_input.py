@@ -175,5 +175,6 @@ def test_variable_that_is_nearly_one_of_ours_is_told(
 
 def test_variables_of_ours_and_of_others_are_not_misspelt() -> None:
     ours = ("DATABASE_URL", "DB", "REDIS_URL", "API_KEY", "API_KEYS_FILE", "CACHE_DIR", "STREAM_FOLDERS", "TOP_P")
+    ours += ("MODEL_FOLDERS",)
     others = ("KEYS_DIR", "STREAMS_DIR", "SECRETS_DIR", "PORT", "VERSION", "VALKEY_MEMORY", "TEST_REDIS_URL")
     assert not list(warn_misspelt([f"SWIFTOPT_{name}" for name in (*ours, *others)] + ["HOME", "SWIFTOPT"]))
