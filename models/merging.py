@@ -27,7 +27,7 @@ from .adapters import Adapter, check_base, is_adapter, reading_adapter
 from .checkpoints import read_model
 from .fingerprint import fingerprint, fingerprint_with, note_merged
 from .restacked import SMALL_FILES
-from .saved import ADAPTER, OnStep, cache_root, is_readable, made_once, no_step
+from .saved import ADAPTER, OnStep, cache_root, is_readable, made_once, no_step, quiet
 
 MERGING = "1"  # Hashed into the names of merged folders; raise it when the merge changes.
 _PREFIX = "base_model.model."  # Of the names of all tensors that peft saves.
@@ -121,9 +121,10 @@ def merged_folder(adapter: Adapter, base: Path, on_step: OnStep = no_step) -> Pa
 
     def write(unfinished: Path) -> None:
         on_step(f"merging the adapter {adapter.folder} into {adapter.base}")
-        model = load_merged(adapter, base, "auto", "cpu")[0]
-        on_step("writing the merged model to the cache")
-        model.save_pretrained(unfinished)
+        with quiet():
+            model = load_merged(adapter, base, "auto", "cpu")[0]
+            on_step("writing the merged model to the cache")
+            model.save_pretrained(unfinished)
         for path in adapter.tokenizer_folder(base).iterdir():
             is_small = path.suffix in SMALL_FILES and not path.name.endswith(".index.json") and path.name != ADAPTER
             if is_small and not (unfinished / path.name).exists():

@@ -42,12 +42,15 @@ def no_template(whose: str) -> InvalidInput:
     )
 
 
-def check_prompts(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int, biased: Iterable[int] = ()) -> None:
+def check_prompts(
+    folder: Path, tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: int, biased: Iterable[int] = ()
+) -> None:
     """Check, as far as its files tell, that a saved model can decode prompts.
 
     Tokens added by a template or the tokenizer are not counted, so that no prompt that fits is refused.
 
-    Args:   max_new_tokens: of prompts that say nothing else. biased: the token ids of a `logit_bias`.
+    Args:   tokenizer: the folder with the model's tokenizer. max_new_tokens: of prompts that say nothing else.
+            biased: the token ids of a `logit_bias`.
     Raises: InvalidInput: there is no chat template for a chat. SettingsError: the model has no such token.
         ContextOverflow: a prompt does not fit the context. ModelNotFound: the config cannot be read.
     """
@@ -55,11 +58,11 @@ def check_prompts(folder: Path, prompts: Sequence[Prompt], max_new_tokens: int, 
     if isinstance(vocab_size := config.get("vocab_size"), int):
         refuse_tokens("logit_bias", biased, vocab_size)
     chat = next((prompt for prompt in prompts if prompt.messages or prompt.turns), None)
-    if chat is not None and not _has_template(folder):
+    if chat is not None and not _has_template(tokenizer):
         raise no_template(f"prompt {chat.id!r}")
     limit = _stated_context(config)
     if limit is not None:
-        _check_lengths(folder / "tokenizer.json", prompts, max_new_tokens, limit)
+        _check_lengths(tokenizer / "tokenizer.json", prompts, max_new_tokens, limit)
 
 
 def _check_lengths(tokenizer: Path, prompts: Sequence[Prompt], max_new_tokens: int, limit: int) -> None:

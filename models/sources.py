@@ -239,19 +239,20 @@ def check_names(name: str, dtype: str, device: str, speed: Speed = "auto", here:
 
 
 def known_folder(source: Source) -> Path | None:
-    """Return the source's folder if it is on this machine already; nothing is downloaded or read for it.
-
-    An adapter's is that of its base, unless its texts are read by a tokenizer of its own.
-    """
+    """Return the source's folder, of an adapter its base's, if it is here already; nothing is downloaded for it."""
     if source.base is not None:
-        has_own_texts = source.base.location != source.location and has_tokenizer(Path(source.location))
-        return None if has_own_texts else known_folder(source.base)
+        return known_folder(source.base)
     if source.kind == "folder":
         return Path(source.location)
     if source.kind == "hub":
         return _cached(source.location)
     folder = gguf_settings_folder(Path(source.location))
     return folder if is_complete(folder) else None
+
+
+def tokenizer_folder(source: Source, folder: Path) -> Path:
+    """Return the folder of a source's tokenizer: that of its weights, or an adapter's own."""
+    return folder if source.base is None else _adapter_of(source).tokenizer_folder(folder)
 
 
 class LocalCopy(NamedTuple):

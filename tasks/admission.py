@@ -16,7 +16,7 @@ from ..core.types import Prompt
 from ..models.adapters import is_adapter
 from ..models.prompts import check_prompts
 from ..models.saved import supported_type
-from ..models.sources import check_names, check_placement, known_folder, resolve
+from ..models.sources import check_names, check_placement, known_folder, resolve, tokenizer_folder
 from ..models.stores import STORES
 from ..optimizer.strategies import strategy_info
 
@@ -49,7 +49,8 @@ def check_tuning(
     source = check_names(request.model, request.dtype, request.device, request.speed)
     if (folder := known_folder(source)) is not None:
         supported_type(folder)
-        check_prompts(folder, prompts, request.max_new_tokens, dict(request.sampling.logit_bias))
+        texts, biased = tokenizer_folder(source, folder), dict(request.sampling.logit_bias)
+        check_prompts(folder, texts, prompts, request.max_new_tokens, biased)
 
 
 def check_place(model: str) -> None:

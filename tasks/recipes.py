@@ -32,7 +32,7 @@ from ..models.loading import load
 from ..models.prompts import check_prompts
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
-from ..models.sources import check_names, known_folder
+from ..models.sources import check_names, known_folder, tokenizer_folder
 from ..optimizer.search import Search
 from ..store import Store
 from .job import PATIENCE_S, ModelTurn, with_retries
@@ -281,8 +281,10 @@ def open_session(
 
     Raises: SwiftoptError: as `load` and `Session.check` raise it.
     """
-    if (folder := known_folder(check_names(request.model, request.dtype, request.device, request.speed))) is not None:
-        check_prompts(folder, prompts, request.max_new_tokens, dict(request.sampling.logit_bias))
+    source = check_names(request.model, request.dtype, request.device, request.speed)
+    if (folder := known_folder(source)) is not None:
+        texts, biased = tokenizer_folder(source, folder), dict(request.sampling.logit_bias)
+        check_prompts(folder, texts, prompts, request.max_new_tokens, biased)
     runtime = load(request.model, request.dtype, request.device, on_step, request.speed)
     if store is not None:
         store.remember_model(runtime.info)

@@ -204,3 +204,14 @@ def test_paths_of_models_and_of_adapters_bases_lie_under_the_folders_for_models(
         with pytest.raises(SettingsError, match=words.replace(".", r"\.")):
             check_tuning(replace(request, model=name), prompts, runs_elsewhere=True, queued=True)
     assert door.store.jobs.latest() == []
+
+
+def test_prompts_of_an_adapter_are_checked_by_its_own_tokenizer(tmp_path: Path) -> None:
+    save(tmp_path / "base", chat_template=CHAT_TEMPLATE)
+    adapter = save_adapter(tmp_path / "adapter", "../base", tiny_model("llama"), "q_proj")
+    request, chat = TuneRequest(str(adapter), "s", max_new_tokens=40), [Prompt("1", "t", turns=(FINE,))]
+    check_tuning(request, chat)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "base" / name, adapter / name)
+    with pytest.raises(SwiftoptError, match="'1' is a chat, but"):
+        check_tuning(request, chat)
