@@ -174,10 +174,9 @@ def save_adapter(folder: Path, base: Path | str, model: Any, *ends: str, seed: i
     for name, module in model.named_modules():
         if not name.endswith(ends):
             continue
-        kind = type(module).__name__
-        shape = module.weight.shape if kind == "Linear" else module.weight.T.shape
+        shape = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.T.shape
         rank = next((r for end, r in values["rank_pattern"].items() if name.endswith(end)), values["r"])
-        form = "lora_embedding_{}" if "Embedding" in kind else "lora_{}.weight"
+        form = "lora_embedding_{}" if isinstance(module, torch.nn.Embedding) else "lora_{}.weight"
         for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
             tensors[f"base_model.model.{name}.{form.format(part)}"] = torch.randn(size, generator=drawn) / 2
         if values.get("use_dora"):
