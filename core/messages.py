@@ -20,7 +20,7 @@ from .requests import CompletionRequest, Piece, ServedModel
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource
 
-VERSION = 1  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 2  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
 
 # A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
@@ -133,16 +133,19 @@ class Failed(Record):
 class PromptRead(Record):
     """The prompt's length, before anything is decoded.
 
-    `text` and its `first` token are there where the answer begins with it, the token `end_of_thought` where the model's
-    chats may begin with a thought; `in_thought`: the prompt has begun one.
+    `text` and its `first` token are there where the answer begins with it. `forms` names the rows of `answer_forms`
+    that a chat is answered in; `end_of_thought` is the token that ends a thought, where it is one token, `in_thought`:
+    the prompt has begun a thought. `is_constrained`: the text is held to JSON, so that there is no thought.
     """
 
     id: int
     n_tokens: int
     text: str = ""
     first: Piece | None = None
+    forms: tuple[str, ...] = ()
     end_of_thought: int | None = None
     in_thought: bool = False
+    is_constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,6 @@ PEERS: Mapping[str, str] = {
 }
 # The text that a token adds, or its bytes where they are not valid UTF-8 on their own.
 Piece = str | list[int]
-THINK, THOUGHT = "<think>", "</think>"  # Tags around a model's reasoning.
-# Tags around a tool call, as Qwen and Hermes models write them.
-CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 
 # Method names in result files of earlier versions, with their current names.
 EARLIER_NAMES = {"hf-assistant": "hf-assisted"}

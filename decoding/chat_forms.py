@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from ..core.requests import CALL_BEGINS, CALL_ENDS
+from ..core.answer_forms import FORMS
 from .template_limits import limited
 
 Message = Mapping[str, Any]
-Change = Callable[[Message], list[Message]]  # Rewrites one message as one or more messages.
+Change = Callable[[Sequence[Message]], list[Message]]  # Rewrites the messages of a chat.
 
 MAX_FORMS = 512  # Maximum forms cached per tokenizer.
 MAX_CHANGES = 3  # Maximum changes combined in one form.
 ID_LENGTH = 9  # Length of a tool call's id that Mistral's templates demand.
 # Errors that a template raises to refuse a chat; TypeError for an unexpected value.
 REFUSALS = (TemplateError, TypeError, ValueError)
+# Fields that templates read an earlier answer's thought from.
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+_THOUGHT_PARTS = re.compile(r"==\s*['\"]thinking['\"]")  # Templates that read thoughts as parts of the content.
+WRITTEN = FORMS["tool_call"]  # How calls are written for templates without tool calls.
 MAY_BE_EMPTY = ("system", "developer")  # Roles whose empty messages may be dropped: they carry no request.
 
 
@@ -58,7 +64,7 @@ class Chat:
     def apply(self, form: Sequence[Change]) -> Chat:
         chat = self
         for change in form:
-            chat = replace(chat, messages=list(chain.from_iterable(map(change, chat.messages))))
+            chat = replace(chat, messages=change(chat.messages))
         return chat
 
 
@@ -107,7 +113,7 @@ def _find_form(chat: Chat) -> tuple[Change, ...] | LeftOut:
     probe, latest_left_out = _Probe(chat), None
     changes = [change for change in CHANGES if probe.chat.apply([change]) != probe.chat]
     forms = (form for n in range(MAX_CHANGES + 1) for form in combinations(changes, n))
-    for form in sorted(forms, key=lambda form: (_with_written_calls in form, len(form))):
+    for form in sorted(forms, key=lambda form: (WRITTEN_CALLS in form, len(form))):
         try:
             left_out = probe.find_left_out(form)
         except REFUSALS:
@@ -270,7 +276,8 @@ def _separate_text(message: Message) -> list[Message]:
     """Move text beside calls into a message of its own, for templates that drop text in messages with calls."""
     if not (has_text(message) and _calls(message)):
         return [message]
-    return [_without_calls(message), {**message, "content": ""}]
+    text = {key: value for key, value in _without_calls(message).items() if key not in THOUGHT_FIELDS}
+    return [text, {**message, "content": ""}]
 
 
 def _without_calls(message: Message) -> dict[str, Any]:
@@ -295,7 +302,7 @@ def _with_written_calls(message: Message) -> list[Message]:
 
 def _call_text(call: Mapping[str, Any]) -> str:
     name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
-    return f'{CALL_BEGINS}\n{{"name": {name}, "arguments": {_as_json(arguments)}}}\n{CALL_ENDS}'
+    return f'{WRITTEN.calls[0]}\n{{"name": {name}, "arguments": {_as_json(arguments)}}}\n{WRITTEN.calls_end}'
 
 
 def _with_parts(message: Message) -> list[Message]:
@@ -304,7 +311,50 @@ def _with_parts(message: Message) -> list[Message]:
     return [{**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message]
 
 
+def _with_named_ids(messages: Sequence[Message]) -> list[Message]:
+    """Write each call's name into its id, for Kimi's templates, which write nothing else of it."""
+    n_calls, ids, changed = 0, dict[str, str](), list[Message]()
+    for message in messages:
+        new_message = dict(message)
+        if calls := _calls(message):
+            new_ids = [f"functions.{call['function']['name']}:{n_calls + i}" for i, call in enumerate(calls)]
+            ids |= {str(call.get("id")): new_id for call, new_id in zip(calls, new_ids, strict=True)}
+            new_message["tool_calls"] = [{**call, "id": new_id} for call, new_id in zip(calls, new_ids, strict=True)]
+            n_calls += len(calls)
+        if "tool_call_id" in message:
+            call_id = message["tool_call_id"]
+            new_message["tool_call_id"] = ids.get(str(call_id), call_id)
+        changed.append(new_message)
+    return changed
+
+
+def _each(change: Callable[[Message], list[Message]]) -> Change:
+    """Return the change of a chat that rewrites each message as one or more messages."""
+    return lambda messages: list(chain.from_iterable(map(change, messages)))
+
+
+WRITTEN_CALLS = _each(_with_written_calls)
 CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
-    *(_with_json, _with_objects, _with_short_ids, _separate_text, _split_calls),
-    *(_with_parts, _with_written_calls),
+    *map(_each, (_with_json, _with_objects, _with_short_ids, _separate_text, _split_calls)),
+    *(_with_named_ids, _each(_with_parts), WRITTEN_CALLS),
 )
+
+
+# --- thoughts
+
+
+def with_read_thought(message: Message, template: str) -> Message:
+    """Return an assistant's message with its thought in the fields that the template reads."""
+    thought = next((message[field] for field in THOUGHT_FIELDS if isinstance(message.get(field), str)), None)
+    if message["role"] != "assistant" or thought is None:
+        return message
+    content = message.get("content")
+    if _THOUGHT_PARTS.search(template) and isinstance(content, str):
+        parts = [{"type": "thinking", "thinking": thought}, *([{"type": "text", "text": content}] if content else ())]
+        return {**message, "content": parts}
+    return {**message, **{field: thought for field in THOUGHT_FIELDS if _reads(field).search(template)}}
+
+
+@cache
+def _reads(field: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:\.|\[['\"]|get\(['\"]){field}\b")

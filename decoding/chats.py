@@ -10,7 +10,16 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..models.prompts import no_template
-from .chat_forms import REFUSALS, Chat, LeftOut, Message, has_text, remembered_form, with_arguments
+from .chat_forms import (
+    REFUSALS,
+    Chat,
+    LeftOut,
+    Message,
+    has_text,
+    remembered_form,
+    with_arguments,
+    with_read_thought,
+)
 from .control_tokens import Literals, encode
 from .template_limits import LimitExceeded
 
@@ -29,7 +38,7 @@ class ChatPrompt:
         template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise no_template("this")
-        messages = [with_arguments(message, _parse_arguments) for message in messages]
+        messages = [with_read_thought(with_arguments(message, _parse_arguments), str(template)) for message in messages]
         if "developer" not in str(template):
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages

@@ -24,6 +24,7 @@ from .events import Turn
 from .grammar import Grammar
 from .loop import decoding
 from .methods import Method
+from .turn_tokens import hidden_ids, turn_end_ids
 from .work import Work
 
 # Lengths in characters per context position. Texts longer than LONG are tokenized in pieces of PIECE, to refuse a
@@ -37,7 +38,8 @@ class Session:
 
     Args:   stop_token_ids: tokens that end a completion beside the model's own. ignore_eos: the model's own do not end
             it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
-            completions keep to, by lossless methods only; where it allows nothing more, they end.
+            completions keep to, by lossless methods only; where it allows nothing more, they end. shown_marks: special
+            tokens that occur in this text stay in the text of completions.
     Raises: SettingsError: a stop string is empty, a number is below 0, or the model has no such token.
             InvalidInput: the grammar cannot be read with the model's tokenizer.
     """
@@ -50,6 +52,7 @@ class Session:
     stop_token_ids: Sequence[int] = ()
     min_new_tokens: int = 0
     grammar: Grammar | None = None
+    shown_marks: str = ""
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
@@ -62,6 +65,9 @@ class Session:
         self.generation_config: Any = getattr(self.runtime.hf_model, "generation_config", None)
         if self.grammar is not None:
             self.rule()  # Refuse a grammar that cannot be compiled for this tokenizer.
+        self._hidden_ids = (
+            hidden_ids(self._tokenizer(), self.shown_marks, self._model_stop_token_ids()) if self.shown_marks else None
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, up to its first turn.
@@ -222,15 +228,20 @@ class Session:
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else self._model_stop_token_ids())
 
     def _model_stop_token_ids(self) -> frozenset[int]:
-        """Return the generation config's stop tokens, else the tokenizer's."""
+        """Return the generation config's stop tokens, else the tokenizer's, and those that end a chat's turn."""
         owners = (self.generation_config, self.runtime.tokenizer)
         eos_settings = (getattr(owner, "eos_token_id", None) for owner in owners)
         stop_ids = next((token_ids for token_ids in eos_settings if token_ids is not None), ())
-        return frozenset([stop_ids] if isinstance(stop_ids, int) else stop_ids)
+        own_ids = frozenset([stop_ids] if isinstance(stop_ids, int) else stop_ids)
+        return own_ids | turn_end_ids(self.runtime.tokenizer)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
-        """Return the tokens as text, without special tokens."""
-        return str(self.runtime.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Return the tokens as text, without special tokens but those shown."""
+        tokenizer, hidden = self.runtime.tokenizer, self._hidden_ids
+        if hidden is None:
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        shown_ids = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(tokenizer.decode(shown_ids, skip_special_tokens=False))
 
 
 def turn_of(prompt: Prompt, number: int) -> Prompt:

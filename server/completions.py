@@ -59,7 +59,6 @@ class Exchange(ABC):
     """
 
     ID_PREFIX: ClassVar[str]  # Prefix of response ids.
-    SPLITS_THOUGHTS: ClassVar[bool] = False  # Whether thoughts are separated from the answer's text.
 
     def __init__(self, app: State, http_request: Request, body: AskedChat | AskedText) -> None:
         body.check()
@@ -133,8 +132,9 @@ class Exchange(ABC):
             seeded for prompt_request in self._requests for seeded in _with_seeds(prompt_request, body.n or 1)
         ):
             reply = self.engine.ask(Decode(request), self._answers)
-            names = [tool["function"]["name"] for tool in request.tools]
-            self.choices.append(Choice(i, reply, names, must_call, most_calls))
+            functions = [tool["function"] for tool in request.tools]
+            schemas = {function["name"]: function.get("parameters") for function in functions}
+            self.choices.append(Choice(i, reply, schemas, must_call, most_calls))
 
     async def _collect_answer(self) -> dict[str, Any]:
         with self._closing():
@@ -194,7 +194,7 @@ class Exchange(ABC):
                         raise EngineGone(f"the engine of {self.engine.served.name} died: ask again")
                     self.choices[index_by_reply[reply]] = choice.fresh_copy()
                 case PromptRead():
-                    choice.begin(answer, self.SPLITS_THOUGHTS)
+                    choice.begin(answer)
                 case AnswerText():
                     yield choice, choice.add(answer)
                 case AnswerDone(task=task, completion=completion):
@@ -281,7 +281,6 @@ class ChatExchange(Exchange):
     """A chat, whose stream has chunks of the same form, and ends with `[DONE]`."""
 
     ID_PREFIX = "chatcmpl"
-    SPLITS_THOUGHTS = True
     # `object` of a whole answer and of a stream's chunk.
     OBJECTS: ClassVar = ("chat.completion", "chat.completion.chunk")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -219,7 +219,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResponseExchange(Exchange):
-    """A response, whose stream names the items that it has: one message, and the calls."""
+    """A response, whose stream names the items that it has: the thought, one message, and the calls."""
 
     ID_PREFIX = "resp"
 
@@ -229,7 +229,9 @@ class ResponseExchange(Exchange):
         self.asked = body
         self.ignored = sorted({*body.ignored, *map(body.name_of, self.ignored)})
         self._repeated_fields, self._numbers = body.repeated(), count()
-        self._item = {"id": f"msg_{self.id.removeprefix('resp-')}", "type": "message", "role": "assistant"}
+        number = self.id.removeprefix("resp-")
+        self._item = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+        self._thought = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
 
     def whole(self) -> dict[str, Any]:
         choice, usage = self.choices[0], self.usage()
@@ -237,7 +239,7 @@ class ResponseExchange(Exchange):
         text = [self._text_item("completed")] if choice.text or not choice.calls else []
         return {
             **self._head("incomplete" if is_cut else "completed"),
-            "output": [*text, *map(_call_item, choice.calls)],
+            "output": [*self._thought_items("completed"), *text, *map(_call_item, choice.calls)],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": int(time.time()),
             **self.explanation(),
@@ -245,32 +247,46 @@ class ResponseExchange(Exchange):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
                 "total_tokens": usage["total_tokens"],
             },
         }
 
     async def stream(self, pieces: Pieces) -> AsyncGenerator[ServerSentEvent]:
-        choice, output_position = self.choices[0], {"output_index": 0}
-        part_position = {**output_position, "item_id": self._item["id"], "content_index": 0}
-        is_begun = False
+        choice, is_begun, is_thought_done = self.choices[0], False, False
+        thought_position = {"output_index": 0, "item_id": self._thought["id"], "content_index": 0}
+        part_position = thought_position
         async for choice, text in pieces:
             # Begin the stream with the first text: until then, an engine's refusal can still set the HTTP status.
             if not is_begun:
                 is_begun = True
                 yield self._event("created", response=self._head("in_progress"))
                 yield self._event("in_progress", response=self._head("in_progress"))
+            if thought := choice.thought[choice.n_sent_thought :]:
+                if not choice.n_sent_thought:
+                    item = {**self._thought, "status": "in_progress", "content": []}
+                    yield self._event("output_item.added", output_index=0, item=item)
+                    yield self._event("content_part.added", **thought_position, part=_thought_part(""))
+                choice.n_sent_thought += len(thought)
+                yield self._event("reasoning_text.delta", **thought_position, delta=thought)
+            if choice.thought and not is_thought_done and (text or choice.calls or choice.done is not None):
+                is_thought_done = True
+                for event in self._end_of_thought(thought_position):
+                    yield event
             if text and text == choice.text:  # The first text opens the message.
                 item = {**self._item, "status": "in_progress", "content": []}
-                yield self._event("output_item.added", **output_position, item=item)
+                n_before = int(bool(choice.thought))
+                part_position = {"output_index": n_before, "item_id": self._item["id"], "content_index": 0}
+                yield self._event("output_item.added", output_index=n_before, item=item)
                 yield self._event("content_part.added", **part_position, part=_text_part(""))
             if text:
                 yield self._event("output_text.delta", **part_position, delta=text, logprobs=[])
         if choice.text:
             yield self._event("output_text.done", **part_position, text=choice.text, logprobs=[])
             yield self._event("content_part.done", **part_position, part=_text_part(choice.text))
-            yield self._event("output_item.done", **output_position, item=self._text_item("completed"))
-        for i, call in enumerate(choice.calls, start=int(bool(choice.text))):
+            index = part_position["output_index"]
+            yield self._event("output_item.done", output_index=index, item=self._text_item("completed"))
+        for i, call in enumerate(choice.calls, start=bool(choice.thought) + bool(choice.text)):
             item, output_position = _call_item(call), {"output_index": i}
             yield self._event(
                 "output_item.added", **output_position, item={**item, "status": "in_progress", "arguments": ""}
@@ -288,10 +304,20 @@ class ResponseExchange(Exchange):
     def error_events(self, error: dict[str, Any]) -> list[ServerSentEvent]:
         response = {
             **self._head("failed"),
-            "output": [self._text_item("incomplete")] if self.choices[0].text else [],
+            "output": [
+                *self._thought_items("incomplete"),
+                *([self._text_item("incomplete")] if self.choices[0].text else []),
+            ],
             "error": {"code": error["error"]["code"] or "server_error", "message": error["error"]["message"]},
         }
         return [self._event("failed", response=response)]
+
+    def _end_of_thought(self, position: Mapping[str, Any]) -> Iterator[ServerSentEvent]:
+        (item,) = self._thought_items("completed")
+        thought = self.choices[0].thought
+        yield self._event("reasoning_text.done", **position, text=thought)
+        yield self._event("content_part.done", **position, part=_thought_part(thought))
+        yield self._event("output_item.done", output_index=position["output_index"], item=item)
 
     def _event(self, kind: str, **values: Any) -> ServerSentEvent:
         name = f"response.{kind}"
@@ -305,6 +331,11 @@ class ResponseExchange(Exchange):
             **{"completed_at": None, **self._repeated_fields, "usage": None},
         }
 
+    def _thought_items(self, status: str) -> list[dict[str, Any]]:
+        """Return the item of the thought so far, if there is one."""
+        thought = self.choices[0].thought
+        return [{**self._thought, "status": status, "content": [_thought_part(thought)]}] if thought else []
+
     def _text_item(self, status: str) -> dict[str, Any]:
         """Return the message with the text so far."""
         return {**self._item, "status": status, "content": [_text_part(self.choices[0].text)]}
@@ -312,6 +343,10 @@ class ResponseExchange(Exchange):
 
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 writes docs/cli.md from what `--help` prints, docs/openapi.json from the server's routes, and docs/api.md from both that
 document and its own beginning, which is written by hand. The table of departures in docs/how-it-works.md is made of the
-`DEVIATION:` comments of the code, that of types of models in docs/models.md of models/families.py.
+`DEVIATION:` comments of the code, that of types of models in docs/models.md of models/families.py, those of thoughts
+and calls in docs/serving.md of core/answer_forms.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from swiftopt.cli.main import LONG_NAMES, PREFIX, TOML_FILE, ProgramSettings, swiftopt
+from swiftopt.core.answer_forms import FORMS, AnswerForm
 from swiftopt.models.families import model_types
 from swiftopt.server.openapi import bare_app
 from swiftopt.terminal.commands import ALL_OPTIONS
@@ -26,7 +28,7 @@ from swiftopt.terminal.output import INTERRUPTED
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CLI, API, SNAPSHOT, MANUAL = DOCS / "cli.md", DOCS / "api.md", DOCS / "openapi.json", DOCS / "how-it-works.md"
-MODELS = DOCS / "models.md"
+MODELS, SERVING = DOCS / "models.md", DOCS / "serving.md"
 MADE = r"(<!-- {0} -->\n).*?(\n<!-- /{0} -->)"  # A part of a page that is written by hand elsewhere.
 # What a docstring goes on with behind the words on a departure.
 ENDINGS = ("Args:", "Returns:", "Raises:", "Source:", "Yields:", '"""')
@@ -180,6 +182,30 @@ def _renewed(name: str, part: str, text: str) -> str:
     return re.sub(MADE.format(name), lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
 
 
+def serving_page(text: str) -> str:
+    """Return docs/serving.md with its tables of thoughts and calls renewed."""
+    thoughts = [f"| {form.models} | {_thought_of(form)} |" for form in FORMS.values() if form.thinks]
+    calls = [f"| {form.models} | {_call_of(form)} | {form.body} |" for form in FORMS.values() if form.calls]
+    lines = ["| models | a thought is |", "|---|---|", *thoughts, "", "| models | a call is | body |", "|---|---|---|"]
+    return _renewed("answers", "\n".join([*lines, *calls]), text)
+
+
+def _thought_of(form: AnswerForm) -> str:
+    words = f"{_code(form.thinks[0])} … {_code(form.thought_ends[0])}"
+    return f"{words}; left out: {', '.join(map(_code, form.hidden))}" if form.hidden else words
+
+
+def _call_of(form: AnswerForm) -> str:
+    if form.items:
+        begin = "" if form.calls[0].startswith("{name}") else form.calls[0]
+        return _code(begin + form.items[0] + form.calls_end)
+    return f"{_code(form.calls[0])} …" + (f" {_code(form.calls_end)}" if form.calls_end else "")
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("\n", "\u21b5").replace("|", "\\|").replace("```", "\u02cb\u02cb\u02cb") + "`"
+
+
 if __name__ == "__main__":
     document = bare_app().openapi()
     SNAPSHOT.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -187,3 +213,4 @@ if __name__ == "__main__":
     CLI.write_text(cli_page(), encoding="utf-8")
     MODELS.write_text(models_page(MODELS.read_text(encoding="utf-8")), encoding="utf-8")
     MANUAL.write_text(manual_page(MANUAL.read_text(encoding="utf-8")), encoding="utf-8")
+    SERVING.write_text(serving_page(SERVING.read_text(encoding="utf-8")), encoding="utf-8")

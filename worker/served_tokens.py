@@ -10,13 +10,15 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from ..core.answer_forms import AnswerForm, forms_of, merged
 from ..core.errors import (
     InvalidInput,
 )
-from ..core.requests import THINK, THOUGHT, CompletionRequest, Piece
+from ..core.requests import CompletionRequest, Piece
 from ..core.types import DEFAULT_TASK, Prompt
 from ..decoding.grammar import Grammar
 from ..decoding.session import Session
+from ..decoding.turn_tokens import template_text
 from ..models.runtime import Runtime
 from ..tasks.model import Model
 
@@ -28,7 +30,7 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  #
 
 
 class Tokens:
-    """Tokens of one tokenizer: their text or exact bytes, and the token that ends a thought."""
+    """Tokens of one tokenizer: their text or exact bytes, and those that its chats mark thoughts with."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -62,17 +64,27 @@ class Tokens:
             return bytes([int(byte[1], 16)])
         return None if token_text is None else token_text.replace("▁", " ").encode()
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The names of the rows that the chat template has in the table of answers."""
+        return forms_of(template_text(self._tokenizer))
+
+    @property
+    def form(self) -> AnswerForm:
+        """How the model writes thoughts and calls."""
+        return merged(self.forms)
+
     @cached_property
     def end_of_thought(self) -> int | None:
-        """The token that ends a thought; None if the model's chat template has none."""
-        if THOUGHT not in str(getattr(self._tokenizer, "chat_template", None)):
-            return None
-        token_id = self._tokenizer.get_vocab().get(THOUGHT)
-        return None if token_id is None else int(token_id)
+        """The token that ends a thought; None where thoughts end with no token, or may come again."""
+        form, vocabulary = self.form, self._tokenizer.get_vocab()
+        ends = [vocabulary[mark] for mark in form.thought_ends if mark in vocabulary]
+        return None if form.rethinks or not ends else int(ends[0])
 
     def ends_in_thought(self, token_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends within a thought, which the completion continues."""
-        return str(self._tokenizer.decode(list(token_ids[-TAIL:]))).rstrip().endswith(THINK)
+        marks = self.form.thinks
+        return bool(marks) and str(self._tokenizer.decode(list(token_ids[-TAIL:]))).rstrip().endswith(marks)
 
 
 def session_of(model: Model, request: CompletionRequest, most_tokens: int | None = None) -> tuple[Session, Prompt]:
@@ -90,7 +102,11 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
         with about("json_schema"):
             grammar = Grammar.json_schema(request.json_schema)
     end_options = request.stop, request.ignore_eos, request.stop_token_ids, request.min_new_tokens
-    session = Session(model.runtime, request.sampling, 1, *end_options, grammar)
+    shown_marks = ""
+    if request.messages:
+        form = merged(forms_of(template_text(model.runtime.tokenizer)))
+        shown_marks = form.marks(with_calls=bool(request.tools))
+    session = Session(model.runtime, request.sampling, 1, *end_options, grammar, shown_marks)
     ids, source = token_ids_of(session, request), prompt_field(request)
     n_free_positions = model.runtime.max_positions - len(ids)
     n_memory_tokens = n_free_positions if most_tokens is None else int(ANSWER_SHARE * (most_tokens - len(ids)))

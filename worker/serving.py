@@ -359,9 +359,15 @@ class EngineHost:
         if request.echo:
             text = request.text or self.model.runtime.tokenizer.decode(token_ids)
             prompt_read = replace(prompt_read, text=text, first=self._tokens.piece(token_ids[0]))
-        if request.messages and (end_of_thought := self._tokens.end_of_thought) is not None:
-            in_thought = self._tokens.ends_in_thought(token_ids)
-            prompt_read = replace(prompt_read, end_of_thought=end_of_thought, in_thought=in_thought)
+        if request.messages:
+            tokens = self._tokens
+            prompt_read = replace(
+                prompt_read,
+                forms=tokens.forms,
+                end_of_thought=tokens.end_of_thought,
+                in_thought=tokens.ends_in_thought(token_ids),
+                is_constrained=bool(request.forced) or request.json_schema is not None,
+            )
         self._messages.send(prompt_read)
 
     def _keep(self, number: int, request: CompletionRequest) -> None:

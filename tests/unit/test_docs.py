@@ -21,7 +21,7 @@ import click
 import httpx2
 import pytest
 import walkthrough
-from pages import CLI, EXIT_CODES, RENEW, cli_page, deviations, manual_page, models_page
+from pages import CLI, EXIT_CODES, RENEW, SERVING, cli_page, deviations, manual_page, models_page, serving_page
 from serving import serving
 from tiny_files import save
 
@@ -238,6 +238,11 @@ def test_manual_tells_the_words_of_every_deviation() -> None:
     assert len(list(deviations())) > 20
     assert [(file, said) for file, said in deviations() if not said.endswith((".", ")")) or len(said) < 40] == []
     assert manual_page(told) == told, RENEW
+
+
+def test_tables_of_thoughts_and_calls_are_those_that_are_parsed() -> None:
+    told = SERVING.read_text(encoding="utf-8")
+    assert "| models | a call is | body |" in told and serving_page(told) == told, RENEW
 
 
 def test_models_page_has_a_row_per_supported_type() -> None:

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from swiftopt.core.requests import Piece
-from swiftopt.server.choices import ThoughtParser, ToolParser
+from swiftopt.server.answer_parsers import ThoughtParser, ToolParser
 from swiftopt.worker.served_tokens import Tokens
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -67,10 +67,10 @@ def pieces_of(text: str, cuts: Sequence[int]) -> Iterator[str]:
 
 @given(st.lists(st.integers(0, 200)))
 def test_behind_the_only_call_that_is_wanted_nothing_counts(cuts: list[int]) -> None:
-    tools = ToolParser(["add"], most_calls=1)
+    tools = ToolParser({"add": None}, most_calls=1)
     shown = "".join(map(tools.add, pieces_of(f"One.{CALL}\nTwo.{CALL} Three.", cuts))) + tools.end()
     assert (shown, len(tools.calls)) == ("One.", 1)
-    both = ToolParser(["add"], most_calls=1)
+    both = ToolParser({"add": None}, most_calls=1)
     one = '{"name": "add", "arguments": {"a": 1}}'
     assert "".join(map(both.add, pieces_of(f"[TOOL_CALLS] [{one}, {one}] Two.", cuts))) + both.end() == ""
     assert len(both.calls) == 1
@@ -78,7 +78,7 @@ def test_behind_the_only_call_that_is_wanted_nothing_counts(cuts: list[int]) -> 
 
 @given(st.sampled_from(sorted(WHOLE)), st.lists(st.integers(0, 90)))
 def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
-    tools, shown = ToolParser(["add"]), ""
+    tools, shown = ToolParser({"add": None}), ""
     for piece in pieces_of(text, cuts):
         shown += tools.add(piece)
         assert WHOLE[text][0].startswith(shown)
@@ -90,13 +90,13 @@ def test_text_and_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) 
 
 @pytest.mark.parametrize("text", [CALL, LLAMA, MISTRAL, f"```json\n{CODER}"])
 def test_call_is_known_as_soon_as_it_is_complete(text: str) -> None:
-    tools = ToolParser(["add"])
+    tools = ToolParser({"add": None})
     assert tools.add(text[:-1]) == "" and not tools.calls
     assert tools.add(text[-1]) == "" and tools.calls
 
 
 def test_block_of_code_is_shown_as_soon_as_it_can_be_no_call() -> None:
-    tools = ToolParser(["add"])
+    tools = ToolParser({"add": None})
     assert tools.add("See:\n```") == "See:\n" and tools.add("python") == "```python"
     assert tools.add("\n```js") == "\n" and tools.add('on\n{"na') == ""
     assert tools.add('me": "sub') == '```json\n{"name": "sub'
@@ -115,7 +115,7 @@ def test_block_of_code_is_shown_as_soon_as_it_can_be_no_call() -> None:
 )
 def test_arguments_are_json_that_can_be_sent(written: str, told: str | None) -> None:
     for begin, end in (("<tool_call>", "</tool_call>"), ("", ""), ("```json\n", "\n```")):
-        tools, text = ToolParser(["add"]), f'{begin}{{"name": "add", "arguments": {written}}}{end}'
+        tools, text = ToolParser({"add": None}), f'{begin}{{"name": "add", "arguments": {written}}}{end}'
         shown = tools.add(text) + tools.end()
         assert [call["function"]["arguments"] for call in tools.calls] == ([] if told is None else [told])
         assert shown == (text if told is None else "") and json.dumps(tools.calls, ensure_ascii=False).encode()
@@ -130,11 +130,11 @@ def test_arguments_are_json_that_can_be_sent(written: str, told: str | None) -> 
     ],
 )
 def test_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(text: str, arguments: str | None) -> None:
-    tools = ToolParser(["add"], is_forced=True)
+    tools = ToolParser({"add": None}, is_forced=True)
     assert tools.add(text) + tools.end() == "" and tools.is_cut
     told = [(call["function"]["name"], call["function"]["arguments"]) for call in tools.calls]
     assert told == ([] if arguments is None else [("add", arguments)])
-    free = ToolParser(["add"])
+    free = ToolParser({"add": None})
     assert free.add(text) + free.end() == text and not free.calls
 
 
