@@ -211,6 +211,12 @@ FORMS: Mapping[str, AnswerForm] = {
         body="named",
         items=("{name}[CALL_ID]{id}[ARGS]{arguments}", "{name}[ARGS]{arguments}", "{name}{arguments}"),
     ),
+    "command-r": AnswerForm(
+        models="Command R, Command R+",
+        signs=("Action:", "directly_answer"),
+        calls=("Action: ```json", "Action:```json"),
+        calls_end="```",
+    ),
     "phi": AnswerForm(
         models="Phi-4-mini",
         signs=("<|tool|>", "<|/tool|>"),

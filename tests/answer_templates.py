@@ -281,6 +281,16 @@ FAMILIES: Mapping[str, Family] = {
         COHERE_CALL,
         COHERE_TOKENS,
     ),
+    "command-r": Family(
+        ("command-r",),
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        CONTENT + listed("\\nAction: ```json\\n[", "]\\n```", json_call("tool_name", "parameters")),
+        COHERE_TOKENS[:4],
+        thinks=False,
+        prefix="{#- Action: directly_answer #}",
+    ),
     "glm4": Family(
         ("glm",),
         *GLM_TURNS,

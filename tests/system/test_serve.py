@@ -113,7 +113,8 @@ def lettered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         tokenizer_object=Tokenizer.from_str(json.dumps(whole)), eos_token="<eos>", pad_token="<pad>"
     )
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if thinking or messages[-1].content == 'muse' %}<think>{% endif %}"
         "{# a thought ends with </think> #}"
     )
     tokenizer.save_pretrained(folder)
@@ -648,6 +649,22 @@ def test_thought_is_told_apart_from_the_answer_and_counted(lettered: Served) -> 
     answer, thought, said = ask(chat_template_kwargs={})
     assert said == answer["choices"][0]["message"]["content"] and not thought
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_response_has_its_thought_as_an_item_of_its_own(lettered: Served) -> None:
+    client = openai.OpenAI(base_url=f"{lettered.url}/v1", api_key="none", max_retries=0, timeout=60)
+    asked: dict[str, Any] = {"model": "tiny", "input": "muse", "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**asked)
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    thought = whole.output[0].content[0].text
+    assert thought and whole.output_text == "" and whole.usage.output_tokens_details.reasoning_tokens == 8
+    events = list(client.responses.create(**asked, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == thought
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[2:4] == ["output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["reasoning_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert events[-1].response.output[0] == whole.output[0].model_copy(update={"id": events[-1].response.output[0].id})
 
 
 def test_calls_of_tools_are_streamed_as_name_and_arguments_before_the_last_chunk(lettered: Served) -> None:
