@@ -239,6 +239,7 @@ class _Python:
         **{"\\": "\\", "'": "'", '"': '"', "\n": ""},
     }
     _HEX: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
+    _PLAIN = re.compile(r"[^'\"\\]*")
     _QUOTE_ENDS = re.compile(r"\s*(?:[,)\]}:]|$)")
     _VALUES: Mapping[str, Any] = {
         **{"true": True, "false": False, "null": None},
@@ -318,8 +319,10 @@ class _Python:
                 part, position = self._escape(position + 1)
                 parts.append(part)
                 continue
-            parts.append(letter)
-            position += 1
+            plain = self._PLAIN.match(self.text, position + 1)
+            next_position = position + 1 if plain is None else plain.end()
+            parts.append(self.text[position:next_position])
+            position = next_position
         raise Incomplete("a text has no end")
 
     def _escape(self, position: int) -> tuple[str, int]:

@@ -10,15 +10,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from answer_templates import FAMILIES
 from families import tiny_model
 from tiny_files import write_gguf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.decoding.turn_tokens import turn_end_ids
 from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.gguf_settings import config_of, ends_of
-from swiftopt.models.loading import load
+from swiftopt.models.gguf_tokenizer import write_tokenizer
+from swiftopt.models.loading import load, load_tokenizer
+from swiftopt.worker.served_tokens import Tokens
 
+TURN_END = 94  # The first token of `write_gguf` that is no letter.
 More = Callable[[gguf.GGUFWriter], object]
 IDS = [3 + (7 * i) % 90 for i in range(40)]
 LLAMA3 = {
@@ -231,6 +236,18 @@ def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModel, match="of the architecture mamba, which is not supported: use one of gemma3"):
         config_of(GgufFile(path))
+
+
+def test_thoughts_calls_and_ends_of_turns_are_those_of_the_files_template(tmp_path: Path) -> None:
+    def changed(writer: gguf.GGUFWriter) -> None:
+        writer.add_chat_template(FAMILIES["qwen3"].template.replace("<|im_end|>", "ab"))
+        writer.kv_data[0]["tokenizer.ggml.token_type"].value[TURN_END] = gguf.TokenType.CONTROL
+
+    path = write_gguf(tmp_path / "a.gguf", tiny_model("llama", torch.float32), more=changed)
+    write_tokenizer(GgufFile(path), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert Tokens(tokenizer).forms == FAMILIES["qwen3"].rows
+    assert turn_end_ids(tokenizer) == {TURN_END}
 
 
 def test_texts_end_by_the_tokens_that_the_file_names(tmp_path: Path) -> None:
