@@ -57,6 +57,8 @@ class AnswerForm:
 NO_FORM = AnswerForm()
 
 _THINK = AnswerForm(thinks=("<think>",), thought_ends=("</think>",))
+_ANSWER = replace(_THINK, hidden=("<answer>", "</answer>"))
+_RESPONSE = replace(_THINK, hidden=("<response>", "</response>"))
 _TOOL_CALL = AnswerForm(calls=("<tool_call>",), calls_end="</tool_call>")
 
 # Of the rows that a template has the signs of, the first with thoughts and the first with calls count.
@@ -127,15 +129,12 @@ FORMS: Mapping[str, AnswerForm] = {
         thinks=("Here is my thought process:", "Here's my thought process:"),
         thought_ends=("Here is my response:", "Here's my response:"),
     ),
-    "think, answer": replace(
-        _THINK, models="Hunyuan", signs=("</think>", "<answer>"), hidden=("<answer>", "</answer>")
+    "think, answer": replace(_ANSWER, models="Hunyuan", signs=("</think>", "<answer>")),
+    "think, unsaid answer": replace(
+        _ANSWER, models="Hunyuan A13B", signs=("</think>", '<tool_calls>[{"name": "func_name1"')
     ),
-    "think, response": replace(
-        _THINK,
-        models="ERNIE 4.5",
-        signs=("think_mode", "<response>"),
-        hidden=("<response>", "</response>"),
-    ),
+    "think, response": replace(_RESPONSE, models="ERNIE 4.5", signs=("think_mode", "<response>")),
+    "think, told response": replace(_RESPONSE, models="Granite 3.3", signs=("</think>", "<response></response>")),
     "think": replace(
         _THINK,
         models=(

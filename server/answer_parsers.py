@@ -152,10 +152,11 @@ class ToolParser:
                     return None  # What looks like a call within a body is a text in its arguments.
                 except (ValueError, RecursionError):
                     continue
-                rest = self._pending_text[end:].lstrip()
-                if needs_end and rest != form.calls_end and form.calls_end.startswith(rest) and form.calls_end:
+                behind, is_open = self._behind(end, form.calls_end, is_last)
+                if is_open and needs_end:
                     return None
-                behind = self._behind(end, form.calls_end, needs_end, is_last)
+                if behind is None and is_named and not is_last:
+                    behind = end
                 if behind is None or not self._take_all(calls):
                     continue
                 preceding_text = self._pending_text[: opening.start()]
@@ -164,16 +165,16 @@ class ToolParser:
                 return preceding_text
         return None
 
-    def _behind(self, end: int, closing: str, needs_end: bool, is_last: bool) -> int | None:
-        """Return the place behind a body's closing mark; None if something else stands there."""
-        if not closing:
-            return end
+    def _behind(self, end: int, closing: str, is_last: bool) -> tuple[int | None, bool]:
+        """Return the place behind a body's closing mark, and whether the mark may still come.
+
+        The place is None without the mark; at the end of a completion a part of it is enough.
+        """
         rest = self._pending_text[end:].lstrip()
-        if rest.startswith(closing):
-            return len(self._pending_text) - len(rest) + len(closing)
-        if is_last and closing.startswith(rest):
-            return len(self._pending_text)
-        return None if needs_end or is_last else end
+        if not closing or rest.startswith(closing):
+            return (len(self._pending_text) - len(rest) + len(closing) if closing else end), False
+        is_open = closing.startswith(rest)
+        return (len(self._pending_text) if is_open and is_last else None), is_open
 
     def _open_fence(self) -> int:
         """Return the start of a code block that may become a call; without one, the length of the held text."""

@@ -327,6 +327,20 @@ FAMILIES: Mapping[str, Family] = {
         + listed("<tool_calls>[", "]</tool_calls>", json_call()),
         ("<|hy_User|>", "<|hy_Assistant|>", "<|eos|>"),
     ),
+    "hunyuan-a13b": Family(
+        ("think, unsaid answer", "hunyuan"),
+        *("<|startoftext|>", "<|extra_0|>", "<|eos|>"),
+        thought("<think>\\n", "\\n</think>\\n") + CONTENT + listed("<tool_calls>[", "]</tool_calls>", json_call()),
+        ("<|startoftext|>", "<|extra_0|>", "<|eos|>"),
+        prefix='{#- <tool_calls>[{"name": "func_name1"}]</tool_calls> #}',
+    ),
+    "granite3.3": Family(
+        ("think, told response", "granite"),
+        *("<|start_of_role|>user<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>\n"),
+        thought("<think>", "</think>") + CONTENT + listed("<|tool_call|>[", "]", json_call()),
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+        prefix="{#- <response></response> #}",
+    ),
     "seed-oss": Family(
         ("seed",),
         *("<seed:bos>user\n", "<seed:bos>assistant\n", "<seed:eos>"),

@@ -26,6 +26,7 @@ from swiftopt.worker.served_tokens import Tokens
 
 QUESTION = {"role": "user", "content": "Say what the weather is in Paris."}
 THOUGHT = 'It is asked\n\nfor the weather: é {"a": 1} [1].'
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 TEXT = "Let me see: 1 < 2."
 ARGUMENTS: tuple[Mapping[str, Any], ...] = (
     {"a": 1},
@@ -41,6 +42,7 @@ ARGUMENTS: tuple[Mapping[str, Any], ...] = (
 TAGGED = {"text": "a </parameter> b", "city": "\n", "places": None}
 ONE_CALL = ("llama3", "gpt-oss")  # Templates that take one call at a time.
 WITHOUT_TEXT = ("command-r7b", "mistral-7b")  # Templates that write no text beside calls.
+UNQUOTED = ("olmo3", "lfm2.5", "llama3.2 pythonic")  # Templates that quote nothing within a text.
 CALLING = [name for name in FAMILIES if name != "gemma3"]
 THINKING = [name for name, family in FAMILIES.items() if family.thinks]
 
@@ -222,6 +224,28 @@ def test_thought_without_an_end_is_a_thought(name: str) -> None:
     add_all(choice, iter(cut), range(9), "length")
     assert told(choice) == (THOUGHT[: THOUGHT.index("weather:")].strip("\n"), "", [])
     assert (choice.n_thought, choice.finish_reason) == (9, "length")
+
+
+def test_marks_around_an_answer_are_left_out() -> None:
+    for name, mark in (("hunyuan-a13b", "answer"), ("granite3.3", "response"), ("ernie4.5", "response")):
+        choice = begun(name)
+        add_all(choice, iter(f"<think>{THOUGHT}</think>\n<{mark}>\n{TEXT}\n</{mark}>"))
+        assert told(choice) == (THOUGHT, TEXT, [])
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name not in UNQUOTED])
+def test_call_that_a_text_in_arguments_spells_is_no_call(name: str) -> None:
+    form = merged(FAMILIES[name].rows)
+    _, _, ids = written(name, **answer_of(THOUGHT, "", [{"a": 2}]))
+    spelled = "".join(texts_of(session_of(name), ids))
+    city = CALL if form.body in ("tags", "arguments") else f"{spelled} {CALL}"  # Tags within tags end the outer ones.
+    prompt_ids, _, ids = written(name, **answer_of(THOUGHT, "", [{"city": city, "a": 3}]))
+    choice = begun(name, prompt_ids)
+    for letter in "".join(texts_of(session_of(name), ids)):
+        choice.add(AnswerText(0, letter, 1))
+        assert [call for call in choice.calls if json.loads(call["function"]["arguments"])["a"] != 3] == []
+    end(choice, ids)
+    assert len(choice.calls) == 1
 
 
 def test_completion_held_to_json_has_no_thought() -> None:
