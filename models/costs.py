@@ -37,6 +37,7 @@ MOST_SPREAD = 1.3  # Largest accepted ratio of the upper to the lower quartile o
 MOST_REVERSED = 0.93
 # Largest accepted relative error of the predicted check pass, and of the parts' sum above the whole pass.
 MOST_ERROR = 0.1
+TOKEN_STEP = 97  # Between the token ids of neighbouring rows of a timed pass.
 UNSEEN_ROWS = 4  # Rows of the pass that checks the fitted costs; half of its sub-layers are skipped.
 RECORD_AT = 3  # Capture a shape's CUDA graph at its third use: most layer sets of a search run only once.
 RECORDED_ROWS = 128  # Rows of the widest pass that is captured as a CUDA graph.
@@ -264,7 +265,9 @@ def _pass(
     layer_set: LayerSet,
     wanted: tuple[int, ...] | None = None,
 ) -> Callable[[], None]:
-    rows = Rows([0] * n_rows, first_slot, variants=() if layer_set.is_whole else (layer_set,))
+    # Rows of a mixture take the experts of their tokens: the same token in all rows would make them seem cheap.
+    tokens = [row * TOKEN_STEP % runtime.vocab_size for row in range(n_rows)]
+    rows = Rows(tokens, first_slot, variants=() if layer_set.is_whole else (layer_set,))
 
     def run() -> None:
         out = runtime.forward(rows, buffer, wanted)

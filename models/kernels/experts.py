@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..block_experts import PARTS, BlockExperts
 from ..family import Experts
 from . import layout
 
@@ -26,8 +27,14 @@ def _map_of(weight: Tensor) -> layout.Map:
     return layout.Map(weight.data_ptr(), None, None, None, n_in, n_in, n_out, 0, 0, 0)
 
 
-def stacked(experts: Any, dtype: torch.dtype, halves: bool = False) -> tuple[list[layout.Map], list[layout.Map]]:
-    """Describe the maps of each expert: gate and up as one, or with `halves` one after the other, and the output's."""
+def maps_of(experts: Any, dtype: torch.dtype, halves: bool) -> tuple[list[layout.Map], list[layout.Map]]:
+    """Describe the maps of each expert: gate and up as one, or with `halves` one after the other, and the output's.
+
+    Maps of a GGUF file's codes are always two.
+    """
+    if isinstance(experts, BlockExperts):
+        gate, up, down = ([packed.map() for packed in experts.maps[part]] for part in PARTS)
+        return [one for pair in zip(gate, up, strict=True) for one in pair], down
     into, out = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
     plain = not getattr(experts, "is_transposed", False) and not getattr(experts, "has_bias", False)
     if not plain or not _is_stack(into, dtype) or not _is_stack(out, dtype):

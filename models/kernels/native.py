@@ -28,7 +28,7 @@ from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
 from .experts import Unsupported as Unsupported
-from .experts import choosing_of, correction_of, is_mean, stacked
+from .experts import choosing_of, correction_of, is_mean, maps_of
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -181,14 +181,13 @@ class NativePasses:
             refuse_hooks(module)
         router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
         shared = submodule(mlp, named.shared)
-        into, out = stacked(experts, self.runtime.dtype)
+        # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
+        into, out = maps_of(experts, self.runtime.dtype, halves=shared is not None)
         n_experts, n_inner = len(out), out[0].n_in
         activation = layout.Mlp(gated=1, activation=self._activation)
         if shared is not None:
-            pair = [self._map_of(getattr(shared, name)) for name in self.runtime.family.mlp_in]
-            # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
-            into = [*stacked(experts, self.runtime.dtype, halves=True)[0], *pair]
-            out = [*out, self._map_of(getattr(shared, self.runtime.family.mlp_out))]
+            into += [self._map_of(getattr(shared, name)) for name in self.runtime.family.mlp_in]
+            out.append(self._map_of(getattr(shared, self.runtime.family.mlp_out)))
         gate = submodule(mlp, named.shared_gate)
         choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
         weight = self._kept(router.weight)
@@ -207,7 +206,7 @@ class NativePasses:
             shared is not None,
             weight.dtype != self.runtime.dtype,
             named.rounds_logits,
-            1 if shared is None else 2,
+            len(into) // len(out),
             n_inner,
             0 if shared is None else out[-1].n_in,
             activation,
