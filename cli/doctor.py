@@ -227,21 +227,25 @@ def check_cache() -> Finding:
 
 
 def check_model(name: str) -> Finding:
-    """Check what a model's name resolves to; nothing is downloaded or loaded."""
-    from ..models.sources import resolve
+    """Check what a model's name resolves to, and what it needs in memory; no weights are downloaded or loaded."""
+    from ..models.sources import known_folder, resolve
 
     source = resolve(name)
-    text, folder = f"{name} is the {source.kind} {source.location}", Path((source.base or source).location)
+    text, model = f"{name} is the {source.kind} {source.location}", source.base or source
     if source.base is not None:
         text += f" of the base {source.base.location}"
-    if not folder.is_dir():
-        return "ok", text
+    if model.kind == "hub" and known_folder(model) is None:
+        return "ok", f"{text}, which is not on this machine yet"
     import torch
 
-    from ..models.loading import memory_plan
+    from ..models.gguf_model import settings_folder
+    from ..models.memory import memory_plan
+    from ..models.saved import no_step
 
+    path = Path(model.location)
+    folder = settings_folder(path, no_step) if model.kind == "gguf" else known_folder(model) or path
     plan = memory_plan(folder, "auto", on_cpu=not torch.cuda.is_available())
-    return "ok", f"{text}, which needs {plan.needed / GIB:.1f} GiB and {plan.copies / GIB:.1f} for int4 drafts"
+    return "ok", f"{text}; {plan.sentence('it')}"
 
 
 # --- services

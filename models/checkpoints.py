@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
 from .costs import is_out_of_memory
-from .saved import first_line, refuse_mismatched, refuse_missing, refuse_unread
+from .saved import first_line, is_multimodal, refuse_mismatched, refuse_missing, refuse_unread, supported_config
+from .stored_tensors import dtype_asked, stored_tensors
 
 
 @contextmanager
@@ -38,13 +39,11 @@ def read_model(folder: Path, dtype: str, placement: str, by_library: bool = Fals
     Raises: ModelNotFound: it cannot be read, lacks weights, or has more. SettingsError: it does not fit the memory.
     """
     where = named or folder
-    auto: Any = AutoModelForCausalLM
     on_cpu = {"": "cpu"} if by_library else None  # Without a map, the quantisation library would choose a GPU.
     device_map = {"cpu": on_cpu, "auto-map": "auto"}.get(placement, {"": placement})
-    with reading(str(where), where, placement):
+    with reading(str(where), where, placement), _source(folder, dtype) as (auto, source):
         model, loading_info = auto.from_pretrained(
-            folder,
-            dtype=dtype,
+            **source,
             device_map=device_map,
             local_files_only=True,
             output_loading_info=True,
@@ -54,3 +53,15 @@ def read_model(folder: Path, dtype: str, placement: str, by_library: bool = Fals
     refuse_missing(loading_info["missing_keys"], where)
     refuse_unread(loading_info["unexpected_keys"], where)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _source(folder: Path, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield transformers' class for a folder, and what to give it: the folder, or the tensors of a text part alone."""
+    if not is_multimodal(folder):
+        yield AutoModelForCausalLM, {"pretrained_model_name_or_path": folder, "dtype": dtype}
+        return
+    config = supported_config(folder)
+    with stored_tensors(folder) as tensors:
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors.slices()}
+        yield MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], {**source, "dtype": dtype_asked(folder, config, dtype)}

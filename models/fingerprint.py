@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .saved import (
     converted_folder,
     is_complete,
     linked_gguf,
+    naming,
     replacing,
     supported_config,
     weight_files,
@@ -132,7 +133,8 @@ def _of_weights(folder: Path) -> str:
     files = weight_files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index")
-    tensors = {name: tensor for path in files for name, tensor in _in_file(path).items()}
+    named = naming(folder)
+    tensors = {name: tensor for path in files for name, tensor in _in_file(path, named).items()}
     return _digest(supported_config(folder), tensors)
 
 
@@ -204,13 +206,16 @@ def _sample(name: str, tensor: Tensor) -> Tensor:
     return flat.to("cpu").to(torch.float32)
 
 
-def _in_file(path: Path) -> dict[str, Tensor]:
+def _in_file(path: Path, named: Callable[[str], str | None]) -> dict[str, Tensor]:
+    """Return the tensors of a file that are loaded, by their names in the model."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                stored_names = file.keys()
+                return {name: file.get_tensor(stored) for stored in stored_names if (name := named(stored))}
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
+        tensors = {stored: tensor for stored, tensor in values.items() if isinstance(tensor, Tensor)}
+        return {name: tensor for stored, tensor in tensors.items() if (name := named(stored))}
     except FileNotFoundError as error:
         raise ModelNotFound(f"the weights {path} are missing: copy the model's folder again") from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

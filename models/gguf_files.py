@@ -32,13 +32,12 @@ from .saved import (
     cache_root,
     converted_folder,
     first_line,
-    is_readable,
     made_once,
     no_step,
     replacing,
-    stored_tensors,
     supported_config,
 )
+from .stored_tensors import is_readable, stored_tensors
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]
 WRITER = "1"  # Version in the folder name of every written file; raise it when the written content changes.

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
+from .coded import ROWS
 from .families import family_of
 from .family import Family, GgufForm
 from .gguf_reader import FileTensor, GgufFile, parts_of
@@ -100,6 +101,15 @@ def load_gguf(
         reading.take(name)
     reading.finish()
     return model.eval().requires_grad_(False), file.n_values
+
+
+def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -> int:
+    """Return the memory of a tensor: packed where these kernels read its codes, None: de-quantised in a dtype."""
+    form = None if chosen is None or len(tensor.shape) != 2 else forms(chosen).get(tensor.kind)
+    if form is None:
+        return tensor.n_values * dtype.itemsize
+    n_out, n_in = tensor.shape
+    return -(-n_out // ROWS) * (ROWS * n_in * form.bits // 8 + form.scale_bytes(n_in))
 
 
 class _Reading:

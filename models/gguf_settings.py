@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ModelNotFound, UnsupportedModel
+from .config_bounds import check_values
 from .families import FAMILIES, family_of
 from .family import Family, GgufForm
 from .gguf_reader import GgufFile
@@ -124,6 +125,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     given = {FIELDS[name]: settings.size(name) for name in NEEDED}
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
+    check_values(given, file.path)
     config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
     for name, field in form.fields.items():
         if (value := settings.number(name)) is not None:
@@ -150,6 +152,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         elif family.sliding == "all":
             config["sliding_window"] = settings.number("attention.sliding_window") or None
     settings.refuse_left()
+    check_values(config, file.path)
     family_of(SimpleNamespace(model_type=model_type, **config))
     bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // file.n_values)
     return {

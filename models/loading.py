@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
@@ -29,6 +36,7 @@ from .gguf_model import load_gguf, settings_folder
 from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
+from .memory import memory_plan
 from .merging import identity, load_merged
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
@@ -45,15 +53,11 @@ from .saved import (
     reporting_progress,
     supported_config,
     supported_type,
-    weight_files,
 )
 from .sources import Source, base_folder, check_names, local_folder
 
 logger = logging.getLogger(__name__)
 
-PLANNED_TOKENS = 2048  # Tokens whose keys and values must fit into memory in addition to the weights.
-WORKSPACE = 1 << 30  # Bytes reserved on a CUDA device for its context and its libraries' workspaces.
-COPIES = 0.3  # Additional memory of int4 copies for drafts, relative to the weights.
 # Fields of generation_config.json that change the generated text and that swiftopt does not support.
 STEERING = (
     *("min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config", "token_healing"),
@@ -94,8 +98,10 @@ def load(
             refuse_new_tokens(tokenizer, config, adapter)
         if device not in ("cpu", "auto-map"):
             use_expandable_segments()
-        place = placement(device, folder, dtype if adapter is None else _wider(dtype, config), speed)
+        wide = dtype if adapter is None else _wider(dtype, config)
+        place = placement(device, folder, wide, speed, file)
         doing = f"reading {source.name}"
+        step(memory_plan(folder, wide, place == "cpu", speed, file).sentence(source.name))
         step(doing)
         with reporting_progress(step, doing):
             coded = place == "cpu" and speed in ("auto", "exact")
@@ -163,17 +169,19 @@ def use_expandable_segments() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> str:
+def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto", file: GgufFile | None = None) -> str:
     """Choose where the weights go: "cpu", "cuda:N" or "auto-map".
 
+    Args:   file: what was read of a GGUF file already.
     Raises: SettingsError: there is too little memory.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        memory_plan(folder, dtype, on_cpu=True, speed=speed).check("this machine", free_bytes(torch.device("cpu")))
+        plan = memory_plan(folder, dtype, True, speed, file)
+        plan.check("this machine", free_bytes(torch.device("cpu")))
         return "cpu"
     if device == "auto-map":  # auto-map may also use the CPU, so GPU memory is not checked.
         return device
-    plan = memory_plan(folder, dtype, on_cpu=False, speed=speed)
+    plan = memory_plan(folder, dtype, False, speed, file)
     if device != "auto":
         place = torch.device("cuda", torch.device(device).index or 0)
         # Query no other GPU: the query creates a CUDA context, which takes memory.
@@ -186,61 +194,6 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto") -> s
                 return f"cuda:{i}"
     plan.check(f"{len(free)} GPUs", sum(free))
     return "auto-map"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes that a model needs at least: `context` for keys and values, `workspace` for a device's libraries."""
-
-    folder: Path
-    weights: float
-    context: float
-    workspace: float
-
-    @property
-    def needed(self) -> float:
-        return self.weights + self.context + self.workspace
-
-    @property
-    def copies(self) -> float:
-        """Additional bytes of int4 copies for drafts."""
-        return COPIES * self.weights
-
-    def check(self, where: str, free: int) -> None:
-        """Raises: SettingsError: less is free there."""
-        if free >= self.needed:
-            return
-        more = f" and {self.workspace / 1e9:.1f} GB of workspace" if self.workspace else ""
-        raise SettingsError(
-            f"{self.folder} needs {self.weights / 1e9:.1f} GB for its weights,"
-            f" {self.context / 1e9:.1f} GB for keys and values of {PLANNED_TOKENS:,} tokens{more}, but {where}"
-            f" ha{'ve' if where.endswith('s') else 's'} {free / 1e9:.1f} GB free: use a smaller model, a narrower"
-            " --dtype or another --device"
-        )
-
-
-def memory_plan(folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto") -> MemoryPlan:
-    """Read from a model's files what it will need in memory; see `load`.
-
-    A quantised checkpoint counts as it is stored where our kernels read its codes, else with plain weights.
-    """
-    config, scheme = supported_config(folder), supported_type(folder)[1]
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    stored = getattr(config, "dtype", None) or torch.float32
-    dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
-    context = 2 * config.num_hidden_layers * kv_heads * width * dtype_asked.itemsize * PLANNED_TOKENS
-    weights = float(sum(path.stat().st_size for path in weight_files(folder) if path.is_file()))
-    is_gguf = scheme is not None and scheme.format == "gguf"
-    coded_dtypes = (torch.bfloat16,) if is_gguf else (torch.bfloat16, torch.float32)
-    reads_codes = on_cpu and speed in ("auto", "exact") and dtype_asked in coded_dtypes
-    reads_codes |= speed == "exact" and not is_gguf
-    if scheme is None:
-        weights *= dtype_asked.itemsize / stored.itemsize
-    elif scheme.is_float or (scheme.kind is None and not reads_codes):
-        weights *= 8 * dtype_asked.itemsize / scheme.bits
-    return MemoryPlan(folder, weights, context, 0 if on_cpu else WORKSPACE)
 
 
 def _load_model(
@@ -320,7 +273,10 @@ def load_tokenizer(folder: Path, config: Any = None) -> Any:
             is_gguf = (folder / GGUF_WEIGHTS).exists()
             if is_gguf:
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
+            if tokenizer.chat_template is None:
+                tokenizer.chat_template = _processor_template(folder)
+            return tokenizer
     except ModelNotFound as error:
         if (folder / "tokenizer.json").is_file():
             raise
@@ -329,6 +285,12 @@ def load_tokenizer(folder: Path, config: Any = None) -> Any:
             f" ({first_line(cast(Exception, error.__cause__))}): pip install sentencepiece protobuf, or copy the file"
             " from the model that this one was made of"
         ) from error
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the chat template that older processors of multimodal models keep in a file of their own."""
+    path = folder / "chat_template.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["chat_template"]) if path.is_file() else None
 
 
 def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:

@@ -27,7 +27,8 @@ from .adapters import Adapter, check_base, is_adapter, reading_adapter
 from .checkpoints import read_model
 from .fingerprint import fingerprint, fingerprint_with, note_merged
 from .restacked import SMALL_FILES
-from .saved import ADAPTER, OnStep, cache_root, is_readable, made_once, no_step, quiet
+from .saved import ADAPTER, OnStep, cache_root, made_once, no_step, quiet
+from .stored_tensors import is_readable
 
 MERGING = "1"  # Hashed into the names of merged folders; raise it when the merge changes.
 _PREFIX = "base_model.model."  # Of the names of all tensors that peft saves.

@@ -14,7 +14,7 @@ from typing import Any
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Prompt
 from .families import context_limit
-from .saved import config_values
+from .saved import model_values
 
 MOST_BYTES = 4 << 20  # Total bytes of prompts tokenised to count their tokens, which takes about 1 s per MB.
 
@@ -54,7 +54,7 @@ def check_prompts(
     Raises: InvalidInput: there is no chat template for a chat. SettingsError: the model has no such token.
         ContextOverflow: a prompt does not fit the context. ModelNotFound: the config cannot be read.
     """
-    config = config_values(folder)
+    config = model_values(folder)[1]
     if isinstance(vocab_size := config.get("vocab_size"), int):
         refuse_tokens("logit_bias", biased, vocab_size)
     chat = next((prompt for prompt in prompts if prompt.messages or prompt.turns), None)

@@ -25,8 +25,9 @@ from ..core.errors import ModelNotFound, UnsupportedModel
 from .coded import CodedLinear, Codes, plain_linear
 from .families import family_of
 from .fingerprint import plain_name
-from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, stored_tensors, supported_config
+from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, supported_config
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
+from .stored_tensors import stored_tensors
 
 # Tensor names of a quantised map by format; the first name marks a map as quantised.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")

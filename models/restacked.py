@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import KINDS, LayerSet, SubLayer
 from .coded import PackedForm, packed_form
 from .families import FAMILIES
 from .family import Family
-from .saved import StoredTensors, stored_tensors, supported_config, supported_type
+from .saved import config_values, is_multimodal, supported_config, supported_type
+from .stored_tensors import StoredTensors, stored_tensors
 
 # Source layers of a new layer's attention and MLP; None: the new layer lacks that half.
 Pair = tuple[int | None, int | None]
@@ -189,7 +191,7 @@ def write_restacked(folder: Path, pairs: Sequence[Pair], out: Path, formats: Lay
     for path in sorted(folder.iterdir()):
         if path.suffix in SMALL_FILES and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = _text_settings(config) if is_multimodal(folder) else config_values(folder)
     if any(None in pair for pair in pairs):
         shutil.copyfile(NO_OPS_CODE, out / NO_OPS_CODE.name)
         changed = _with_no_ops(config, pairs)
@@ -217,6 +219,12 @@ def takes_fewer_bits(folder: Path) -> bool:
     """Whether the model's linear maps can be written in fewer bits: they are maps of (out, in), and not coded yet."""
     model_type, scheme = supported_type(folder)
     return scheme is None and not FAMILIES[model_type].transposed
+
+
+def _text_settings(config: Any) -> dict[str, Any]:
+    """Return what the config.json of a text part on its own says."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name]}
 
 
 def _sub_layers(n_layers: int) -> list[SubLayer]:

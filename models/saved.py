@@ -16,14 +16,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import InvalidInput, ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from .config_bounds import check_together, check_values
 from .families import FAMILIES, family_of
 from .schemes import Scheme, scheme_in
+from .text_parts import HEAD, MULTIMODAL, text_config, text_name, text_values
 
 OnStep = Callable[[str], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -41,6 +43,7 @@ UNREAD_FILES = {
     "value_head.bin": ("the head of a reward model", "use a model that writes text"),
     "modules.json": ("the layers of an embedding model", "use a model that writes text"),
 }
+CAUSAL_KINDS = ("forcausallm", "lmheadmodel", "model", "textmodel")  # Endings of class names, in lower case.
 # Files that may describe the quantisation when config.json does not.
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
@@ -257,63 +260,34 @@ def refuse_incomplete(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a saved model's weights, in the order of preference of transformers; empty if there are none.
 
-    Files that an index names are listed whether they exist or not.
+    Files that an index names are listed whether they exist or not; those of a multimodal checkpoint that hold nothing
+    of its text part are left out.
     """
     for single in ("model.safetensors", "pytorch_model.bin"):
         if (folder / single).is_file():
             return [folder / single]
         index = folder / f"{single}.index.json"
         if index.is_file():
+            named = naming(folder)
             try:
                 shards: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return [folder / name for name in sorted(set(shards.values()))]
+                return [folder / file for file in sorted({file for name, file in shards.items() if named(name)})]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelNotFound(f"{index} is no index of weights: copy the model's folder again") from error
     return sorted(folder.glob("*.gguf"))
 
 
-class StoredTensors:
-    """The tensors of a folder's safetensors files, by name."""
-
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        self._files = files
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
-
-    def read(self, name: str) -> Any:
-        """Return one tensor as it is stored, on the CPU."""
-        return self._files[name].get_tensor(name)
-
-
-def is_readable(folder: Path) -> bool:
-    """Tell whether a folder of the cache is complete; a crash may have truncated its weights."""
+def is_multimodal(folder: Path) -> bool:
+    """Tell whether a folder holds a multimodal checkpoint, of which the text part is loaded."""
     try:
-        supported_type(folder)
-        with stored_tensors(folder):
-            return True
-    except SwiftoptError:
+        return config_values(folder).get("model_type") in MULTIMODAL
+    except (ModelNotFound, TypeError):
         return False
 
 
-@contextmanager
-def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
-    """Open a folder's safetensors files, to read their tensors one at a time.
-
-    Raises: ModelNotFound: the folder holds no such files, or a damaged one.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    paths = weight_files(folder)
-    if not paths or any(path.suffix != ".safetensors" for path in paths):
-        raise ModelNotFound(f"{folder} holds no safetensors files: save the model again with transformers")
-    with ExitStack() as opened:
-        try:
-            files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
-            tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ModelNotFound(f"{folder} cannot be read ({first_line(error)}): copy it again") from error
-        yield StoredTensors(tensors)
+def naming(folder: Path) -> Callable[[str], str | None]:
+    """Return how stored tensors are named in the model that is loaded; None: one is of a part that is not."""
+    return text_name if is_multimodal(folder) else str
 
 
 def check_files(names: Collection[str], where: object) -> None:
@@ -345,7 +319,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _no_config(path: Path, error: Exception) -> ModelNotFound:
-    return ModelNotFound(f"{path} is no model's config ({first_line(error)}): copy the folder again")
+    # transformers puts the sentence about a value behind one about the check that found it.
+    reason = first_line(error.__cause__ or error)
+    return ModelNotFound(f"{path} is no model's config ({reason}): copy the folder again")
 
 
 def config_values(folder: Path) -> dict[str, Any]:
@@ -363,35 +339,58 @@ def config_values(folder: Path) -> dict[str, Any]:
     return config
 
 
-def supported_type(folder: Path) -> tuple[str, Scheme | None]:
-    """Read model type and quantisation, None where there is none, from the folder's config, without transformers.
+def model_values(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Read a supported model's type, and what its config says of the part that is loaded.
 
-    Raises: ModelNotFound: it cannot be read. UnsupportedModel: swiftopt cannot skip in that architecture, cannot read
-        weights that are quantised in that way, or the folder holds what is no causal language model alone.
+    The type is that of the whole model; `model_type` among the values is that of the part.
+
+    Raises: ModelNotFound: the config cannot be read, or has a value that no model has. UnsupportedModel: swiftopt does
+        not compute that type.
     """
-    path, config = folder / "config.json", config_values(folder)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"{path} has the model type {model_type!r}, which is not supported: use {', '.join(sorted(FAMILIES))}"
-        )
-    refuse_architectures(config.get("architectures"), model_type, path)
+    path, values = folder / "config.json", config_values(folder)
+    outer = values.get("model_type")
+    if isinstance(outer, str) and outer in MULTIMODAL:
+        values = text_values(values, path)
+        family: Any = MULTIMODAL[outer][values["model_type"]]
+    else:
+        family = outer
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, *MULTIMODAL}))
+        raise UnsupportedModel(f"{path} has the model type {family!r}, which is not supported: use {known}")
+    check_values(values, path)
+    return str(outer), values
+
+
+def supported_type(folder: Path) -> tuple[str, Scheme | None]:
+    """Read a model's family and quantisation, None where there is none, from its config, without transformers.
+
+    Raises: as `model_values`. UnsupportedModel: swiftopt cannot read weights that are quantised in that way, or the
+        folder holds what is no causal language model alone.
+    """
+    path, (outer, values) = folder / "config.json", model_values(folder)
+    refuse_architectures(config_values(folder).get("architectures"), outer, path)
     refuse_unread_files(files_of(folder), folder)
-    scheme = scheme_in(config, path)
+    scheme = scheme_in(values, path)
     for name in QUANTISED_BY if scheme is None else ():
         if (folder / name).is_file():
             raise UnsupportedModel(
                 f"{folder} says in {name} how its weights are quantised, and config.json does not: write that there as"
                 " quantization_config, with its quant_method"
             )
-    return model_type, scheme
+    if scheme is not None and scheme.kind is not None and outer in MULTIMODAL:
+        raise UnsupportedModel(
+            f"{folder} is a multimodal checkpoint that is quantised ({scheme.words}), and its library reads no text"
+            " part alone: use the model as it was before"
+        )
+    return MULTIMODAL[outer][values["model_type"]] if outer in MULTIMODAL else outer, scheme
 
 
 def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
-    """Raises: UnsupportedModel: a config names a class that is no causal language model of its type."""
-    stems = {model_type.removesuffix("_text").replace("_", ""), *FAMILIES[model_type].classes}
+    """Raises: UnsupportedModel: a config names a class that is no language model of its type."""
+    is_whole = model_type in MULTIMODAL
+    stems = {model_type.removesuffix("_text").replace("_", ""), *(() if is_whole else FAMILIES[model_type].classes)}
     # Checkpoints with a tied LM head may name the base model's class (model, textmodel) instead of the causal LM's.
-    kinds = ("forcausallm", "lmheadmodel", "model", "textmodel")
+    kinds = ("forconditionalgeneration", "model") if is_whole else CAUSAL_KINDS
     known_names = {f"{stem}{kind}" for stem in stems for kind in kinds}
     for name in named if isinstance(named, list) else ():
         if str(name).replace("_", "").lower() not in known_names:
@@ -402,24 +401,45 @@ def refuse_architectures(named: Any, model_type: str, path: Path) -> None:
 
 
 def supported_config(folder: Path) -> Any:
-    """Read the folder's config.
+    """Read the config of the part of a folder's model that is loaded.
 
     Raises: as `supported_type`.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    model_type = supported_type(folder)[0]
-    if model_type not in CONFIG_MAPPING:
+    supported_type(folder)
+    path, (outer, values) = folder / "config.json", model_values(folder)
+    if outer not in CONFIG_MAPPING:
         raise UnsupportedModel(
-            f"{folder / 'config.json'} has the model type {model_type!r}, which transformers {__version__} does not"
-            " have: pip install --upgrade transformers"
+            f"{path} has the model type {outer!r}, which transformers {__version__} does not have: pip install"
+            " --upgrade transformers"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if outer in MULTIMODAL:
+            config = text_config(values, outer)
+            config.tie_word_embeddings &= not _has_head(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except SwiftoptError:
+        raise
     except Exception as error:  # Config classes raise various exceptions for invalid values.
-        raise _no_config(folder / "config.json", error) from error
+        raise _no_config(path, error) from error
     family_of(config)
+    check_together(config, path)
     return config
+
+
+def _has_head(folder: Path) -> bool:
+    """Tell whether a folder's files, as far as they are here, have a head apart from the embedding."""
+    from safetensors import SafetensorError, safe_open
+
+    named = naming(folder)
+    files = [path for path in weight_files(folder) if path.suffix == ".safetensors" and path.is_file()]
+    try:
+        headers: list[Any] = [safe_open(path, "np") for path in files]
+        return any(named(stored) == HEAD for header in headers for stored in header.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):  # Whoever reads the tensors says so.
+        return False
 
 
 def refuse_mismatched(mismatched: Iterable[tuple[str, Any, Any]], where: Path, source: str) -> None:

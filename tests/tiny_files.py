@@ -35,6 +35,11 @@ def save(
 ) -> Path:
     """A tiny model with a word-level tokenizer, as a folder."""
     tiny_model(family, dtype).save_pretrained(folder)
+    return save_words(folder, chat_template)
+
+
+def save_words(folder: Path, chat_template: str | None = None) -> Path:
+    """The word-level tokenizer of a folder."""
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")

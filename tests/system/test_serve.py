@@ -314,7 +314,11 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
         post("/v1/chat/completions", json={**chat, "messages": tool}), 400, "messages[1].role"
     )
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content[0].type")
+    words = refused(post("/v1/chat/completions", json={**chat, "messages": image}), 400, "messages[0].content[0].type")
+    assert "of type 'image_url': only text is read here" in words
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    words = refused(post("/v1/responses", json={"model": "tiny", "input": image}), 400, "input[0].content[0].type")
+    assert "of type 'input_image': only text is read here" in words
     refused(post("/v1/completions", json={"model": "tiny", "prompt": []}), 400, "prompt")
     refused(post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400)
     streamed = post("/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 4000, "stream": True})

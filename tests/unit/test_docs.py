@@ -46,6 +46,7 @@ from swiftopt.core.requests import ServedModel
 from swiftopt.decoding.methods import METHODS
 from swiftopt.engines.peers import SCHEMA as PEERS_SCHEMA
 from swiftopt.models.families import FAMILIES
+from swiftopt.models.text_parts import MULTIMODAL
 from swiftopt.papers import tables as papers
 from swiftopt.papers.training.settings import HeadSettings, ProbeSettings, TrainingSettings
 from swiftopt.server.app import create_app
@@ -250,6 +251,12 @@ def test_models_page_has_a_row_per_supported_type() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", told.partition("## Architectures")[2].partition("\n## ")[0], re.MULTILINE)
     assert rows == sorted(FAMILIES)
     assert models_page(told) == told, RENEW
+
+
+def test_models_page_has_a_row_per_multimodal_type() -> None:
+    section = text_of("docs/models.md").partition("## Text parts of multimodal checkpoints")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)` \|$", section, re.MULTILINE)
+    assert rows == [(outer, next(iter(families.values()))) for outer, families in MULTIMODAL.items()]
 
 
 def test_manual_explains_every_word_of_the_types() -> None:

@@ -1,0 +1,141 @@
+"""Refuses a model's config whose numbers no model has, before anything is made of that size.
+
+The values are checked as the file has them, of any format, and again for what they must be together once transformers
+has filled in its defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ModelNotFound
+from .families import family_of, heads_of, windows_of
+
+DEEPEST = 16  # Levels of objects and lists in a config.
+ADVICE = "copy or download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the largest value of a field, both allowed; `whole`: only whole numbers are."""
+
+    least: float
+    most: float
+    whole: bool = True
+
+    def holds(self, value: Any) -> bool:
+        kinds = int if self.whole else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
+
+    @property
+    def words(self) -> str:
+        if self.whole:
+            return f"a whole number from {int(self.least)} to {int(self.most):,}"
+        return f"a number from {self.least:g} to {self.most:g}"
+
+
+TINY = 1e-30  # Floats that must be above 0 are at least this.
+LAYERS, HEADS, WIDTH = Bounds(1, 1 << 10), Bounds(1, 1 << 12), Bounds(1, 1 << 20)
+VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 << 30)
+EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
+THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
+
+# Fields by all names that configs have for them, at any level; a field that is missing or null has a default.
+BOUNDS: dict[str, Bounds] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), HEADS),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), WIDTH),
+    **dict.fromkeys(("shared_intermediate_size", "ffn_hidden_size", "ffn_dim", "word_embed_proj_dim"), WIDTH),
+    "vocab_size": VOCAB,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), POSITIONS),
+    "original_max_position_embeddings": POSITIONS,
+    **dict.fromkeys(("sliding_window", "max_window_layers"), COUNT),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), SHARE),
+    **dict.fromkeys(("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"), FACTOR),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), AMOUNT),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), AMOUNT),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "clip_qkv"), CAP),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), CAP),
+}
+
+
+def check_values(values: Mapping[str, Any], path: Path) -> None:
+    """Check the values of a config, as its file has them. `path`: of the config, for errors.
+
+    Raises: ModelNotFound: one is out of bounds, no finite number, or nested too deeply.
+    """
+    for name, value in _numbers(values, path):
+        bounds = BOUNDS.get(name)
+        if bounds is not None and not bounds.holds(value):
+            raise ModelNotFound(f"{path} has {name} = {shown(value)}, which is not {bounds.words}: {ADVICE}")
+        if isinstance(value, float) and not math.isfinite(value) and name != UNBOUNDED:
+            raise ModelNotFound(f"{path} has {name} = {value}, which is no number to compute with: {ADVICE}")
+
+
+def _numbers(values: Any, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield each value that is neither null, an object nor a list, with the field that it is in."""
+    if depth > DEEPEST:
+        raise ModelNotFound(f"{path} nests its values deeper than {DEEPEST} levels: {ADVICE}")
+    if isinstance(values, Mapping):
+        if name in BOUNDS:
+            raise ModelNotFound(f"{path} has an object as {name}, which is not {BOUNDS[name].words}: {ADVICE}")
+        for key, value in values.items():
+            yield from _numbers(value, path, str(key), depth + 1)
+    elif isinstance(values, list):
+        if name in BOUNDS and name not in LISTS:
+            raise ModelNotFound(f"{path} has a list as {name}, which is not {BOUNDS[name].words}: {ADVICE}")
+        for value in values:
+            yield from _numbers(value, path, name, depth + 1)
+    elif values is not None:
+        yield name, values
+
+
+UNBOUNDED = "time_step_limit"  # Infinite in configs of Granite 4, whose layers with a state are not computed here.
+LISTS = ("short_factor", "long_factor")  # Fields of `BOUNDS` that have a number for each rotary frequency.
+
+
+def shown(value: Any) -> str:
+    """Return a value for a sentence: short, in one line."""
+    text = repr(value)
+    return text if len(text) <= 40 and text.isprintable() else ascii(text[:40])
+
+
+def check_together(config: Any, path: Path) -> None:
+    """Check what a config's values must be together, once transformers has filled in its defaults.
+
+    Raises: ModelNotFound: heads do not share key heads evenly or do not fill the hidden size, a list has another length
+            than what it is for, or a field that every model has is missing.
+    """
+    layers, hidden, heads = config.num_hidden_layers, config.hidden_size, heads_of(config)
+    if heads.n_heads % heads.n_kv_heads:
+        raise ModelNotFound(
+            f"{path} has {heads.n_heads} attention heads for {heads.n_kv_heads} key heads, no multiple: {ADVICE}"
+        )
+    if not getattr(config, "head_dim", None) and hidden % heads.n_heads:
+        raise ModelNotFound(f"{path} has a hidden size of {hidden} for {heads.n_heads} heads, no multiple: {ADVICE}")
+    types = getattr(config, "layer_types", None)
+    if types is not None and len(types) != layers:
+        raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
+    if 0 in windows_of(config, family_of(config), layers):
+        raise ModelNotFound(f"{path} has a sliding window of 0 tokens: {ADVICE}")
+    for parameters in rotations(config):
+        width = int(heads.width * (parameters.get("partial_rotary_factor") or 1.0))
+        if width < 2:
+            raise ModelNotFound(f"{path} rotates {width} values of a head, and a pair is the least: {ADVICE}")
+        for name in LISTS:
+            factors = parameters.get(name)
+            if factors is not None and (not isinstance(factors, list) or len(factors) != width // 2):
+                n_factors = len(factors) if isinstance(factors, list) else shown(factors)
+                raise ModelNotFound(f"{path} has {n_factors} as {name} for {width // 2} frequencies: {ADVICE}")
+
+
+def rotations(config: Any) -> list[Mapping[str, Any]]:
+    """Return a config's rotary parameters: one for all layers, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, Mapping)] or ([rope] if rope else [])

@@ -1,0 +1,184 @@
+"""Tells what a model needs in memory before its weights are read: by its config, and by the headers of its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import ModelNotFound, SettingsError
+from ..core.requests import Speed
+from .config_bounds import ADVICE
+from .families import family_of, heads_of
+from .fingerprint import plain_name
+from .gguf_model import held_bytes
+from .gguf_reader import GgufFile
+from .kernels.build import kernels
+from .quantised_checkpoints import NAMES
+from .saved import (
+    LEFTOVERS,
+    linked_gguf,
+    supported_config,
+    supported_type,
+    weight_files,
+)
+from .schemes import Scheme
+from .stored_tensors import StoredShape, dtype_in, stored_tensors
+
+PLANNED_TOKENS = 2048  # Tokens whose keys and values must fit into memory in addition to the weights.
+WORKSPACE = 1 << 30  # Bytes reserved on a CUDA device for its context and its libraries' workspaces.
+COPIED_BYTES = 0.9  # Weights of fewer bytes each, about 7 bits, are their own draft in int4.
+COPY_BYTES = 0.6  # Bytes of an int4 copy for drafts, with its scales, for each parameter that it stands for.
+CODES = ("qweight", "weight_packed", "weight")  # Names of the tensors that hold a quantised map's codes.
+UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)  # Of stored tensors that are not loaded.
+# A config may describe so many times the values that its files hold: some fields of some families are not used.
+MOST_TIMES = 4
+SMALL = 1 << 20  # Values that are too few to be worth refusing.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that a model needs at least: `context` for keys and values, `workspace` for a device's libraries.
+
+    `n_copied`: parameters of which drafts in int4 have a copy.
+    """
+
+    folder: Path
+    weights: int
+    context: int
+    workspace: int
+    n_copied: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.context + self.workspace
+
+    @property
+    def copies(self) -> float:
+        """Additional bytes of int4 copies for drafts."""
+        return COPY_BYTES * self.n_copied
+
+    @property
+    def words(self) -> str:
+        """What it needs, to end a sentence that begins "MODEL needs"."""
+        more = f", {_gb(self.workspace)} of workspace" if self.workspace else ""
+        return (
+            f"{_gb(self.weights)} for its weights, {_gb(self.context)} for keys and values of {PLANNED_TOKENS:,}"
+            f" tokens{more}"
+        )
+
+    def sentence(self, name: str) -> str:
+        return f"{name} needs {self.words}, and drafts in int4 up to {_gb(self.copies)} more"
+
+    def check(self, where: str, free: int) -> None:
+        """Raises: SettingsError: less is free there."""
+        if free >= self.needed:
+            return
+        raise SettingsError(
+            f"{self.folder} needs {self.words}, but {where} ha{'ve' if where.endswith('s') else 's'} {_gb(free)} free:"
+            " use a smaller model, a narrower --dtype or another --device"
+        )
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
+
+
+def memory_plan(
+    folder: Path, dtype: str, on_cpu: bool, speed: Speed = "auto", file: GgufFile | None = None
+) -> MemoryPlan:
+    """Read from a model's files what it will need in memory; see `models.loading.load`.
+
+    A quantised checkpoint counts as it is stored where our kernels read its codes, else with plain weights.
+
+    Args:   file: what was read of a GGUF file already.
+    Raises: as `supported_config`. ModelNotFound: config and files do not describe one model.
+    """
+    config, scheme = supported_config(folder), supported_type(folder)[1]
+    shapes: Mapping[str, StoredShape] = {}
+    stored_bytes = sum(path.stat().st_size for path in weight_files(folder) if path.is_file())
+    if scheme is not None and scheme.format == "gguf":
+        file = file or GgufFile(linked_gguf(folder))
+    elif all(path.suffix == ".safetensors" for path in weight_files(folder)):
+        with stored_tensors(folder) as tensors:
+            shapes = {plain_name(name): shape for name, shape in tensors.stored_shapes().items()}
+        shapes = {name: shape for name, shape in shapes.items() if not f".{name}".endswith(UNREAD)}
+    stored = getattr(config, "dtype", None) or (dtype_in(shapes.values()) if scheme is None else torch.float32)
+    dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
+    is_kernel_speed = speed in ("auto", "exact")
+    if file is not None:
+        codes_stay = on_cpu and is_kernel_speed and dtype_asked == torch.bfloat16
+        chosen = kernels() if codes_stay else ""
+        kept = None if isinstance(chosen, str) else chosen
+        sizes = [(held_bytes(tensor, dtype_asked, kept), tensor.n_values) for tensor in file.tensors.values()]
+    elif shapes:
+        codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
+        by_library = scheme is not None and scheme.kind is not None
+        codes_stay = codes_stay or speed == "exact" or by_library
+        sizes = [_size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()]
+        _refuse_other_shapes(config, shapes, folder)
+    else:  # Files of torch have no header that could be read alone.
+        n_stored = stored_bytes // stored.itemsize
+        sizes = [(n_stored * dtype_asked.itemsize, n_stored)]
+    _refuse_more_values(config, sum(n_values for _, n_values in sizes), folder)
+    heads = heads_of(config)
+    slot_bytes = 2 * config.num_hidden_layers * heads.n_kv_heads * heads.width * dtype_asked.itemsize
+    n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
+    weights = sum(n_bytes for n_bytes, _ in sizes)
+    return MemoryPlan(folder, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)
+
+
+def _size(
+    name: str, shape: StoredShape, scheme: Scheme | None, codes_stay: bool, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the bytes in memory of a stored tensor, and how many parameters it stands for."""
+    leaf = name.rpartition(".")[2]
+    if scheme is None or (shape.is_plain and (leaf in CODES or leaf not in NAMES.get(scheme.format, ()))):
+        return shape.n_values * dtype.itemsize, shape.n_values
+    n_values = 8 * shape.n_bytes // scheme.bits if leaf in CODES and not shape.is_plain else 0
+    if scheme.is_float or not codes_stay:
+        return n_values * dtype.itemsize, n_values
+    return shape.n_bytes, n_values
+
+
+def _refuse_other_shapes(config: Any, shapes: Mapping[str, StoredShape], folder: Path) -> None:
+    """Raises: ModelNotFound: embeddings have other sizes than the config says, or the files have fewer layers.
+
+    Everything else is compared when it is read; but a model of a wrong size would be made in memory first.
+    """
+    family = family_of(config)
+    embed, positions = (shapes.get(plain_name(f"{name}.weight")) for name in (family.embed, family.positions))
+    if embed is not None and embed.sizes != (config.vocab_size, config.hidden_size):
+        raise ModelNotFound(
+            f"{family.embed}.weight in {folder} has the shape {list(embed.sizes)}, and a model of its config.json has"
+            f" {[config.vocab_size, config.hidden_size]} there: {ADVICE}"
+        )
+    if positions is not None and positions.sizes[0] < config.max_position_embeddings:
+        raise ModelNotFound(
+            f"{folder} holds {positions.sizes[0]} positions, and its config.json says"
+            f" {config.max_position_embeddings}: {ADVICE}"
+        )
+    layer = re.compile(rf"{re.escape(plain_name(family.layers + '.'))}(\d+)\.")
+    layers = {int(match[1]) for name in shapes if (match := layer.match(name))}
+    if len(layers) < config.num_hidden_layers:
+        raise ModelNotFound(
+            f"{folder} holds {len(layers)} layers, and its config.json says {config.num_hidden_layers}: {ADVICE}"
+        )
+
+
+def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
+    """Raises: ModelNotFound: a model of the config is much larger than what the files hold."""
+    family, hidden, heads = family_of(config), config.hidden_size, heads_of(config)
+    inner = family.setting(config, "intermediate_size") or 4 * hidden
+    by_layer = hidden * (2 * (heads.n_heads + heads.n_kv_heads) * heads.width + (2 + family.gated) * inner)
+    n_rows = config.vocab_size + (config.max_position_embeddings if family.positions else 0)
+    n_values = config.num_hidden_layers * by_layer + n_rows * hidden
+    if n_values > MOST_TIMES * n_stored + SMALL:
+        raise ModelNotFound(
+            f"{folder / 'config.json'} describes a model of {n_values:,} parameters, and its files hold {n_stored:,}:"
+            f" {ADVICE}"
+        )

@@ -1,0 +1,88 @@
+"""Finds the text part of a multimodal checkpoint: its config's values, and its tensors' names.
+
+A text has the same position in each of the axes that Qwen-VL's rotary embedding has. So its text part computes what
+Qwen computes, and is loaded as that family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import UnsupportedModel
+
+# Model types of multimodal checkpoints, and the families that compute their text parts by the text part's own type; of
+# several the first is usual.
+MULTIMODAL: dict[str, Mapping[str, str]] = {
+    "gemma3": {"gemma3_text": "gemma3_text"},
+    "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
+    "qwen2_vl": {"qwen2_vl_text": "qwen2"},
+    "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
+    "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+}
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these have the values of the text part beside the others.
+# Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.
+OF_ALL = (
+    *("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# Rotary parameters that tell only what images change, and the older name of "rope_type", which has been read then.
+OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
+HEAD = "lm_head.weight"
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+_TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
+
+
+def text_name(stored: str) -> str | None:
+    """Return the name that a tensor has in the text part alone; None: it is of another part.
+
+    Older and newer versions of transformers write "language_model.model.", "model.language_model." or "model.".
+    """
+    if _OTHER_PARTS.match(stored):
+        return None
+    name = _TEXT_PREFIX.sub("", stored, count=1) if _TEXT_PREFIX.match(stored) else stored
+    return name if name == stored or name.startswith("lm_head.") else f"model.{name}"
+
+
+def text_values(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a multimodal config says of its text part: `model_type` is the text part's own.
+
+    Args:   path: of the config, for errors.
+    Raises: UnsupportedModel: it does not say what computes the text part.
+    """
+    outer = values["model_type"]
+    types = MULTIMODAL[outer]
+    inner = values.get("text_config")
+    if inner is None and outer in FLAT:
+        inner = {key: value for key, value in values.items() if key != "model_type"}
+    if not isinstance(inner, dict):
+        raise UnsupportedModel(f"{path} has no text_config, from which a {outer} model is read: copy it again")
+    text_type = inner.get("model_type", next(iter(types)))
+    if not isinstance(text_type, str) or text_type not in types:
+        raise UnsupportedModel(
+            f"{path} has a text part of the type {text_type!r}, which is not supported in a {outer} model: use one of"
+            f" {', '.join(types)}"
+        )
+    of_all = {key: values[key] for key in OF_ALL if values.get(key) is not None}
+    return {**inner, **of_all, "model_type": text_type}
+
+
+def text_config(values: Mapping[str, Any], outer: str) -> Any:
+    """Return the config of transformers by which the family computes what `text_values` describes."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = MULTIMODAL[outer][values["model_type"]]
+    # Each type has defaults of its own: let its class fill them in first.
+    filled = AutoConfig.for_model(**values).to_dict()
+    names = {field.name for field in fields(CONFIG_MAPPING[family])}
+    settings = {name: value for name, value in filled.items() if name in names}
+    rotation = settings["rope_parameters"]
+    settings["rope_parameters"] = {key: value for key, value in rotation.items() if key not in OF_IMAGES}
+    config = AutoConfig.for_model(family, **settings)
+    for key in ("quantization_config", "compression_config"):
+        if key in values:
+            setattr(config, key, values[key])
+    return config
