@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
 from .family import RMS_EPSILON, Experts, Family, GgufForm, differences
+from .text_parts import MULTIMODAL, NAMES
 
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -365,16 +366,20 @@ class ModelType(NamedTuple):
 
 def model_types() -> list[ModelType]:
     """Return a row for each supported type, in the order of their names."""
-    return [
-        ModelType(
+    types = {
+        name: ModelType(
             name,
             row.models,
             differences(row),
             None if row.gguf is None else row.gguf.architecture,
             "real" if row.is_proven else "random",
         )
-        for name, row in sorted(FAMILIES.items())
-    ]
+        for name, row in FAMILIES.items()
+    }
+    for outer, families in MULTIMODAL.items():
+        words = [f"its text part, as {' or '.join(families.values())}"]
+        types[outer] = ModelType(outer, NAMES[outer], words, None, "random")
+    return [types[name] for name in sorted(types)]
 
 
 def family_of(config: Any) -> Family:
@@ -385,7 +390,7 @@ def family_of(config: Any) -> Family:
     model_type = str(getattr(config, "model_type", "unknown"))
     if model_type not in FAMILIES:
         raise UnsupportedModel(
-            f"model type {model_type!r} is not supported: swiftopt can skip sub-layers in {', '.join(sorted(FAMILIES))}"
+            f"model type {model_type!r} is not supported: use one of those that `swiftopt models --types` lists"
         )
     for name, (is_refused, words) in REFUSED.items():
         if is_refused(value := getattr(config, name, None)):

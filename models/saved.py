@@ -355,8 +355,10 @@ def model_values(folder: Path) -> tuple[str, dict[str, Any]]:
     else:
         family = outer
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *MULTIMODAL}))
-        raise UnsupportedModel(f"{path} has the model type {family!r}, which is not supported: use {known}")
+        raise UnsupportedModel(
+            f"{path} has the model type {family!r}, which is not supported: use one of those that `swiftopt models"
+            " --types` lists"
+        )
     check_values(values, path)
     return str(outer), values
 

@@ -23,6 +23,14 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
+# Which models are of these types.
+NAMES = {
+    "gemma3": "Gemma 3 4B, 12B, 27B",
+    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these have the values of the text part beside the others.
 # Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.
 OF_ALL = (

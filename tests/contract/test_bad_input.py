@@ -90,7 +90,11 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*GENERATE, "--model", "./nowhere"], 3, "no folder ./nowhere: check the path"),
     ([*GENERATE, "--model", "good.jsonl"], 3, "the file good.jsonl is no model"),
     ([*GENERATE, "--model", "missing.gguf"], 3, "no GGUF file missing.gguf"),
-    ([*GENERATE, "--model", "bert"], 2, "'bert', which is not supported: use apertus, arcee"),
+    (
+        [*GENERATE, "--model", "bert"],
+        2,
+        "'bert', which is not supported: use one of those that `swiftopt models --types`",
+    ),
     ([*GENERATE, "--model", "list"], 3, "config.json is no model's config"),
     ([*GENERATE, "--model", "broken"], 3, "config.json is no model's config"),
     ([*GENERATE, "--model", "gpt2", "--dtype", "fp8"], 2, "dtype 'fp8' is unknown: use one of auto"),

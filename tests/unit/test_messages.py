@@ -74,7 +74,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     Loading: st.builds(Loading, TEXT),
     Ready: st.just(READY),
     Failed: st.builds(Failed, st.none() | IDS, TEXT, TEXT, st.none() | TEXT),
-    PromptRead: st.builds(PromptRead, IDS, IDS, TEXT, st.none() | PIECES, st.none() | IDS, st.booleans()),
+    PromptRead: st.builds(
+        PromptRead, IDS, IDS, TEXT, st.none() | PIECES, st.lists(TEXT).map(tuple), st.none() | IDS, st.booleans()
+    ),
     AnswerText: st.builds(AnswerText, IDS, TEXT, IDS, PIECE_LOGPROBS, st.none() | PIECE_LOGPROBS, TRACES.map(tuple)),
     AnswerDone: st.builds(
         AnswerDone, IDS, st.floats(0, 9), TEXT, COMPLETIONS, TEXT, st.none() | IDS, st.sampled_from([None, NO_GAIN])
@@ -128,7 +130,7 @@ def test_message_of_the_wrong_side_or_version_is_told(monkeypatch: pytest.Monkey
     with pytest.raises(SettingsError, match="Loading to the engine"):
         from_server(encode(Loading("x")))
     newer = encode(replace(READY, version=messages.VERSION + 1))
-    with pytest.raises(SettingsError, match=r"\(version 2, not 1\): restart the server"):
+    with pytest.raises(SettingsError, match=rf"\(version {messages.VERSION + 1}, not {messages.VERSION}\): restart"):
         from_engine(newer)
 
 
