@@ -141,7 +141,8 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
-    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none.
+    line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none;
+    name:sha256hex:task:admin, with or without a task, may read the usage of all keys.
 
     The log goes to stderr. --json prints the address as soon as requests are taken; those for a model wait until it is
     loaded.

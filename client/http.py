@@ -28,6 +28,7 @@ from ..core.requests import DEFAULT_QUEUE, LINES_FROM, EventPage, Job, JobEvent,
 from ..core.serialization import Record
 from ..core.streams import stream_lines
 from ..core.types import Completion, Prompt
+from ..core.usage import Usage
 
 ATTEMPTS = 4  # Attempts of a request that is safe to repeat, the first included.
 # Seconds before the second attempt, doubled for each further one, and their maximum.
@@ -327,6 +328,13 @@ class Client(ServerConnection):
     def tuning(self) -> Tuning:
         """Return what each served model has in use for its tasks, what it tries, and what that costs and brings."""
         return self._read(Tuning, self._get("/v1/tuning"))
+
+    def usage(self, key: str | None = None) -> Usage:
+        """Return requests, tokens and saved seconds by API key and model; see `GET /v1/usage`.
+
+        Args: key: name of one key; None: this client's own, an admin's all.
+        """
+        return self._read(Usage, self._get("/v1/usage", key=key))
 
     def steer_tuning(
         self, verb: TuningVerb, model: str | None = None, task: str | None = None, way: Way | None = None

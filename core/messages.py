@@ -20,7 +20,7 @@ from .requests import CompletionRequest, Piece, ServedModel
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource
 
-VERSION = 2  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 3  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
 
 # A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
@@ -162,7 +162,10 @@ class AnswerText(Record):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDone(Record):
-    """The completion's end: how long it waited, its task, the method and the plan's version, or why it was plain."""
+    """The completion's end: how long it waited, its task, the method and the plan's version, or why it was plain.
+
+    `saved_s` are the seconds that plain decoding would have taken longer, by the ratio known when it ended.
+    """
 
     id: int
     queued_s: float
@@ -171,6 +174,7 @@ class AnswerDone(Record):
     decoded_with: str
     version: int | None
     why_plain: WhyPlain | None
+    saved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

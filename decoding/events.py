@@ -54,6 +54,11 @@ class Round:
     logprobs: tuple[TokenLogprob, ...] = ()
     traced: tuple[TracedToken, ...] = ()
 
+    @property
+    def shared_s(self) -> float:
+        """The request's share of the round's seconds: those of requests that run at once add up to the elapsed time."""
+        return (self.draft_s + self.verify_s) / self.context.load.checked
+
 
 class Turn(NamedTuple):
     """A prompt and its completion; the turns of a chat get the ids `id#1`, `id#2`, …"""
@@ -64,7 +69,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerateInfo:
-    """How a completion was decoded: method, layer set and its origin, a note for the user, reason for not drafting."""
+    """How a completion was decoded: method, layer set and its origin, a note for the user, reason for not drafting.
+
+    `ratio` are plain seconds / drafted seconds, as measured for the plan; `saved_s` what that makes of the completion's
+    drafted rounds: the seconds that plain decoding would have taken longer.
+    """
 
     method: str
     record: LayerSetRecord | None = None
@@ -73,6 +82,8 @@ class GenerateInfo:
     fallback: str | None = None
     note: str = ""
     why_plain: WhyPlain | None = None
+    ratio: float | None = None
+    saved_s: float = 0.0
 
     def of(self, completion: Completion) -> GenerateInfo:
         """Return a copy with the reason why nothing was drafted for a completion, unless one is set already."""

@@ -7,7 +7,6 @@ unknown fields of the request.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
@@ -40,6 +39,7 @@ from .engines import Answers, Restarted, next_answer
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
+from .transport import await_unless_disconnected, prepend
 
 PING_S = 15
 LAST_EVENT = ServerSentEvent("[DONE]")
@@ -64,9 +64,10 @@ class Exchange(ABC):
         body.check()
         scope_state = http_request.scope["state"]
         app.tokens.check(scope_state["caller"], "tokens")
-        api_key = app.settings.keys.find(scope_state["key_owner"])
+        self._key_owner: str | None = scope_state["key_owner"]
+        api_key = app.settings.keys.find(self._key_owner)
         # Salt of cached prefixes: they are shared only among requests with the same API key.
-        salt = scope_state["key_owner"] or ""
+        salt = self._key_owner or ""
         self._requests = [
             replace(request, task=request.task or (api_key and api_key.task)) for request in body.requests(salt)
         ]
@@ -106,13 +107,13 @@ class Exchange(ABC):
         headers = {"x-request-id": self.id, **ignored_header(self.ignored)}
         events = self._events_of_stream()
         first_output: Awaitable[Any] = anext(events) if self.body.stream else self._collect_answer()
-        output = await _await_unless_disconnected(self._request, first_output)
+        output = await await_unless_disconnected(self._request, first_output)
         if output is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if not self.body.stream:
             return JSONResponse(output, headers=headers)
         return EventSourceResponse(
-            _prepend(output, events),
+            prepend(output, events),
             headers=headers,
             ping=PING_S,
             sep="\n",
@@ -222,7 +223,11 @@ class Exchange(ABC):
     def _close(self) -> None:
         for choice in self.choices:
             self.engine.drop(choice.reply)
-        self._app.tokens.spend(self._caller, self.usage()["total_tokens"])
+        tokens = self.usage()
+        self._app.tokens.spend(self._caller, tokens["total_tokens"])
+        if self.choices:
+            saved_s = sum(choice.done.saved_s for choice in self.choices if choice.done is not None)
+            self._app.usage.add(self._key_owner, self.body.model, tokens, saved_s)
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; count the prompt once if several choices share it."""
@@ -252,29 +257,6 @@ def _with_seeds(request: CompletionRequest, n: int) -> Iterator[CompletionReques
     for i in range(n):
         seed = (request.sampling.seed + i) % 2**62
         yield replace(request, sampling=replace(request.sampling, seed=seed)) if i else request
-
-
-async def _await_unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of the work; if the client disconnects first, cancel the work and return None."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
-        return work_task.result() if work_task.done() else None
-    finally:
-        work_task.cancel()
-        disconnect_task.cancel()
-
-
-async def _prepend(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event
 
 
 class ChatExchange(Exchange):
@@ -490,4 +472,4 @@ async def _call_engine(app: State, request: Request, model: str, question: Quest
         await engine.until_loaded(app.settings.load_wait_s)
         return await engine.call(question, kind)
 
-    return await _await_unless_disconnected(request, called())
+    return await await_unless_disconnected(request, called())

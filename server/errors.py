@@ -77,7 +77,7 @@ BODY_CODES = {  # pydantic's error type -> OpenAI's code; {} stands for integer 
 }
 WRONG_TYPES = ("_type", "_parsing", "_from_float")  # Suffixes of pydantic's error types for wrong types.
 # Path prefixes of routes that OpenAI's API does not have.
-PATHS_WITH_OWN_ERRORS = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning")
+PATHS_WITH_OWN_ERRORS = ("/v1/layer-sets", "/v1/jobs", "/v1/streams", "/v1/tuning", "/v1/usage")
 
 
 class Problem(BaseModel):

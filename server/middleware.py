@@ -29,6 +29,7 @@ from .errors import Refused
 from .settings import GUARDED, ServerSettings
 from .storage import StorageCheck
 from .transport import too_large
+from .usage import UsageTable
 
 LOGINS_PER_MIN = 20  # Log-ins to the dashboard per address and minute.
 IDENTITY = "identity"  # Content-Encoding of an uncompressed body.
@@ -98,6 +99,7 @@ class State:
     tokens: RateLimit  # Tokens per minute of each caller.
     storage: StorageCheck
     tries: dict[str, Any] = field(default_factory=dict)  # Playground runs of `dashboard.served`, the oldest first.
+    usage: UsageTable = field(default_factory=UsageTable)
     answers: Counter = field(
         default_factory=lambda: Counter(
             "swiftopt_http_requests", "Requests by the status of the answer.", ["status"], registry=None

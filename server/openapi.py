@@ -24,7 +24,7 @@ PROBLEMS = _errors("What was wrong, in one sentence.", MEDIA_TYPE, "Problem")
 OPENAI_ERRORS = _errors("What was wrong, in OpenAI's form.", "application/json", "OpenAIError")
 ROUTERS = (
     *(lookups.router, jobs.streams, jobs.router, completions.router, responses.router),
-    *(operation.tuning_router, operation.router),
+    *(operation.tuning_router, operation.usage_router, operation.router),
 )
 
 

@@ -1,4 +1,4 @@
-"""Routes for operators: health, metrics, and the tuning of served models.
+"""Routes for operators: health, metrics, the usage of API keys, and the tuning of served models.
 
 Health and metrics need no key. A scrape reads the metrics from SQL and Redis: the processes that count live no longer
 than a job. The `spec_decode` names are those of vLLM: drafts are rounds that drafted, and 1 + accepted / drafts is
@@ -11,9 +11,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,10 +24,12 @@ from ..core.errors import InvalidInput, ServiceUnreachable, StoreError
 from ..core.events import Tuning, TuningVerb, Way
 from ..core.messages import Steer
 from ..core.requests import DEFAULT_QUEUE, STATES
+from ..core.usage import Usage
 from ..store import Store
 from ..worker.queue import RedisQueue
 from .bodies import Strict
 from .engines import TUNING_S
+from .errors import Refused
 from .lookups import Cache
 from .metrics import metric
 from .middleware import Shared
@@ -36,6 +38,9 @@ from .storage import StorageCheck
 
 router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
+usage_router = APIRouter(prefix="/v1", tags=["usage"])
+
+KEY_NAME = Query(description="Name of one key; an admin's key, or a server without keys, may name any.", max_length=64)
 
 TASK_LABELS = ["model", "task"]
 COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
@@ -132,11 +137,25 @@ def _redis(queue: RedisQueue | None) -> str:
 async def metrics(app: Shared, cache: Cache) -> Response:
     """Prometheus metrics."""
     await app.engines.ask_tuning(TUNING_S)
-    collectors = [app.engines.metrics] if app.engines.of else []
+    collectors = [app.engines.metrics, app.usage] if app.engines.of else []
     collected = [cache.times, app.answers, ServiceCollector(app.store, app.queue, app.storage), *collectors]
     # Run in a thread: the database may be slow.
     text = await asyncio.to_thread(lambda: b"".join(map(generate_latest, collected)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@usage_router.get("/usage", operation_id="usage", response_model=Usage)
+async def usage(app: Shared, request: Request, key: Annotated[str | None, KEY_NAME] = None) -> Response:
+    """Requests, tokens and saved seconds by API key and model, since the server's start.
+
+    A key sees its own usage, an admin's key that of all; without keys there is one row per model.
+    """
+    owner: str | None = request.scope["state"]["key_owner"]
+    found = app.settings.keys.find(owner)
+    is_admin = not app.settings.keys.required or (found is not None and found.is_admin)
+    if not is_admin and key not in (None, owner):
+        raise Refused(403, "not-your-key", f"the usage of {key!r} is for its owner and admins: leave out `key`")
+    return JSONResponse(app.usage.of(key or owner, is_admin and key is None).to_json())
 
 
 class ServiceCollector(Collector):

@@ -21,6 +21,7 @@ from ..core.errors import SettingsError
 VARIABLE = "SWIFTOPT_API_KEYS"
 FILE_VARIABLE = "SWIFTOPT_API_KEYS_FILE"
 FOLDERS_VARIABLE = "SWIFTOPT_STREAM_FOLDERS"
+ADMIN = "admin"  # Role in the entry of a key.
 MIB = 1024 * 1024
 # Path prefixes of routes that need an API key where keys are configured.
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -43,17 +44,21 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 class Key(NamedTuple):
-    """An entry: a name, the hash of its key, and the task of its completions where a request names none."""
+    """An entry: a name, the hash of its key, and the task of its completions where a request names none.
+
+    `is_admin`: the key may read the usage of all keys.
+    """
 
     name: str
     hashed: str
     task: str | None
+    is_admin: bool = False
 
 
 class KeyRing:
     """Entries of the environment and of a file; `file` is read again when it changes.
 
-    Raises: SettingsError: an entry is no `name:sha256hex` or `name:sha256hex:task`, or the file cannot be read.
+    Raises: SettingsError: an entry is no `name:sha256hex[:task][:admin]`, or the file cannot be read.
     """
 
     def __init__(self, entries: str = "", file: Path | None = None) -> None:
@@ -119,13 +124,14 @@ def _parse(entries: Iterable[str], source: str) -> list[Key]:
     for number, entry in enumerate(entries, start=1):
         if not entry.strip():
             continue
-        name, hashed, task = [*map(str.strip, entry.split(":", 2)), "", ""][:3]
-        if not _NAME.fullmatch(name) or not _HASH.fullmatch(hashed.lower()) or (task and not _NAME.fullmatch(task)):
+        name, hashed, task, role = [*map(str.strip, entry.split(":", 3)), "", "", ""][:4]
+        is_name = _NAME.fullmatch(name) and (not task or _NAME.fullmatch(task))
+        if not is_name or not _HASH.fullmatch(hashed.lower()) or role not in ("", ADMIN):
             raise SettingsError(  # Do not quote the entry: it may be a key that was put there by mistake.
-                f"entry {number} of {source} is no name:sha256hex or name:sha256hex:task: make one with"
-                " `swiftopt serve --new-key NAME`"
+                f"entry {number} of {source} is no name:sha256hex, name:sha256hex:task or name:sha256hex:task:{ADMIN}"
+                " (the task may be empty): make one with `swiftopt serve --new-key NAME`"
             )
-        keys[name] = Key(name, hashed.lower(), task or None)
+        keys[name] = Key(name, hashed.lower(), task or None, role == ADMIN)
     return list(keys.values())
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused
@@ -17,6 +20,8 @@ SMALL_BODY = 1 << 16
 # Limits on reading the rest of a body after an early answer: total bytes, total seconds, seconds without data.
 LINGER_BYTES, LINGER_S, LINGER_WAIT_S = 1 << 30, 30.0, 5.0
 EMPTY: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+
+T = TypeVar("T")
 
 
 class TransportMiddleware:
@@ -108,3 +113,27 @@ def too_large(max_bytes: int) -> Refused:
     """Return the error for a body that is too large."""
     detail = f"the body is larger than {max_bytes / MIB:g} MiB: send less, or ask the operator for more"
     return Refused(413, "too-large", detail)
+
+
+async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """Return the result of the work; if the client disconnects first, cancel the work and return None."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
+    finally:
+        work_task.cancel()
+        disconnect_task.cancel()
+
+
+async def prepend(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Yield `first`, then the rest."""
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event

@@ -65,13 +65,17 @@ def decode_as_planned(
 ) -> Work[None]:
     """Decode one prompt by its task's plan; also report `TextAdded`, and `Generated` after each turn."""
     method, info = method_and_info
-    text = GrowingText(session, prompt)
+    text, drafted_s = GrowingText(session, prompt), 0.0
 
     def add_text(event: WorkEvent) -> Work[None]:
+        nonlocal drafted_s
         if isinstance(event, Turn):
             yield from text.finish_completion(event.completion)
-            yield Generated(event.prompt, event.completion, info.of(event.completion))
+            saved_s = 0.0 if info.ratio is None else drafted_s * (info.ratio - 1)
+            yield Generated(event.prompt, event.completion, replace(info.of(event.completion), saved_s=saved_s))
+            drafted_s = 0.0
         elif isinstance(event, Prefilled | Round):
+            drafted_s += event.shared_s if isinstance(event, Round) else 0.0
             yield from text.read_event(event)
 
     yield from subscribed(session.request(prompt, method, **options), add_text)
@@ -145,7 +149,7 @@ class Planner:
         if plan.method == "plain" or (plan.verdict != "use" and self.version is None):
             return PLAIN, replace(info, method="plain", why_plain=_explain_plain(task, stored_plan))
         try:
-            return self._build(plan, self._recipe(task, plan)), info
+            return self._build(plan, self._recipe(task, plan)), replace(info, ratio=plan.measured_speedup)
         except (InvalidInput, NotFound) as error:
             # The plan's parts may be missing here, for example a draft model that is not on this machine.
             if self.version is not None:

@@ -138,7 +138,7 @@ class RoundTimings:
             Timed(len(finished_round.token_ids), finished_round.draft_s + finished_round.verify_s),
             finished_round.context.load,
         )
-        seconds = timing.seconds / load.checked
+        seconds = finished_round.shared_s
         if self.is_drafted:
             self.drafted += DraftedRounds(1, timing.tokens, seconds, finished_round.n_steps, finished_round.n_accepted)
         else:
@@ -229,6 +229,11 @@ class TaskTraffic(TunedTask):
         """Seconds saved against plain decoding by the drafts in use; None: there is no verdict on them."""
         ratio = self.judged.verdict.ratio
         return None if ratio is None else self.drafted.seconds * (ratio - 1)
+
+    def saved_by(self, rounds: RoundTimings) -> float:
+        """Seconds that a request's drafts saved, by the ratio known now; 0 if there is no verdict on them yet."""
+        ratio = self.judged.verdict.ratio if rounds.layer_set == self.search.layer_set else None
+        return 0.0 if ratio is None else rounds.drafted.seconds * (ratio - 1)
 
     def may_search(self, expected_s: float) -> bool:
         """Whether the search's share of the time allows scoring candidates for `expected_s` seconds.

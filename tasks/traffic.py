@@ -198,9 +198,10 @@ class ServedRequest:
         task, rounds = self._task, self._current_rounds
         if self._counts:
             task.count_rounds(rounds)
+        saved_s = task.saved_by(rounds)
         if self._learns:
             self._traffic.learn(task, rounds, turn.completion, self._read)
-        decoding = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version)
+        decoding = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version, saved_s=saved_s)
         decoding = replace(decoding, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
         return Generated(replace(turn.prompt, task=task.name), turn.completion, decoding)
 

@@ -135,7 +135,7 @@ class SentCompletion(Ticket):
         waited_s = time.perf_counter() - self._asked_at
         completion, decoding = event.completion, event.info
         queued_s = max(0.0, waited_s - completion.timings.total_s)
-        decoded_with = decoding.method, decoding.version, decoding.why_plain
+        decoded_with = decoding.method, decoding.version, decoding.why_plain, decoding.saved_s
         self._messages.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
 
     def _text(self, text_added: TextAdded) -> AnswerText:

@@ -35,6 +35,7 @@ from swiftopt.optimizer.evaluation import SEARCH_TIME_SHARE
 from swiftopt.optimizer.search import Search
 from swiftopt.optimizer.verdict import Timed
 from swiftopt.store import Store
+from swiftopt.tasks.generate import decode_as_planned
 from swiftopt.tasks.served_task import (
     COMPARED_ROUNDS,
     LOOK_MARGIN,
@@ -343,6 +344,30 @@ def test_task_says_why_it_is_decoded_plainly(model: swiftopt.Model) -> None:
     assert task.why_plain is None
     assert timings(task, Timed(8, 8.0), Timed(0, 0.0)).why_plain is not None, "all rounds were compared"
     assert timings(task, Timed(8, 8.0), Timed(5, 5.0)).why_plain is None
+
+
+def test_request_saves_what_plain_decoding_would_have_taken_longer(model: swiftopt.Model) -> None:
+    task = task_of(model)
+    first = rounds(task, 2.0, 1.0)
+    assert task.saved_by(first) == 0.0, "nothing is known of the ratio"
+    for _ in range(MIN_PAIRS):
+        learnt(task, 2.0, 1.0)
+    assert task.saved_by(first) == pytest.approx(10 * (2.0 - 1.0))
+    assert task.saved_by(rounds(task, 2.0, 0.5)) == pytest.approx(5 * (2.0 - 1.0)), "by the known ratio"
+    others = replace(first, layer_set=LayerSet(model.runtime.n_layers, frozenset({0})))
+    assert task.saved_by(others) == 0.0, "the ratio is of other drafts"
+
+
+def test_request_of_a_stored_plan_saves_by_the_plans_ratio(model: swiftopt.Model) -> None:
+    method, info = model.plan_for("code", "adaptive", None)
+    session = Session(model.runtime, Sampling(), 12, ignore_eos=True)
+    saved = []
+    for ratio in (None, 1.5):
+        work = decode_as_planned(session, (method, replace(info, ratio=ratio)), Prompt("1", "code", text=TEXTS[0]))
+        (done,) = [event for event in side_by_side([work]) if isinstance(event, Generated)]
+        saved.append((done.info.saved_s, done.completion.timings.decode_s))
+    assert saved[0][0] == 0.0
+    assert saved[1][0] == pytest.approx(0.5 * saved[1][1])
 
 
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:

@@ -79,7 +79,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     AnswerText: st.builds(AnswerText, IDS, TEXT, IDS, PIECE_LOGPROBS, st.none() | PIECE_LOGPROBS, TRACES.map(tuple)),
     AnswerDone: st.builds(
-        AnswerDone, IDS, st.floats(0, 9), TEXT, COMPLETIONS, TEXT, st.none() | IDS, st.sampled_from([None, NO_GAIN])
+        AnswerDone,
+        *(IDS, st.floats(0, 9), TEXT, COMPLETIONS, TEXT, st.none() | IDS, st.sampled_from([None, NO_GAIN])),
+        st.floats(-9, 9),
     ),
     PromptTokens: st.builds(PromptTokens, IDS, TOKENS, IDS),
     TokensText: st.builds(TokensText, IDS, TEXT),
