@@ -76,6 +76,7 @@ class ProgramSettings(BaseSettings):
     redis: str | None = _field_with_names("redis_url", "redis")
     server: str | None = _field_with_names("server_url", "server")
     queue: str | None = None
+    log_format: str | None = None
     model: str | None = None
     dtype: str | None = None
     device: str | None = None

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ..core import logs
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel, worker_command
-from ..core.settings import LOG_FORMAT
 from ..terminal import commands, inputs, options, value_types
 from ..terminal.commands import ConfiguredGroup, option
 from ..terminal.inputs import database_url, open_store, pick
@@ -48,6 +48,8 @@ try:
 except SwiftoptError as error:
     sys.exit(str(error))
 """
+
+logger = logging.getLogger(__name__)
 
 
 # --- the HTTP server
@@ -121,6 +123,7 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     default="requests",
     help="What the log on stderr has: warnings; requests, too; or all, with health checks and metrics.",
 )
+@options.log_format
 @option(
     commands.SERVICES,
     "--stream-folder",
@@ -166,8 +169,11 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     with listen(values["host"], values["port"], settings) as listener, open_store(values["db"]) as store:
         host, port = values["host"], listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        with StartReport(url, [model.name for model in served_models], quiet=as_json) as report:
-            start_log(report.handler, logging.WARNING if values["log"] == "warnings" else logging.INFO)
+        names, log_format = [model.name for model in served_models], values["log_format"]
+        with StartReport(url, names, quiet=as_json or log_format == "json") as report:
+            start_log(report.handler, log_format, logging.WARNING if values["log"] == "warnings" else logging.INFO)
+            if log_format == "json":
+                logger.info("serving url=%s models=%s", url, ",".join(names))
             if as_json:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
             run(listener, store, values["redis"], settings, report, served_models)
@@ -278,11 +284,19 @@ def _new_key(name: str) -> Result:
 @click.option("--burst", is_flag=True, help="End when the queue is empty.")
 @click.option("--name", help="Name of this worker, its own in the whole service.  [default: host, process, letters]")
 @click.option("--check", is_flag=True, help="Only check that a worker could run, and that one does on this machine.")
+@options.log_format
 @options.redis
 @options.db_and_json
 @commands.example("worker --redis redis://127.0.0.1:6379 --device cuda:0", "worker --check")
 def worker(
-    queue: str, device: str, burst: bool, name: str | None, check: bool, redis: str | None, db: str | None
+    queue: str,
+    device: str,
+    burst: bool,
+    name: str | None,
+    check: bool,
+    log_format: logs.LogFormat,
+    redis: str | None,
+    db: str | None,
 ) -> Result:
     """Take jobs from a queue and run them, one at a time; start one worker per GPU.
 
@@ -302,9 +316,9 @@ def worker(
         inputs.check_can_decode()
         handler = logging.StreamHandler()
         handler.addFilter(OneLineErrors())
-        start_log(handler)
+        start_log(handler, log_format)
         check_start(worker_context)
-        note(f"worker {worker_context.name} listens on queue {queue!r}")
+        logger.info("worker=listens name=%s queue=%s", worker_context.name, queue)
         run_worker(worker_context, burst)
     report = {"name": worker_context.name, "queue": queue, "ok": not problems, "problems": problems}
     problems_now = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
@@ -355,8 +369,8 @@ class OneLineErrors(logging.Filter):
         return True
 
 
-def start_log(handler: logging.Handler, level: int = logging.INFO) -> None:
-    logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[handler])
+def start_log(handler: logging.Handler, log_format: logs.LogFormat, level: int = logging.INFO) -> None:
+    logs.start(log_format, level, handler)
     for logger_name in ("uvicorn.error", "alembic", "sse_starlette", "python_multipart"):
         logging.getLogger(logger_name).setLevel(logging.WARNING)
 

@@ -2,7 +2,7 @@
 
 A line is the message's name, a blank, and its JSON object. The server opens with `Serve`; the engine answers `Loading`
 until it is `Ready`, then each question, by its `id`, with one message or with those of a completion: `PromptRead`,
-`AnswerText`, …, `AnswerDone`. `Failed` may end any of these.
+`AnswerText`, …, `AnswerDone`. `Failed` may end any of these. A question's `request_id` is that of the HTTP request.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Decode(Record):
 
     request: CompletionRequest
     id: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Tokenize(Record):
 
     request: CompletionRequest
     id: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Detokenize(Record):
 
     token_ids: tuple[int, ...]
     id: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Steer(Record):
     task: str | None = None
     way: Way | None = None
     id: int = 0
+    request_id: str = ""
 
 
 Question = Decode | Tokenize | Detokenize | Steer

@@ -34,8 +34,6 @@ STORED: Final = "stored"
 
 _PART = re.compile(r"(attn|mlp)(:\d+)?|head")
 
-# Format of log lines of long-running processes.
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 THREADS = "SWIFTOPT_THREADS"  # Environment variable that overrides the detected number of threads.
 # Environment variable; "together": measurements may run at the same time and are trusted unchecked.
 MEASURING = "SWIFTOPT_MEASURING"

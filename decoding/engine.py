@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -74,10 +75,13 @@ def side_by_side(
 
 
 class Request(Generic[T_co]):
-    """A running generator with its pending demand, its result or error, and the slots that it holds."""
+    """A running generator with its pending demand, its result or error, and the slots that it holds.
+
+    The generator runs with the context variables of whoever added it.
+    """
 
     def __init__(self, work: Work[T_co]) -> None:
-        self._work = work
+        self._work, self._context = work, copy_context()
         self.pending: Demand | None = None
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
@@ -127,7 +131,7 @@ class Request(Generic[T_co]):
         self.pending = None
         while True:
             try:
-                step = resume_work()
+                step = self._context.run(resume_work)
             except StopIteration as end:
                 self._result.append(end.value)
                 return self.held.clear()

@@ -104,7 +104,7 @@ class Exchange(ABC):
 
     async def answer(self) -> Response:
         """Answer with one object or a stream; the first event decides a stream's HTTP status."""
-        headers = {"x-request-id": self.id, **ignored_header(self.ignored)}
+        headers = ignored_header(self.ignored)
         events = self._events_of_stream()
         first_output: Awaitable[Any] = anext(events) if self.body.stream else self._collect_answer()
         output = await await_unless_disconnected(self._request, first_output)

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from itertools import count
 from typing import Any, TypeVar
 
+from ..core import logs
 from ..core.errors import Busy, EngineGone, ModelNotFound, SettingsError, SwiftoptError
 from ..core.events import ModelTuning, phase_of
 from ..core.messages import (
@@ -178,7 +179,7 @@ class EngineProcess:
             raise EngineGone(f"the engine of {self.served.name} cannot serve now ({self.reason}): try again soon")
         if isinstance(question, Decode):
             self._check_places(self.n_requests)
-        question = replace(question, id=next(self._numbers))
+        question = replace(question, id=next(self._numbers), request_id=logs.request_id.get())
         reply = Reply(question, asyncio.Queue() if answers is None else answers)
         self._write(question)
         self._replies[question.id] = reply
@@ -257,7 +258,7 @@ class EngineProcess:
         """Run one process until it ends."""
         self.n_starts += 1
         level = logging.getLevelName(logger.getEffectiveLevel())
-        command = (sys.executable, "-m", "swiftopt.worker.serving", self.served.name, level)
+        command = (sys.executable, "-m", "swiftopt.worker.serving", self.served.name, level, logs.current_format())
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

@@ -17,10 +17,11 @@ from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter, RateLimiter, SlidingWindowCounterRateLimiter
 from prometheus_client import Counter
 from sse_starlette import ServerSentEvent
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..core import logs
 from ..core.requests import JobBoard
 from ..store import Store
 from ..worker.queue import RedisQueue
@@ -35,6 +36,7 @@ LOGINS_PER_MIN = 20  # Log-ins to the dashboard per address and minute.
 IDENTITY = "identity"  # Content-Encoding of an uncompressed body.
 # Routes that monitoring polls every few seconds: not logged by default.
 POLLS = ("/livez", "/readyz", "/health", "/metrics")
+REQUEST_ID = "x-request-id"  # Header of a request's id, in the request and in its answer.
 LOOKUPS = "/v1/layer-sets/"  # Path prefix of single look-ups. They are cached and exempt from the rate limit.
 JSON = ("application/json",)
 LINES = ("application/jsonl", "application/x-ndjson", "application/octet-stream", "multipart/form-data")
@@ -131,15 +133,20 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_s, status = time.perf_counter(), 500
+        headers = Headers(scope=scope)
+        with logs.about_request(logs.valid_request_id(headers.get(REQUEST_ID, ""))):
+            await self._answer(scope, headers, receive, send)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        started_s, status, request_id = time.perf_counter(), 500, logs.request_id.get()
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
-        headers = Headers(scope=scope)
         caller = scope["client"][0] if scope.get("client") else "local"
         try:
             key_owner = self._key_owner(headers)
@@ -158,7 +165,9 @@ class AccessMiddleware:
             path = bytes(scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
             millis = (time.perf_counter() - started_s) * 1000
             if path not in POLLS or self._settings.log_polls:
-                access.info("%s %s %d %.1f ms %s", scope["method"], path[:500], status, millis, caller)
+                parts = scope["method"], path[:500], status, millis, caller
+                values = dict(zip(("method", "path", "status", "ms", "caller"), parts, strict=True))
+                access.info("%s %s %d %.1f ms %s", *parts, extra={"values": {**values, "ms": round(millis, 1)}})
 
     def _key_owner(self, headers: Headers) -> str | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -287,8 +289,8 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
             self.call(lambda: self._add(ticket, work))
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function in the engine's thread, between two steps."""
-        self._inbox.put(function)
+        """Run a function in the engine's thread, between two steps, with the caller's context variables."""
+        self._inbox.put(partial(copy_context().run, function))
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import click
 
+from ..core.logs import FORMATS
 from ..core.requests import DEFAULT_QUEUE
 from ..core.settings import THREADS
 from ..core.streams import StreamForm, read_stream, read_with_others
@@ -200,6 +201,13 @@ queue = option(
     default=DEFAULT_QUEUE,
     show_default=False,
     help="Queue of the workers.  [env: SWIFTOPT_QUEUE; default: default]",
+)
+log_format = option(
+    SERVICES,
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    help="Lines of the log: text, or one JSON object each.  [env: SWIFTOPT_LOG_FORMAT]",
 )
 alias = click.option("--alias", default="best", help="Name of the choice.")
 version = click.option("--version", type=positive, help="A version.  [default: the best one]")

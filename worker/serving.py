@@ -1,7 +1,7 @@
 """One model's engine in a process of its own: it reads questions from standard input and answers on standard output.
 
 Both are lines of `core/messages.py`. While nothing is decoded, the engine also runs queued jobs of its model.
-`swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL`, where LEVEL is its log level.
+`swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL FORMAT`, as its log is to be.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..core import logs
 from ..core.errors import (
     Conflict,
     ContextOverflow,
@@ -62,7 +63,6 @@ from ..core.messages import (
     from_server,
 )
 from ..core.requests import CompletionRequest, Piece, ServedModel
-from ..core.settings import LOG_FORMAT
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.events import Generated, Shown, TextAdded
@@ -99,7 +99,7 @@ class MessageWriter:
     def fail(self, number: int | None, error: BaseException) -> None:
         """Write why a request failed, or the engine (None); an unexpected error goes to the log with its traceback."""
         if not isinstance(error, SwiftoptError):
-            traceback.print_exception(error)
+            logger.error("completion=failed error=%s", type(error).__name__, exc_info=error)
             problem = f"the engine failed at this request ({type(error).__name__}): see its log"
             error = SwiftoptError(problem)
         self.send(Failed.of(number, error))
@@ -120,7 +120,7 @@ class SentCompletion(Ticket):
         on_end: Callable[[Generated], None],
     ) -> None:
         super().__init__()
-        self._asked_at = time.perf_counter()
+        self._asked_at, self._request_id = time.perf_counter(), logs.request_id.get()
         self._messages, self.number, self.request, self._piece_of = messages, number, request, piece_of
         self.counts, self._on_end = not request.trace, on_end
 
@@ -135,6 +135,11 @@ class SentCompletion(Ticket):
         waited_s = time.perf_counter() - self._asked_at
         completion, decoding = event.completion, event.info
         queued_s = max(0.0, waited_s - completion.timings.total_s)
+        n_tokens = completion.n_prompt_tokens, completion.n_cached, completion.n_tokens
+        logger.info(
+            "completion=done task=%s method=%s prompt=%d cached=%d tokens=%d queued=%.3f s took=%.3f s",
+            *(event.prompt.task, decoding.method, *n_tokens, queued_s, completion.timings.total_s),
+        )
         decoded_with = decoding.method, decoding.version, decoding.why_plain, decoding.saved_s
         self._messages.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
 
@@ -165,7 +170,8 @@ class SentCompletion(Ticket):
         elif isinstance(error, NotFound | InvalidInput) and self.request.method is not None and error.param is None:
             error = InvalidInput(str(error), "method")  # The requested method cannot be used here or for this request.
         if error is not None:
-            self._messages.fail(self.number, error)
+            with logs.about_request(self._request_id):
+                self._messages.fail(self.number, error)
 
 
 def _without_text(event: TextAdded | Generated) -> TextAdded | Generated:
@@ -233,7 +239,9 @@ class EngineHost:
                 if self.engine.is_closed:
                     # Exit when the engine's thread has failed: the server then starts a new process.
                     raise SystemExit(1)
-                self._handle(from_server(line), is_long=len(line) > LONG_LINE)
+                message = from_server(line)
+                with logs.about_request(getattr(message, "request_id", "")):
+                    self._handle(message, is_long=len(line) > LONG_LINE)
         finally:
             self._long_texts.shutdown(wait=False, cancel_futures=True)
             if self._jobs is not None:
@@ -279,7 +287,7 @@ class EngineHost:
                     ticket.end()
 
         if is_long:
-            self._long_texts.submit(tokenize_or_fail)
+            self._long_texts.submit(copy_context().run, tokenize_or_fail)
         else:
             tokenize_or_fail()
 
@@ -329,7 +337,7 @@ class EngineHost:
         self._send_prompt(ticket.number, request, prompt.token_ids)
         if self.traffic is None or request.method is not None or request.version is not None:
             run_planned = partial(self._run_planned, ticket, session, prompt, options)
-            threading.Thread(target=run_planned, name="plan", daemon=True).start()
+            threading.Thread(target=copy_context().run, args=[run_planned], name="plan", daemon=True).start()
         else:
             options |= {"learn": request.learn, "counts": ticket.counts}
             self._run(ticket, self.traffic.work(session, prompt, request.task, **options))
@@ -394,7 +402,8 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     messages = MessageWriter(output)
-    logging.basicConfig(stream=sys.stderr, level=sys.argv[2], format=LOG_FORMAT)
+    _, _, level, log_format = sys.argv
+    logs.start("json" if log_format == "json" else "text", level)
     lines = iter(sys.stdin.buffer.readline, b"")
     try:
         match from_server(next(lines)):

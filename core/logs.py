@@ -1,0 +1,103 @@
+"""Logs of long-running processes, as text or as JSON: one record per line, with the id of the request that it is about.
+
+Server and engine share the id: the server takes it from the header `x-request-id` or makes one, and sends it along with
+what it asks of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+LogFormat = Literal["text", "json"]
+FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+MOST_ID_CHARACTERS = 128
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MOST_ID_CHARACTERS}}}")
+
+# Id of the request that this thread or coroutine works for; empty: none.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+logger = logging.getLogger(__name__)
+
+
+def valid_request_id(given: str) -> str:
+    """Return a client's id for its request, or a new one where it gave none that may stand in headers and logs."""
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+@contextmanager
+def about_request(id: str) -> Iterator[None]:
+    """Let what is logged in the block name the request."""
+    token = request_id.set(id)
+    try:
+        yield
+    finally:
+        request_id.reset(token)
+
+
+class TextFormatter(logging.Formatter):
+    """`time level logger message request=ID`, and a traceback on the lines after it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        id = request_id.get()
+        return super().formatMessage(record) + (f" request={id}" if id else "")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object: time (UTC, ISO 8601), level, logger, message, request_id (or null), and `exception` if any.
+
+    A record's `values`, a mapping given as `extra`, are further keys.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        values: dict[str, Any] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": request_id.get() or None,
+        }
+        values |= getattr(record, "values", {})
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values, default=str)
+
+
+FORMATTERS: Mapping[LogFormat, Callable[[], logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
+
+
+def start(format: LogFormat, level: int | str = logging.INFO, handler: logging.Handler | None = None) -> None:
+    """Begin this process's log, on stderr unless a handler is given; as JSON, uncaught errors and warnings, too."""
+    handler = handler or logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FORMATTERS[format]())
+    logging.basicConfig(level=level, handlers=[handler])
+    if format == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda thrown: _log_uncaught(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
+
+
+def current_format() -> LogFormat:
+    """Return the format of this process's log, for processes that it starts."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt | SystemExit):
+        return
+    logger.critical("uncaught error", exc_info=(kind, error or kind(), traceback))

@@ -1,0 +1,181 @@
+"""Logs as text and as JSON, and the id by which lines of server and engine name a request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api import Served, client_of, filled, serving
+from tiny_files import save
+
+from swiftopt.cli.main import run
+from swiftopt.core import logs
+from swiftopt.core.errors import SettingsError
+from swiftopt.core.logs import MOST_ID_CHARACTERS, JsonFormatter, TextFormatter, about_request, valid_request_id
+from swiftopt.core.messages import Decode, Detokenize, encode
+from swiftopt.core.requests import CompletionRequest, ServedModel
+from swiftopt.worker.serving import EngineHost, MessageWriter
+
+ID = "trace/7f3a:1=="
+BODY = {"model": "tiny", "prompt": "w3 w5 w3", "max_tokens": 4}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
+    """What a log of JSON writes; the process's own log and hooks are as before afterwards."""
+    for owner, name in ((sys, "excepthook"), (threading, "excepthook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    root, lines = logging.getLogger(), StringIO()
+    before, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    try:
+        logs.start("json", logging.INFO, logging.StreamHandler(lines))
+        yield lines
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:] = before
+        root.setLevel(level)
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The log's lines, each of which is an object."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def options(folder: Path) -> list[str]:
+    return ["--model", f"tiny={folder}", "--dtype", "float32", "--rate", "0", "--threads", "1"]
+
+
+def test_record_is_one_object_with_everything_of_it(started: StringIO) -> None:
+    logger = logging.getLogger("some.part")
+    logger.info("two\nlines of %s", "é\ud800", extra={"values": {"status": 200}})
+    with about_request(ID):
+        try:
+            raise ValueError("of no use")
+        except ValueError:
+            logger.exception("it failed")
+        logging.getLogger("other").debug("not at this level")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", stacklevel=1)
+    thrown = threading.Thread(target=lambda: 1 / 0)
+    thrown.start()
+    thrown.join()
+    told, failed, warned, uncaught = objects(started.getvalue())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told.pop("time"))
+    expected = {"level": "INFO", "logger": "some.part", "request_id": None, "status": 200}
+    assert told == {**expected, "message": "two\nlines of é\ud800"}
+    assert (failed["request_id"], failed["level"], failed["message"]) == (ID, "ERROR", "it failed")
+    assert failed["exception"].startswith("Traceback") and failed["exception"].endswith("ValueError: of no use")
+    assert warned["logger"] == "py.warnings" and "old" in warned["message"]
+    assert uncaught["level"] == "CRITICAL" and "ZeroDivisionError" in uncaught["exception"]
+    assert logs.current_format() == "json"
+
+
+def test_text_names_the_request_before_a_traceback() -> None:
+    record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "said"})
+    assert TextFormatter().format(record).endswith(" INFO a said")
+    record.exc_info = (ValueError, ValueError("b"), None)
+    with about_request(ID):
+        assert TextFormatter().format(record).endswith(f" INFO a said request={ID}\nValueError: b")
+    assert json.loads(JsonFormatter().format(record))["request_id"] is None
+
+
+@pytest.mark.parametrize("given", ["a", ID, "a" * MOST_ID_CHARACTERS, "0F-5.b_c@d+e"])
+def test_clients_id_is_taken(given: str) -> None:
+    assert valid_request_id(given) == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a\n", "é", 'a"', "a" * (MOST_ID_CHARACTERS + 1), "a,b", "<a>"])
+def test_id_that_cannot_stand_in_a_log_is_replaced(given: str, sqlite_url: str) -> None:
+    assert re.fullmatch(r"req-[0-9a-f]{24}", valid_request_id(given))
+    with filled(sqlite_url) as store, client_of(store) as client:
+        for path in ("/livez", "/v1/nothing", "/"):
+            sent = [("x-request-id", given.encode("latin-1"))]
+            found = client.get(path, headers=sent).headers.get_list("x-request-id")  # type: ignore[arg-type]
+            assert len(found) == 1 and re.fullmatch(r"req-[0-9a-f]{24}", found[0])
+
+
+def test_lines_of_server_and_engine_are_objects_that_name_their_request(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(str(tmp_path / "a.db"), log, *options(folder), "--log-format", "json") as served:
+        answers = [
+            served.client.post("/v1/completions", json=BODY, headers={"X-Request-ID": ID}),
+            served.client.post("/v1/completions", json={**BODY, "stream": True}, headers={"X-Request-ID": "second"}),
+            served.client.post("/v1/completions", json={**BODY, "swiftopt": {"plan": "plain"}}),
+            served.client.post("/v1/completions", json={"model": "tiny"}, headers={"X-Request-ID": "bad"}),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+        ids = [answer.headers["x-request-id"] for answer in answers]
+        assert (ids[0], ids[1], ids[3]) == (ID, "second", "bad") and ids[2].startswith("req-")
+    lines = objects(log.read_text())
+    assert all({"time", "level", "logger", "message", "request_id"} <= set(line) for line in lines)
+    of_access = {line["request_id"]: line for line in lines if line["logger"] == "swiftopt.access"}
+    of_engine = {line["request_id"]: line for line in lines if line["message"].startswith("completion=done")}
+    assert {*of_engine} == {*ids[:3]} and {*of_access} == {*ids}
+    asked = of_access[ID]
+    assert (asked["method"], asked["path"], asked["status"]) == ("POST", "/v1/completions", 200) and asked["ms"] > 0
+    assert of_engine[ids[2]]["logger"] == "swiftopt.worker.serving" and "method=plain" in of_engine[ids[2]]["message"]
+    assert [line["message"] for line in lines if line["message"].startswith("serving url=")] == [
+        f"serving url={served.url} models=tiny"
+    ]
+
+
+def test_error_of_the_engine_names_the_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, started: StringIO
+) -> None:
+    """Whether it comes while a prompt is read, or while the engine's thread decodes."""
+    host = EngineHost(ServedModel("tiny", str(folder), "float32", tune=False), MessageWriter(BytesIO()))
+
+    def broken(*_: object, **__: object) -> Iterator[None]:
+        raise RuntimeError("a fault")
+        yield
+
+    monkeypatch.setattr("swiftopt.worker.serving.check_vocabulary", lambda *_: next(broken()))
+    monkeypatch.setattr("swiftopt.worker.serving.decode_as_planned", broken)
+    asked = Decode(CompletionRequest(text="w3 w5", max_new_tokens=4), 2, "of the work")
+
+    def lines() -> Iterator[bytes]:
+        yield encode(Detokenize((1,), 1, "of the text"))
+        yield encode(asked)
+        while not host._tickets[2].is_done:
+            time.sleep(0.01)
+
+    host.run(lines())
+    failed = [line for line in objects(started.getvalue()) if line["message"].startswith("completion=failed")]
+    assert [line["request_id"] for line in failed] == ["of the text", "of the work"]
+    assert all("RuntimeError: a fault" in line["exception"] for line in failed)
+
+
+def test_format_comes_from_the_environment_and_the_file(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first_line(served: Served) -> str:
+        served.client.get("/v1/jobs")
+        return next(line for line in served.log.read_text().splitlines() if "/v1/jobs" in line)
+
+    with serving(sqlite_url, tmp_path / "log", SWIFTOPT_LOG_FORMAT="json") as served:
+        assert json.loads(first_line(served))["path"] == "/v1/jobs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swiftopt.toml").write_text('log_format = "json"\n')
+    with serving(sqlite_url, tmp_path / "log") as served:
+        assert json.loads(first_line(served))["status"] == 200
+    with serving(sqlite_url, tmp_path / "log", "--log-format", "text") as served:
+        assert re.search(r"swiftopt\.access GET /v1/jobs 200 .* request=req-[0-9a-f]{24}$", first_line(served))
+    assert run(["serve", "--log-format", "yaml"]) == SettingsError("").exit_code
+    assert "'yaml' is not one of" in capsys.readouterr().err
