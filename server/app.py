@@ -20,6 +20,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from opentelemetry.trace import TracerProvider
 
 from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
@@ -33,6 +34,7 @@ from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
 from .storage import StorageCheck
+from .tracing import provider_from_environment, shut_down
 from .transport import TransportMiddleware
 
 BACKLOG = 1024
@@ -49,16 +51,17 @@ def create_app(
     settings: ServerSettings | None = None,
     queue: RedisQueue | None = None,
     engines: Engines | None = None,
+    traces: TracerProvider | None = None,
 ) -> FastAPI:
     """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
     settings, engines = settings or ServerSettings(), engines or Engines()
-    app = bare_app()
+    app = bare_app(traces)
     for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
         app.include_router(router)
     prompt_files = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
     storage = StorageCheck(store, [file.absolute().parent for file in prompt_files])
     tokens = RateLimit(settings.tokens_per_min, counted=True)
-    app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage)
+    app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage, traces=traces)
     pages_for_browsers(app)
     app.state.lookups = LookupCache(partial(find_plan, store))
     app.router.lifespan_context = engines.running
@@ -124,7 +127,8 @@ def serve(
     """
     queue = RedisQueue(redis_url) if redis_url else None
     engines = Engines(models, settings.max_waiting, on_state)
-    app = create_app(store, JobService(store, queue, models), settings, queue, engines)
+    traces = provider_from_environment()
+    app = create_app(store, JobService(store, queue, models), settings, queue, engines, traces)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -138,6 +142,8 @@ def serve(
     gc.freeze()  # Keep existing objects out of full garbage collections, which would block look-ups for 80 ms.
     with _reconciling(store, queue), _quiet_end():
         _Server(config, engines, settings.drain_s).run(sockets=[listener])
+    if traces is not None:
+        shut_down(traces)
 
 
 class _Server(uvicorn.Server):

@@ -39,6 +39,7 @@ from .engines import Answers, Restarted, next_answer
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
+from .tracing import request_span
 from .transport import await_unless_disconnected, prepend
 
 PING_S = 15
@@ -59,6 +60,7 @@ class Exchange(ABC):
     """
 
     ID_PREFIX: ClassVar[str]  # Prefix of response ids.
+    OPERATION: ClassVar = "chat"  # Name of the operation in traces.
 
     def __init__(self, app: State, http_request: Request, body: AskedChat | AskedText) -> None:
         body.check()
@@ -166,7 +168,8 @@ class Exchange(ABC):
     def _closing(self) -> Iterator[None]:
         """Free the engine's slots at the end; count server errors, and errors after a stream has begun."""
         try:
-            yield
+            with request_span(self._app.traces, self.OPERATION, self.body.model, self.choices):
+                yield
         except SwiftoptError as error:
             if self._is_begun or answer_to(error)[0] >= 500:
                 self._metrics.fail(self.body.model, sum(choice.done is None for choice in self.choices))
@@ -387,6 +390,7 @@ class TextExchange(ChatExchange):
     """A completion of texts: the same in the older form."""
 
     ID_PREFIX = "cmpl"
+    OPERATION = "text_completion"
     OBJECTS = ("text_completion", "text_completion")
 
     def _content(self, choice: Choice) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fastapi import Depends, Request
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter, RateLimiter, SlidingWindowCounterRateLimiter
+from opentelemetry.trace import TracerProvider
 from prometheus_client import Counter
 from sse_starlette import ServerSentEvent
 from starlette.datastructures import Headers, MutableHeaders
@@ -102,6 +103,7 @@ class State:
     storage: StorageCheck
     tries: dict[str, Any] = field(default_factory=dict)  # Playground runs of `dashboard.served`, the oldest first.
     usage: UsageTable = field(default_factory=UsageTable)
+    traces: TracerProvider | None = None
     answers: Counter = field(
         default_factory=lambda: Counter(
             "swiftopt_http_requests", "Requests by the status of the answer.", ["status"], registry=None

@@ -7,11 +7,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from opentelemetry.trace import TracerProvider
 
 from .. import __version__
 from ..optimizer.strategies import STRATEGIES
 from . import completions, jobs, lookups, operation, responses
 from .errors import MEDIA_TYPE, OpenAIError, Problem, has_openai_errors, install
+from .middleware import POLLS
 from .settings import GUARDED
 
 
@@ -28,14 +30,26 @@ ROUTERS = (
 )
 
 
-def bare_app() -> FastAPI:
-    """Return an app of the routes without a state: enough for the OpenAPI document."""
+def bare_app(traces: TracerProvider | None = None) -> FastAPI:
+    """Return an app of the routes without a state: enough for the OpenAPI document.
+
+    Args: traces: gets a span of each HTTP request but polls; None: none is made.
+    """
     app = FastAPI(
         title="swiftopt",
         version=__version__,
         description="Layer sets to decode with, and the jobs that find them.",
         docs_url=None,  # FastAPI's documentation pages load scripts from other hosts.
         redoc_url=None,
+        telemetry={
+            "tracing": traces is not None,
+            "tracer_provider": traces,
+            "exclude": lambda scope: scope.get("path") in POLLS,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
     )
     for router in ROUTERS:
         app.include_router(router, responses=PROBLEMS)
