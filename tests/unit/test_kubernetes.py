@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,8 @@ KNOWN = {
     *LONG_NAMES.values(),
     *(PREFIX + name for name in (*OTHER_VARIABLES, *map(str.upper, ProgramSettings.model_fields))),
 }
+OVERLAYS = ("base", "scaled", "gpu", "gpu-large")
+GPU = "nvidia.com/gpu"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the files are read a hundred times
 Object = dict[str, Any]
 
@@ -114,9 +118,36 @@ def test_objects_fit_the_kubernetes_schemas(path: Path) -> None:
             validate(each)
 
 
-def test_ingress_of_the_manual_fits_the_schema_and_leads_to_the_service() -> None:
+def of_the_manual() -> dict[str, Object]:
+    """The objects that docs/operations.md shows, by kind."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    (found,) = (yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = [each for block in blocks for each in yaml.safe_load_all(block)]
+    assert len({each["kind"] for each in found}) == len(found)
+    return {each["kind"]: each for each in found}
+
+
+def test_gateways_of_the_manual_keep_a_chat_on_a_replica() -> None:
+    """By the header that our client sends; what they name is there."""
+    shown = of_the_manual()
+    route, policy, rule = (shown[kind] for kind in ("HTTPRoute", "BackendTrafficPolicy", "DestinationRule"))
+    (service,) = named("Service", "swiftopt")["spec"]["ports"]
+    (backend,) = (each for rules in route["spec"]["rules"] for each in rules["backendRefs"])
+    assert backend == {"name": "swiftopt", "port": service["port"]}
+    group = route["apiVersion"].partition("/")[0]
+    assert policy["spec"]["targetRefs"] == [{"group": group, "kind": "HTTPRoute", "name": route["metadata"]["name"]}]
+    balancer = policy["spec"]["loadBalancer"]
+    assert balancer["type"] == "ConsistentHash"
+    assert balancer["consistentHash"] == {"type": "Header", "header": {"name": SESSION.lower()}}
+    by_header = {"consistentHash": {"httpHeaderName": SESSION.lower()}}
+    assert rule["spec"]["trafficPolicy"]["loadBalancer"] == by_header
+    namespace = named("Namespace", "swiftopt")["metadata"]["name"]
+    assert rule["spec"]["host"] == f"{backend['name']}.{namespace}.svc.cluster.local"
+    assert {each["metadata"]["namespace"] for each in (route, policy, rule)} == {namespace}
+
+
+def test_ingress_of_the_manual_fits_the_schema_and_leads_to_the_service() -> None:
+    found = of_the_manual()["Ingress"]
     validate(found)
     (rule,) = found["spec"]["rules"]
     service = named("Service", rule["http"]["paths"][0]["backend"]["service"]["name"])
@@ -147,7 +178,7 @@ def test_custom_objects_have_what_their_operators_require() -> None:
             assert all(isinstance(value, str) for value in trigger["metadata"].values())
 
 
-@pytest.mark.parametrize("folder", ["base", "scaled"])
+@pytest.mark.parametrize("folder", OVERLAYS)
 def test_kustomization_names_every_file_beside_it(folder: str) -> None:
     (found,) = objects(FOLDER / folder / "kustomization.yaml")
     assert (found["apiVersion"], found["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
@@ -156,7 +187,7 @@ def test_kustomization_names_every_file_beside_it(folder: str) -> None:
     assert all((FOLDER / folder / name).exists() for name in resources)
     beside = {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
     assert {name for name in resources if name.endswith(".yaml")} == beside
-    assert folder == "base" or "../base" in resources
+    assert folder == "base" or resources[0] == ("../gpu" if folder == "gpu-large" else "../base")
 
 
 def test_images_are_those_of_compose() -> None:
@@ -166,6 +197,117 @@ def test_images_are_those_of_compose() -> None:
     ours = {container(pod(name))["image"] for name in ("swiftopt-server", "swiftopt-worker")}
     assert ours == {f"{image['name']}:{VERSION}-cpu"}
     assert container(pod("swiftopt-redis"))["image"] == COMPOSE["valkey"]["image"]
+
+
+# --- what kustomize makes of a folder
+
+
+def apply(found: Object, op: str, path: str, value: Any = None) -> None:
+    """One operation of a JSON patch; what it replaces, tests or removes must be there."""
+    parent: Any = found
+    *parts, last = [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:]]
+    for part in parts:
+        parent = parent[int(part) if isinstance(parent, list) else part]
+    if isinstance(parent, list):
+        assert op in ("add", "replace", "test") and (op == "add") == (last == "-")
+        if op == "add":
+            parent.append(value)
+            return
+    key = int(last) if isinstance(parent, list) else last
+    assert op == "add" or parent[key] is not None
+    if op == "remove":
+        del parent[key]
+    elif op == "test":
+        assert parent[key] == value
+    else:
+        parent[key] = value
+
+
+def built(folder: Path) -> dict[tuple[str, str], Object]:
+    """The objects of a kustomization by kind and name, patched."""
+    (found,) = objects(folder / "kustomization.yaml")
+    made: dict[tuple[str, str], Object] = {}
+    for name in found["resources"]:
+        below = folder / name
+        made |= (
+            {(each["kind"], each["metadata"]["name"]): each for each in objects(below)}
+            if below.is_file()
+            else built(below.resolve())
+        )
+    for patch in found.get("patches", ()):
+        target = patch["target"]
+        chosen = [key for key in made if key[0] == target["kind"] and key[1] == target.get("name", key[1])]
+        assert chosen, target
+        for key in chosen:
+            for operation in yaml.safe_load(patch["patch"]):
+                apply(made[key], **operation)
+    for image in found.get("images", ()):
+        entries = [entry for each in made.values() for entry in containers(each) if image_name(entry) == image["name"]]
+        assert entries, image
+        for entry in entries:
+            entry["image"] = f"{image.get('newName', image['name'])}:{image['newTag']}"
+    return made
+
+
+def containers(each: Object) -> list[Object]:
+    return list(each.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()))
+
+
+def image_name(entry: Object) -> str:
+    return str(entry["image"].rpartition(":")[0])
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_what_kustomize_makes_fits_the_schemas(folder: str) -> None:
+    for each in built(FOLDER / folder).values():
+        if CUSTOM.get(each["apiVersion"]) != each["kind"]:
+            validate(each)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here to build the overlays with")
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_kustomize_makes_the_same(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(FOLDER / folder)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert printed.stderr == ""
+    theirs = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(printed.stdout)}
+    ours = built(FOLDER / folder)
+    assert theirs.keys() == ours.keys()
+    for key, each in theirs.items():
+        assert each.get("spec") == ours[key].get("spec"), key
+        assert each["metadata"].get("namespace") == (None if key[0] == "Namespace" else "swiftopt")
+
+
+def test_pods_for_gpus_ask_for_one_each_and_go_where_one_is() -> None:
+    made = built(FOLDER / "gpu")
+    for name in ("swiftopt-server", "swiftopt-worker"):
+        spec = made["Deployment", name]["spec"]
+        entry = container(spec["template"])
+        assert entry["resources"]["limits"][GPU] == "1"
+        assert entry["image"].endswith(f"/swiftopt:{VERSION}-cuda")
+        pod_spec = spec["template"]["spec"]
+        assert pod_spec["runtimeClassName"] == "nvidia"
+        assert pod_spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+        assert pod_spec["tolerations"] == [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+        assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}, "no GPU is free for one more"
+        assert parsed([word.replace("$(MODEL)", "m") for word in entry["args"]])["device"] == "cuda:0"
+    composed = yaml.safe_load((ROOT / "docker/compose.gpu.yaml").read_text(encoding="utf-8"))["services"]["worker"]
+    told = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in composed["command"]]
+    queue = environment(pod("swiftopt-worker"))["SWIFTOPT_QUEUE"]
+    args = container(made["Deployment", "swiftopt-worker"]["spec"]["template"])["args"]
+    assert parsed([*args, "--queue", queue]) == parsed(told)
+    assert GPU not in str(made["StatefulSet", "swiftopt-redis"])
+
+
+def test_model_larger_than_a_gpu_has_one_server_over_all_of_its_pods_gpus() -> None:
+    made = built(FOLDER / "gpu-large")
+    server, worker = (made["Deployment", name]["spec"] for name in ("swiftopt-server", "swiftopt-worker"))
+    entry = container(server["template"])
+    assert parsed([word.replace("$(MODEL)", "m") for word in entry["args"]])["device"] == "auto-map"
+    assert entry["resources"]["limits"][GPU] == "2" and (server["replicas"], worker["replicas"]) == (1, 0)
+    (models,) = (each for each in server["template"]["spec"]["volumes"] if each["name"] == "models")
+    assert models["emptyDir"] == {"sizeLimit": "200Gi"}
+    assert made["PodDisruptionBudget", "swiftopt-server"]["spec"]["minAvailable"] == 0, "a node can be drained"
 
 
 # --- what runs
