@@ -30,7 +30,8 @@ Report = Mapping[str, Any]  # A benchmark's report, as `--json` prints it.
 # Colours of the light theme in server/dashboard/static/style.css.
 BLUE, ORANGE, MID_BLUE, LIGHT_BLUE, PALE_BLUE, KEPT = "#0b5c94", "#b54708", "#2f78ad", "#4d93c0", "#7fb0d6", "#d7e3ee"
 INK, GREY, LINE = "#1c2128", "#57606a", "#d0d7de"
-CYCLE = (ORANGE, GREY, BLUE, PALE_BLUE, "#1a6b35", "#8a5cc2", INK)
+GREEN, PURPLE = "#1a6b35", "#8a5cc2"
+CYCLE = (ORANGE, GREY, BLUE, PALE_BLUE, GREEN, PURPLE, INK)
 DASHED = (0, (4, 3))
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -63,8 +64,11 @@ STYLE: dict[Any, Any] = {
 NO_METADATA: dict[str, dict[str, str | None]] = {"png": {"Software": None}, "svg": {"Creator": None, "Date": None}}
 WIDTH_IN, DPI = 10.0, 150
 BAR_IN, AROUND_BARS_IN = 0.36, 1.4  # Heights of a bar with its gap, and of title and axis together.
-MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.0
+MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.2
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
+# Colours of a run's seconds: shades of teal, which no other panel of its picture has.
+SECONDS = {"optimise": "#0b5a52", "draft": "#2f8f84", "verify": "#86c5bd", "other": "#d3e8e5"}
+MOST_COLUMNS = 7  # Of a legend.
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
 MEAN_OF = 4  # Window of the moving means, in prompts.
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # Style of labels next to a point.
@@ -145,15 +149,20 @@ def picture(
 
 
 def legend(*all_axes: Axes) -> None:
-    """Draw a single legend for all axes at the bottom of the figure, with each label once."""
+    """Draw a single legend for all axes at the bottom of the figure, with each label once, as wide as the figure."""
     handles_by_label: dict[str, Any] = {}
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
         handles_by_label |= dict(zip(labels, handles, strict=True))
     if handles_by_label:
-        all_axes[0].figure.legend(
-            handles_by_label.values(), handles_by_label, loc="outside lower left", ncols=min(len(handles_by_label), 7)
-        )
+        figure: Any = all_axes[0].figure
+        for n_columns in range(min(len(handles_by_label), MOST_COLUMNS), 0, -1):
+            drawn = figure.legend(
+                handles_by_label.values(), handles_by_label, loc="outside lower left", ncols=n_columns
+            )
+            if n_columns == 1 or drawn.get_window_extent(figure.canvas.get_renderer()).width <= figure.bbox.width:
+                return
+            drawn.remove()
 
 
 def model_name(model: str) -> str:
@@ -174,9 +183,11 @@ def moving_means(values: Sequence[float | None]) -> list[float]:
     return means
 
 
-def draw_speeds(axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: str, label: str) -> None:
+def draw_speeds(
+    axes: Axes, x: Sequence[int], speeds: Sequence[float], colour: str, label: str, points_label: str | None = None
+) -> None:
     """Draw tokens per second as points, and their moving means as a line."""
-    axes.plot(x, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4)
+    axes.plot(x, speeds, color=colour, lw=0, marker="o", ms=3, alpha=0.4, label=points_label)
     axes.plot(x, moving_means(speeds), color=colour, label=label)
 
 
@@ -251,7 +262,7 @@ def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) ->
     axes.step(steps, list(accumulate(values, max)), where="post", color=BLUE, label="best so far")
     if adopted := [(trial.step, trial.score) for trial in trials if trial.adopted]:
         x, y = zip(*adopted, strict=True)
-        axes.scatter(x, y, s=48, marker="D", color=ORANGE, edgecolors="white", zorder=3, label="adopted")
+        axes.scatter(x, y, s=48, marker="D", color=GREEN, edgecolors="white", zorder=3, label="adopted")
     ratios = (
         f"expected {ratio(record.expected_speedup)}",
         f"measured {ratio(record.measured_speedup, record.measured_interval)}",
@@ -277,27 +288,23 @@ def end_at_one(axes: Axes) -> None:
 
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
     """Draw tokens per second by prompt, with plain decoding's speed as a line."""
-    draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, BLUE, f"tok/s, mean of {MEAN_OF} prompts")
+    labels = f"mean of {MEAN_OF} prompts", "tok/s of a prompt"
+    draw_speeds(axes, range(1, len(task.paces) + 1), task.paces, PURPLE, *labels)
+    axes.locator_params(axis="x", integer=True)
     if task.plain_tok_s is not None:
         axes.axhline(task.plain_tok_s, color=INK, lw=1, ls=DASHED, label="plain decoding")
     axes.set(xlabel="prompt of the stream, searching meanwhile", ylabel="tokens per second", ylim=(0, None))
 
 
 def _draw_parts(axes: Axes, task: TaskFinished) -> None:
+    """Draw the share of each part of the run in its seconds; the numbers are in the title."""
     total, left_percent = task.timings.total_s or 1.0, 0.0
-    seconds_by_name = seconds_by_part(task.timings)
-    for colour, (part_name, seconds) in zip((ORANGE, BLUE, PALE_BLUE, LINE), seconds_by_name.items(), strict=True):
-        percent_of_total = 100 * seconds / total
-        axes.barh(
-            0,
-            percent_of_total,
-            left=left_percent,
-            color=colour,
-            label=f"{part_name} {percent_of_total:.1f} %",
-            linewidth=0,
-        )
-        left_percent += percent_of_total
-    axes.set(xlim=(0, 100), yticks=[], xlabel="% of the stream's seconds")
+    percents = {name: 100 * seconds / total for name, seconds in seconds_by_part(task.timings).items()}
+    for name, percent in percents.items():
+        axes.barh(0, percent, left=left_percent, color=SECONDS[name], label=name, linewidth=0)
+        left_percent += percent
+    shares = " · ".join(f"{name} {percent:.1f} %" for name, percent in percents.items())
+    axes.set(xlim=(0, 100), yticks=[], xlabel="% of the stream's seconds", title=shares)
     axes.grid(False)
 
 

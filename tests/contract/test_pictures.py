@@ -207,6 +207,57 @@ def test_tuning_shows_the_speed_along_its_stream_and_where_the_time_went(tmp_pat
     check(tmp_path / "x.png", tmp_path / "x.svg", ["optimise 5.0 %", "skipped 1 of", *words])
 
 
+def colours_of(artist: Any) -> set[str]:
+    """The colours of a drawn line, bar, box or cloud of points, as #rrggbb."""
+    from matplotlib.colors import to_hex
+
+    found = artist.get_color() if hasattr(artist, "get_color") else artist.get_facecolor()
+    return {to_hex(colour) for colour in ([found] if isinstance(found, str | tuple) else found)}
+
+
+@pytest.mark.parametrize("names", [["notes"], ["code", "notes", "summary"]])
+def test_every_colour_of_a_tuning_has_one_meaning_which_the_legend_tells(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = (("attn", "int4-64"), ("attn:5", "fp8"), ("attn:6", "stored"), ("mlp", "int8"))
+    drafts = LayerSet(12, frozenset({3}), frozenset(), formats)
+    trials = tuple(Trial(step, drafts, "random", 0.5, 1.0, adopted=step == 2) for step in range(9))
+    tasks = [
+        TaskFinished(
+            name,
+            LayerSetRecord("m", name, drafts),
+            Verdict("use"),
+            "",
+            trials,
+            Timings(1.0 + number, 5.0, 13.0, 1.0),
+            *(6, 90, 0.5, 4.0, 6.0, (3.0, 5.0, 6.0, 5.5, 5.0, 6.5)),
+        )
+        for number, name in enumerate(names)
+    ]
+    drawn: list[Any] = []
+    draw_legend = charts.legend
+    monkeypatch.setattr(charts, "legend", lambda *axes: (drawn.extend(axes), draw_legend(*axes)))
+    draw_tuning(tasks, Pictures(tmp_path / "x.png"))
+    (legend,) = drawn[0].figure.legends
+    labels = [text.get_text() for text in legend.texts]
+    told = dict(zip(labels, map(colours_of, legend.legend_handles), strict=True))
+    assert sorted(labels) == sorted(
+        [
+            *("left out", "int4", "fp8", "kept", "int8", "a trial", "best so far", "adopted"),
+            *("tok/s of a prompt", "mean of 4 prompts", "plain decoding", "optimise", "draft", "verify", "other"),
+        ]
+    )
+    assert told.pop("tok/s of a prompt") == told["mean of 4 prompts"], "points and their mean are one thing"
+    colours = [colour for found in told.values() for colour in found]
+    assert len(colours) == len(set(colours)) == len(told)
+    artists = [artist for axes in drawn for artist in (*axes.lines, *axes.patches, *axes.collections)]
+    assert {colour for artist in artists for colour in colours_of(artist)} == set(colours)
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= drawn[0].figure.bbox.x1 and box.y0 >= 0
+    lowest = min(axes.get_tightbbox().y0 for axes in drawn)
+    assert box.y1 <= lowest + 1, "it covers no panel"
+
+
 def test_names_that_a_font_or_a_file_lacks_make_no_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -17,7 +17,11 @@ WIDTH = 12
 
 
 class Screen(io.StringIO):
-    """A terminal of WIDTH columns: it breaks lines at its edge, and knows the two sequences that we send."""
+    """A terminal of so many columns: it breaks lines at its edge, and knows the two sequences that we send."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
 
     def isatty(self) -> bool:
         return True
@@ -27,10 +31,10 @@ class Screen(io.StringIO):
         rows, column = [""], 0
         for part in re.findall(r"\x1b\[\d*[DK]|\n|.", self.getvalue(), re.DOTALL):
             if part.endswith("D") and len(part) > 1:
-                column = max(0, min(column, WIDTH - 1) - int(part[2:-1]))
+                column = max(0, min(column, self.width - 1) - int(part[2:-1]))
             elif part.endswith("K") and len(part) > 1:
                 rows[-1] = set_cell_size(rows[-1], column)
-            elif part == "\n" or column + cell_len(part) > WIDTH:
+            elif part == "\n" or column + cell_len(part) > self.width:
                 rows.append("" if part == "\n" else part)
                 column = cell_len(rows[-1])
             else:
@@ -38,11 +42,11 @@ class Screen(io.StringIO):
         return rows
 
 
-def shown(pieces: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    screen = Screen()
+def shown(pieces: list[str], monkeypatch: pytest.MonkeyPatch, width: int = WIDTH) -> list[str]:
+    screen = Screen(width)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", screen)
-        patched.setenv("COLUMNS", str(WIDTH))
+        patched.setenv("COLUMNS", str(width))
         patched.setenv("TERM", "xterm")
         printer = TextPrinter()
         for piece in pieces:
@@ -77,6 +81,16 @@ def test_words_are_shown_whole_and_in_order_and_lines_fit(pieces: list[str]) -> 
     whole = [word for word in re.findall(r"[abé]+", "".join(pieces)) if cell_len(word) < WIDTH]
     assert all(any(re.search(rf"(?<![abé]){word}(?![abé])", line) for line in lines) for word in whole)
     assert max(map(cell_len, lines)) <= WIDTH
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_answer_breaks_between_words_at_usual_widths(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"{'answer' * (1 + i % 4)}{i}" for i in range(90)]
+    pieces = re.findall(r".{1,5}", " ".join(words))  # tokens end within words
+    lines = shown(pieces, monkeypatch, width)
+    assert [word for line in lines for word in line.split()] == words
+    lengths = [len(line.rstrip()) for line in lines]
+    assert max(lengths) <= width and min(lengths[:-1]) > width - max(map(len, words)) - 2, "lines are filled"
 
 
 def test_text_that_is_no_terminals_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
