@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from swiftopt.core import logs
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.logs import MOST_ID_CHARACTERS, JsonFormatter, TextFormatter, about_request, valid_request_id
 from swiftopt.core.messages import Decode, Detokenize, encode
-from swiftopt.core.requests import CompletionRequest, ServedModel
+from swiftopt.core.requests import CompletionRequest, JobSpec, ServedModel
+from swiftopt.worker.queue import JobService, RedisQueue
 from swiftopt.worker.serving import EngineHost, MessageWriter
 
 ID = "trace/7f3a:1=="
@@ -160,6 +163,18 @@ def test_error_of_the_engine_names_the_request(
     failed = [line for line in objects(started.getvalue()) if line["message"].startswith("completion=failed")]
     assert [line["request_id"] for line in failed] == ["of the text", "of the work"]
     assert all("RuntimeError: a fault" in line["exception"] for line in failed)
+
+
+def test_lines_of_a_worker_and_its_job_are_objects(sqlite_url: str, redis_url: str) -> None:
+    with filled(sqlite_url) as store, closing(RedisQueue(redis_url)) as queue:
+        job, _ = JobService(store, queue).submit_spec(JobSpec("noop", "default", {"seconds": 0.0}))
+        command = [sys.executable, "-m", "swiftopt", "worker", "--burst", "--log-format", "json"]
+        command += ["--redis", redis_url, "--db", sqlite_url]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert store.jobs.get(job.id).state == "succeeded"
+    messages = [line["message"] for line in objects(told.stderr)]
+    assert any(message.startswith("worker=listens") and "queue=default" in message for message in messages)
+    assert any(f"job={job.id}" in message and "state=succeeded" in message for message in messages)
 
 
 def test_format_comes_from_the_environment_and_the_file(
