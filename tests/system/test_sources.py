@@ -247,7 +247,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
         r"no place, such as model\.layers\.0\.mlp\.up_proj\.weight_scale",
     ),
     "family a list": (lambda f: edit_config(f, model_type=[]), UnsupportedModel, r"the model type \[\]"),
-    "unknown family": (lambda f: edit_config(f, model_type="mamba"), UnsupportedModel, "'mamba'.*swiftopt models --types"),
+    "unknown family": (
+        lambda f: edit_config(f, model_type="mamba"),
+        UnsupportedModel,
+        "'mamba', which is not supported",
+    ),
 }
 
 
