@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import RMS_EPSILON, Experts, Family, GgufForm, differences
+from .family import Experts, Family, differences
+from .gguf_forms import FORMS
 from .text_parts import MULTIMODAL, NAMES
 
-_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _FOUR_NORMS: dict[str, Any] = dict(
     attn_post_norm="post_attention_layernorm",
@@ -33,7 +33,6 @@ _JOINT_GATE: dict[str, Any] = dict(mlp_in=("gate_up_proj",))
 _PAIRS: dict[str, Any] = dict(rotation="pairs")
 _WIDE_PAIRS: dict[str, Any] = dict(rotation="pairs", rotates_wide=True)
 _HIDDEN_ACTIVATION = {"hidden_act": "hidden_activation"}
-_LLAMA_FORM = GgufForm("llama", "smollm", pairs_halves=True, has_head_dim=True)
 _MULTIPLIERS: dict[str, Any] = dict(embed_scale="embedding_multiplier", residual_scale="residual_multiplier")
 _GPT2: dict[str, Any] = dict(
     layers="transformer.h",
@@ -68,22 +67,16 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         models="Llama 1 to 3.3, CodeLlama, SmolLM2, TinyLlama, Yi, DeepSeek-R1 distills",
         is_proven=True,
-        gguf=_LLAMA_FORM,
         decilm_bias="configured",
     ),
-    "mistral": Family(
-        models="Mistral 7B, Mistral Nemo, Codestral", sliding="all", gguf=_LLAMA_FORM, decilm_bias="none"
-    ),
+    "mistral": Family(models="Mistral 7B, Mistral Nemo, Codestral", sliding="all", decilm_bias="none"),
     "qwen2": Family(
         models="Qwen2, Qwen2.5, Qwen2.5-Coder, DeepSeek-R1 distills",
         is_proven=True,
         sliding="by_layer",
-        gguf=GgufForm("qwen2", "qwen2"),
         decilm_bias="qkv",
     ),
-    "qwen3": Family(
-        models="Qwen3", sliding="by_layer", head_norms=_HEAD_NORMS, gguf=GgufForm("qwen3", "qwen2", has_head_dim=True)
-    ),
+    "qwen3": Family(models="Qwen3", sliding="by_layer", head_norms=_HEAD_NORMS),
     "gemma": Family(
         models="Gemma, CodeGemma",
     ),
@@ -99,13 +92,6 @@ FAMILIES: dict[str, Family] = {
         head_norms=_HEAD_NORMS,
         fields=_HIDDEN_ACTIVATION,
         sliding="by_layer",
-        gguf=GgufForm(
-            "gemma3",
-            adds_to_norms=1.0,
-            fields=RMS_EPSILON | dict(zip(_SOFT_CAPS, _SOFT_CAPS, strict=True)),
-            has_head_dim=True,
-            scalings=("linear", "yarn"),
-        ),
     ),
     "phi3": Family(
         models="Phi-3, Phi-3.5, Phi-4",
@@ -113,14 +99,12 @@ FAMILIES: dict[str, Family] = {
         projection="fused",
         qkv=("qkv_proj",),
         sliding="all",
-        gguf=GgufForm("phi3", rotates_in_part=True, scalings=("longrope",)),
     ),
     "gpt2": Family(
         models="GPT-2",
         **_GPT2,
         projection="fused",
         transposed=True,
-        gguf=GgufForm("gpt2", fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}),
     ),
     "gpt_neox": Family(
         models="GPT-NeoX, Pythia",
@@ -253,7 +237,11 @@ FAMILIES: dict[str, Family] = {
         projection="multi_query",
         scaling="inv_norm_factor",
         parallel=("new_decoder_architecture", "parallel_attn"),
-        fields={"hidden_act": "activation", "intermediate_size": "ffn_hidden_size"},
+        fields={
+            "hidden_act": "activation",
+            "intermediate_size": "ffn_hidden_size",
+            "num_key_value_heads": "num_kv_heads",
+        },
     ),
     "opt": Family(
         models="OPT but for 350M",
@@ -371,7 +359,7 @@ def model_types() -> list[ModelType]:
             name,
             row.models,
             differences(row),
-            None if row.gguf is None else row.gguf.architecture,
+            FORMS[name].architecture if name in FORMS else None,
             "real" if row.is_proven else "random",
         )
         for name, row in FAMILIES.items()

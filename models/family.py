@@ -8,30 +8,6 @@ from typing import Any, Literal
 
 from ..core.types import Kind
 
-RMS_EPSILON = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-
-
-@dataclass(frozen=True, slots=True)
-class GgufForm:
-    """How llama.cpp keeps a family: its architecture, and how its tensors differ from transformers'.
-
-    `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the weights
-    of norms. `pre_tokenizer`: its words for how texts become words, for files that are written; None: none are.
-
-    `fields`: config fields by the names of settings, beside those of all architectures. `has_head_dim`: the config has
-    a field for the size of a head. `rotates_in_part`: it has one for how much of a head is rotated. `scalings` of
-    rotary positions that it takes.
-    """
-
-    architecture: str
-    pre_tokenizer: str | None = None
-    pairs_halves: bool = False
-    adds_to_norms: float = 0.0
-    fields: Mapping[str, str] = field(default_factory=lambda: dict(RMS_EPSILON))
-    has_head_dim: bool = False
-    rotates_in_part: bool = False
-    scalings: tuple[str, ...] = ("linear", "yarn", "longrope")
-
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -90,8 +66,8 @@ class Family:
     config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
     usual fields.
 
-    GGUF files are read where there is a `gguf` form. vLLM's DeciLM computes the family where there is a
-    `decilm_bias`: the biases of attention are as the config says, or there are none, or those of q, k and v.
+    vLLM's DeciLM computes the family where there is a `decilm_bias`: the biases of attention are as the config says, or
+    there are none, or those of q, k and v.
     """
 
     models: str
@@ -137,7 +113,6 @@ class Family:
     transposed: bool = False
     sliding: Literal["none", "all", "by_layer"] = "none"
     fields: Mapping[str, str] = field(default_factory=dict)
-    gguf: GgufForm | None = None
     decilm_bias: Literal["configured", "none", "qkv"] | None = None
 
     def setting(self, config: Any, name: str) -> Any:

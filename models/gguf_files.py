@@ -19,9 +19,8 @@ import torch
 
 from ..core.errors import OutputError, SettingsError, UnsupportedModel
 from .buffer import free_bytes
-from .families import FAMILIES
-from .family import GgufForm
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
+from .gguf_forms import FORMS, GgufForm
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile
 from .gguf_settings import FIELDS
@@ -165,9 +164,9 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
 
 
 def _form_of(config: Any, folder: Path) -> GgufForm:
-    form = FAMILIES[config.model_type].gguf
+    form = FORMS.get(config.model_type)
     if form is None or form.pre_tokenizer is None:
-        written = sorted(name for name, family in FAMILIES.items() if family.gguf and family.gguf.pre_tokenizer)
+        written = sorted(name for name, form in FORMS.items() if form.pre_tokenizer)
         raise UnsupportedModel(
             f"{folder} is of type {config.model_type}, and GGUF files are written for {', '.join(written)} only"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
 from .coded import ROWS
-from .families import family_of
-from .family import Family, GgufForm
-from .gguf_reader import FileTensor, GgufFile, parts_of
-from .gguf_settings import FACTORS, IDS, config_of, ends_of
+from .families import HeadLayout, family_of, heads_of
+from .family import Family
+from .gguf_forms import FORMS, GgufForm
+from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
+from .gguf_settings import FACTORS, IDS, config_of, ends_of, layer_numbers
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .saved import (
@@ -38,6 +40,7 @@ from .saved import (
 )
 
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
 
 def settings_folder(gguf: Path, on_step: OnStep, file: GgufFile | None = None) -> Path:
@@ -118,10 +121,11 @@ class _Reading:
     def __init__(self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None) -> None:
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
         self.family: Family = family_of(model.config)
-        form = self.family.gguf
+        form = FORMS.get(model.config.model_type)
         if form is None or form.architecture != file.architecture:
             raise UnsupportedModel(f"{file.path} is of the architecture {file.architecture!r}, which is not supported")
         self.form: GgufForm = form
+        self.heads: HeadLayout = heads_of(model.config)
         self._places = names_of(file.architecture, model.config)
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
@@ -133,14 +137,14 @@ class _Reading:
         Raises: ModelNotFound: the file was changed since it was mapped, or the parameter is of another shape.
         """
         self.file.refuse_changed()
-        tensor = self.file.tensors.get(self._places.get_name(name, try_suffixes=(".weight", ".bias")) or "")
+        tensor = self._tensor(name)
         if tensor is None:
             return
-        self._read.add(tensor.name)
         module_name, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(module_name)
         order = self._order(module_name, tensor)
-        if self._keeps_codes(module_name, module, leaf, tensor):
+        scale = self._scale(tensor)
+        if scale is None and self._keeps_codes(module_name, module, leaf, tensor):
             assert self.kernels is not None
             n_out, n_in = tensor.shape
             parameter = module.weight.T if isinstance(module, Conv1D) else module.weight
@@ -149,6 +153,8 @@ class _Reading:
             self._packed[module_name] = packed_blocks(tensor, self.kernels, rows, self.file.release)
         else:
             values = numbers(tensor)
+            if scale is not None:
+                values = values * scale
             if order is not None:
                 values = values[order]
             if self.form.adds_to_norms and "norm" in module_name and leaf == "weight":
@@ -158,6 +164,67 @@ class _Reading:
             _check_shape(self.file.path, tensor, tuple(getattr(module, leaf).shape), tuple(values.shape))
             self._values[name] = values.to(self.dtype).contiguous()
         self.file.release(tensor)
+
+    def _tensor(self, name: str) -> FileTensor | None:
+        """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""
+        number, module, leaf = _parts(name, self.family.layers)
+        stem, _, index = module.rpartition(".")
+        if module in self.form.joined:
+            found = [self._found(f"blk.{number}.{part}.{leaf}") for part in self.form.joined[module]]
+            return None if None in found else self._joined([tensor for tensor in found if tensor is not None])
+        if stem in self.form.stacked:
+            stack, row = self._found(f"blk.{number}.{self.form.stacked[stem]}.{leaf}"), int(index)
+            if stack is None:
+                return None
+            n_rows = len(self.model.get_submodule(f"{self.family.layers}.{number}.{stem}"))
+            _check_shape(self.file.path, stack, (n_rows, *stack.shape[1:]), stack.shape)
+            return _rows(stack, row, row + 1, stack.shape[1:])
+        place = self._places.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = self._found(place or "")
+        if tensor is None and number and self.family.projection == "split" and module.endswith(self.family.qkv):
+            tensor = self._found(f"blk.{number}.attn_qkv.{leaf}")
+            if tensor is not None:
+                _check_shape(self.file.path, tensor, (self._rows_of(2)[1], *tensor.shape[1:]), tensor.shape)
+                first, last = self._rows_of(self.family.qkv.index(module.rpartition(".")[2]))
+                tensor = _rows(tensor, first, last, (last - first, *tensor.shape[1:]))
+        return tensor
+
+    def _found(self, name: str) -> FileTensor | None:
+        tensor = self.file.tensors.get(name)
+        self._read |= set() if tensor is None else {name}
+        return tensor
+
+    def _joined(self, tensors: list[FileTensor]) -> FileTensor:
+        """Return tensors of one shape as one, the rows of each behind those of the one before.
+
+        Where they are of different types, the result is in float32.
+        """
+        first = tensors[0]
+        if len(tensors) == 1:
+            return first
+        for tensor in tensors:
+            _check_shape(self.file.path, tensor, first.shape, tensor.shape)
+        if len({tensor.kind for tensor in tensors}) > 1:
+            tensors = [
+                replace(tensor, kind=FLOAT32, data=numbers(tensor).numpy().reshape(-1).view(np.uint8))
+                for tensor in tensors
+            ]
+        data = np.concatenate([tensor.data for tensor in tensors])
+        return replace(tensors[0], shape=(len(tensors) * first.shape[0], *first.shape[1:]), data=data)
+
+    def _rows_of(self, part: int) -> tuple[int, int]:
+        """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one behind them."""
+        counts = (self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
+        first = sum(counts[:part]) * self.heads.width
+        return first, first + counts[part] * self.heads.width
+
+    def _scale(self, tensor: FileTensor) -> Tensor | None:
+        """Return what all values of a tensor are to be multiplied by, which some files have in a tensor of its own."""
+        scale = self._found(f"{tensor.name.removesuffix('.weight')}.scale")
+        if scale is None or not tensor.name.endswith(".weight"):
+            return None
+        _check_shape(self.file.path, scale, (1,), scale.shape)
+        return numbers(scale)
 
     def finish(self) -> None:
         """Put what was read into the model.
@@ -172,6 +239,12 @@ class _Reading:
                 f"{self.file.path} has a tensor {sorted(unread)[0]!r}, for which a model of type"
                 f" {self.model.config.model_type} has no place: use the model's hub id"
             )
+        for leaf, setting in self.form.by_layer.items():
+            for number, value in enumerate(layer_numbers(self.file, setting, self.model.config.num_hidden_layers)):
+                name = f"{self.family.layers}.{number}.{leaf}"
+                module_name, _, last = name.rpartition(".")
+                shape = getattr(self.model.get_submodule(module_name), last).shape
+                self._values[name] = torch.full(shape, value, dtype=self.dtype)
         self.model.load_state_dict(self._values, strict=False, assign=True)
         head, embed = self.family.head, self.family.embed
         if self.model.config.tie_word_embeddings and embed in self._packed:
@@ -193,17 +266,34 @@ class _Reading:
         return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
 
     def _order(self, module_name: str, tensor: FileTensor) -> Tensor | None:
-        """Return int64 (out,), which row of the file each output is; None where they are in order."""
-        config = self.model.config
-        n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        heads = {"q_proj": config.num_attention_heads, "k_proj": n_kv_heads}
-        n_heads = heads.get(module_name.rpartition(".")[2])
-        if not self.form.pairs_halves or n_heads is None:
-            return None
+        """Return int64 (out,), which row of the tensor each output is; None where they are in order."""
+        last, heads = module_name.rpartition(".")[2], self.heads
+        if heads.grouped and last in self.family.qkv:
+            rows = torch.arange(tensor.shape[0])
+            if len(rows) != (heads.n_heads + 2 * heads.n_kv_heads) * heads.width:
+                return None
+            parts = [rows[slice(*self._rows_of(part))].view(heads.n_kv_heads, -1) for part in range(3)]
+            return torch.cat(parts, dim=1).reshape(-1)
+        n_heads = dict(zip(self.family.qkv, (heads.n_heads, heads.n_kv_heads), strict=False)).get(last)
         n_out = tensor.shape[0]
-        if n_out % (2 * n_heads):
+        if not self.form.pairs_halves or n_heads is None or n_out % (2 * n_heads):
             return None
         return torch.arange(n_out).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _parts(name: str, layers: str) -> tuple[str, str, str]:
+    """Return the number of a parameter's layer ("": it is in none), its module's name in this layer, and its own."""
+    module, _, leaf = name.rpartition(".")
+    if not name.startswith(f"{layers}."):
+        return "", module, leaf
+    number, _, module = module.removeprefix(f"{layers}.").partition(".")
+    return number, module, leaf
+
+
+def _rows(tensor: FileTensor, first: int, last: int, shape: tuple[int, ...]) -> FileTensor:
+    """Return some rows of a tensor as one of a shape."""
+    row_bytes = tensor.data.nbytes // tensor.shape[0]
+    return replace(tensor, shape=shape, data=tensor.data[first * row_bytes : last * row_bytes])
 
 
 def names_of(architecture: str, config: Any) -> Any:

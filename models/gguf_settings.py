@@ -7,6 +7,7 @@ is left is refused, because the model would compute something else.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +16,18 @@ import numpy as np
 from ..core.errors import ModelNotFound, UnsupportedModel
 from .config_bounds import check_values
 from .families import FAMILIES, family_of
-from .family import Family, GgufForm
+from .family import Family
+from .gguf_forms import FORMS, GgufForm
 from .gguf_reader import GgufFile
 
 HEAD = "output.weight"
 # Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 FACTORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 THETA = 10_000.0  # Base of the rotary frequencies where a file names none.
-PATTERN = 6  # Gemma 3: each sixth layer attends without a window where a file says nothing else.
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp's and transformers' values where none are given.
-LAYERS_27B = 62  # Gemma 3's largest model scales its scores by the width of a head of the embedding.
 MOST = 1 << 31  # Larger counts are refused before anything is made of that size.
 # GGUF settings common to all architectures, by name without the architecture's prefix, and their config fields.
 FIELDS = {
@@ -40,9 +41,10 @@ FIELDS = {
     "vocab_size": "vocab_size",
 }
 NEEDED = tuple(FIELDS)[:5]
-NOTES = ("tensor_data_layout", "rope.scaling.finetuned")  # Settings without effect on what the model computes.
-# Settings without a config field, and their values that do not change what the model computes.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+FIRST = "blk.0."  # How the names of the first layer's tensors begin.
+# Settings without a config field, and their values that do not change what the model computes; None: no value does.
+NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("tensor_data_layout", "rope.scaling.finetuned")),
     "attention.causal": (True,),
     **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
@@ -93,17 +95,28 @@ class _Settings:
             raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
         return value
 
+    def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
+        """Return the value of a config's field for a setting.
+
+        Raises: UnsupportedModel: there is none for the setting's value.
+        """
+        value = self.take(name)
+        if isinstance(value, list) or value not in values:
+            raise self.refusal(name, value)
+        return values[value]
+
     def refusal(self, name: str, value: Any) -> UnsupportedModel:
         return UnsupportedModel(
             f"{self.path} has the setting {name} = {_shown(value)}, for which its architecture has no place here: use"
             " the model's hub id"
         )
 
-    def refuse_left(self) -> None:
+    def refuse_left(self, form: GgufForm) -> None:
         """Raises: UnsupportedModel: a setting was not taken, and changes what the model computes."""
         for name in list(self._left):
             value = self.take(name)
-            if name not in NOTES and value not in NEUTRAL.get(name, NOTHING):
+            neutral = form.ignored.get(name, NEUTRAL.get(name, NOTHING))
+            if neutral is not None and value not in neutral:
                 raise self.refusal(name, value)
 
 
@@ -126,32 +139,34 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
     check_values(given, file.path)
+    n_layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
+    if family.rotary is not None:
+        given["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
     config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
     for name, field in form.fields.items():
-        if (value := settings.number(name)) is not None:
+        if value := settings.number(name):
             config[field] = value
+    for field, (tensor, if_there, if_not) in form.flags.items():
+        names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}
+        config[field] = if_not if names.isdisjoint(file.tensors) else if_there
+    config |= {field: settings.choice(name, values) for name, (field, values) in form.choices.items()}
+    config |= form.constants
+    for name in form.by_layer.values():
+        layer_numbers(file, name, n_layers)
     if family.rotary is not None:
-        heads = given["num_attention_heads"]
         head_dim = _head_dim(settings, form, given["hidden_size"], heads)
         config |= {"head_dim": head_dim} if form.has_head_dim else {}
-        config["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
-        rotation = _rotation(file, settings, form, head_dim, given["max_position_embeddings"])
-        config["rope_parameters"] = rotation
-        if (
-            "original_max_position_embeddings" in rotation
-        ):  # Phi-3's config also has it outside, which takes precedence.
-            config["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
-        if family.rotary_by_type:
-            config["rope_parameters"] = {
-                "full_attention": rotation,
-                "sliding_attention": _rotation_in_windows(settings),
-            }
-            config |= _windows_by_layer(settings, given["num_hidden_layers"])
-            is_27b = given["num_hidden_layers"] == LAYERS_27B
-            config["query_pre_attn_scalar"] = given["hidden_size"] // heads if is_27b else head_dim
-        elif family.sliding == "all":
-            config["sliding_window"] = settings.number("attention.sliding_window") or None
-    settings.refuse_left()
+        if form.score_scale is not None:
+            config[form.score_scale] = settings.number("attention.scale") or head_dim**-0.5
+        if form.wide_scores is not None:
+            config["query_pre_attn_scalar"] = (
+                given["hidden_size"] // heads if n_layers == form.wide_scores else head_dim
+            )
+        config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
+        config |= _windows(settings, family, form, n_layers)
+    if form.lists_layers:
+        config["layer_types"] = ["full_attention"] * n_layers
+    settings.refuse_left(form)
     check_values(config, file.path)
     family_of(SimpleNamespace(model_type=model_type, **config))
     bits = -(-8 * sum(tensor.data.nbytes for tensor in file.tensors.values()) // file.n_values)
@@ -166,10 +181,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(file: GgufFile) -> tuple[str, Family, GgufForm]:
-    for model_type, family in FAMILIES.items():
-        if family.gguf is not None and family.gguf.architecture == file.architecture:
-            return model_type, family, family.gguf
-    known = sorted({family.gguf.architecture for family in FAMILIES.values() if family.gguf is not None})
+    """Return the family of a file: of those of its architecture, the one that most of its settings speak for."""
+    own = file.own_settings()
+    fitting = [
+        (model_type, FAMILIES[model_type], form)
+        for model_type, form in FORMS.items()
+        if form.architecture == file.architecture and all(own.get(name) for name in form.when)
+    ]
+    if fitting:
+        return max(fitting, key=lambda one: len(one[2].when))
+    known = sorted({form.architecture for form in FORMS.values()})
     raise UnsupportedModel(
         f"{file.path} is of the architecture {_shown(file.architecture)}, which is not supported: use one of"
         f" {', '.join(known)}"
@@ -188,19 +209,39 @@ def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> i
     return size
 
 
-def _rotation(file: GgufFile, settings: _Settings, form: GgufForm, head_dim: int, context: int) -> dict[str, Any]:
-    """Return transformers' rotary parameters; `context`: positions that the file says the model has."""
+def _positions(
+    file: GgufFile, settings: _Settings, family: Family, form: GgufForm, head_dim: int, context: int
+) -> dict[str, Any]:
+    """Return the config's fields for positions; `context`: how many the file says the model has."""
+    rotation = _rotation(file, settings, family, form, head_dim, context)
+    base = settings.number("rope.freq_base_swa", form.window_base or rotation["rope_theta"])
+    if not family.rotary_by_type and base != rotation["rope_theta"]:
+        raise settings.refusal("rope.freq_base_swa", base)
+    fields: dict[str, Any] = {"rope_parameters": rotation}
+    if family.rotary_by_type:
+        in_windows = {"rope_type": "default", "rope_theta": float(base)}
+        fields["rope_parameters"] = {"full_attention": rotation, "sliding_attention": in_windows}
+    if "original_max_position_embeddings" in rotation:  # Phi-3's config also has it outside, which takes precedence.
+        fields["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
+    return fields
+
+
+def _rotation(
+    file: GgufFile, settings: _Settings, family: Family, form: GgufForm, head_dim: int, context: int
+) -> dict[str, Any]:
+    """Return transformers' rotary parameters of the layers without a window."""
     parameters: dict[str, Any] = {"rope_theta": float(settings.number("rope.freq_base", THETA))}
     width = settings.size("rope.dimension_count", head_dim)
-    if width != head_dim:
+    if form.rotates_in_part:  # Also for all of a head: the configs' own default is a part.
         parameters["partial_rotary_factor"] = width / head_dim
-        if not form.rotates_in_part or int(head_dim * parameters["partial_rotary_factor"]) != width:
-            raise settings.refusal("rope.dimension_count", width)
+    if int(head_dim * parameters.get("partial_rotary_factor", 1.0)) != width:
+        raise settings.refusal("rope.dimension_count", width)
     kind = settings.take("rope.scaling.type") or "none"
     older = settings.number("rope.scale_linear", 1.0)
     factor = settings.number("rope.scaling.factor", older) or 1.0
     trained = settings.number("rope.scaling.original_context_length", context) or context
     attention = settings.number("rope.scaling.attn_factor", 1.0) or 1.0
+    damping = settings.number("rope.scaling.yarn_log_multiplier", 0.0) if family.scales_queries else 0.0
     factors = {name: _factors(file, name, width) for name in FACTORS if name in file.tensors}
     is_scaled = any(value != 1.0 for values in factors.values() for value in values)
     if kind == "none":  # Files name no type where tensors hold the factors, and did not before there were types.
@@ -213,14 +254,25 @@ def _rotation(file: GgufFile, settings: _Settings, form: GgufForm, head_dim: int
     elif kind == "yarn":
         scaling = {"factor": factor, "original_max_position_embeddings": trained}
         scaling |= {name: settings.number(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN.items()}
-        scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
+        scaling["attention_factor"] = attention * _magnitude(factor, 1.0) / _magnitude(factor, damping)
     if (is_scaled or kind == "longrope") and "long_factor" not in scaling:
         raise settings.refusal("rope.scaling.type", kind)
     if kind not in ("default", *form.scalings):
         raise settings.refusal("rope.scaling.type", kind)
     if attention != 1.0 and "attention_factor" not in scaling:
         raise settings.refusal("rope.scaling.attn_factor", attention)
+    if family.scales_queries:
+        scaling |= {"llama_4_scaling_beta": float(settings.number("attention.temperature_scale", 0.0))}
+        scaling["original_max_position_embeddings"] = trained
+        length = settings.number("attention.temperature_length", trained) or trained
+        if length != trained:
+            raise settings.refusal("attention.temperature_length", length)
     return {"rope_type": kind, **parameters, **scaling}
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    """Return what YaRN multiplies rotated values by, for positions that are `factor` times the trained ones."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _long_rotation(file: GgufFile, factors: dict[str, list[float]], trained: int, context: int) -> dict[str, Any]:
@@ -256,23 +308,45 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _rotation_in_windows(settings: _Settings) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": float(settings.number("rope.freq_base_swa", THETA))}
-
-
-def _windows_by_layer(settings: _Settings, n_layers: int) -> dict[str, Any]:
-    """Return the window and the type of each layer; without a window all layers see everything before them."""
-    window = settings.number("attention.sliding_window") or None
-    pattern = settings.take("attention.sliding_window_pattern", PATTERN)
+def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int) -> dict[str, Any]:
+    """Return the window and, where it differs by layer, the layers' types; without one all see everything before."""
+    if family.sliding == "none":
+        return {}
+    window = settings.number(WINDOW, form.window) or None
+    fields: dict[str, Any] = {"sliding_window": window}
+    if form.window_flag is not None:
+        fields[form.window_flag] = window is not None
+    if family.sliding == "all":
+        return fields
+    pattern = settings.take(PATTERN, form.window_period)
+    if pattern is None:
+        if window is not None:
+            raise settings.refusal(WINDOW, window)
+        pattern = False
     if isinstance(pattern, bool):  # All layers of a list said the same.
         pattern = [pattern] * n_layers
     if isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
     if not isinstance(pattern, list) or len(pattern) != n_layers:
-        raise settings.refusal("attention.sliding_window_pattern", pattern)
+        raise settings.refusal(PATTERN, pattern)
     slides = [window is not None and bool(has_window) for has_window in pattern]
-    types = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
-    return {"sliding_window": window, "layer_types": types}
+    return fields | {"layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides]}
+
+
+def layer_numbers(file: GgufFile, name: str, n_layers: int) -> list[float]:
+    """Return a setting, by its full name, that has a number for each layer, or one for all.
+
+    Raises: ModelNotFound: it has not.
+    """
+    given = file.settings.get(name)
+    numbers: list[Any] = given if isinstance(given, list) else [given] * n_layers
+    are_numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers)
+    if len(numbers) != n_layers or not are_numbers:
+        raise ModelNotFound(
+            f"{file.path} has the setting {name} = {_shown(given)}, and needs a number for each of {n_layers} layers:"
+            " download it again"
+        )
+    return [float(number) for number in numbers]
 
 
 def token_ids(file: GgufFile) -> dict[str, int | None]:

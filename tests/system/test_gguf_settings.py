@@ -234,7 +234,7 @@ def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="of the architecture mamba, which is not supported: use one of gemma3"):
+    with pytest.raises(UnsupportedModel, match="architecture mamba, which is not supported: use one of apertus, arcee"):
         config_of(GgufFile(path))
 
 

@@ -504,7 +504,6 @@ LOST: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "an unknown rotary scaling": (lambda w: w.add_string("llama.rope.scaling.type", "su"), "rope.scaling.type = su"),
     "scaled scores": (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "attn_factor = 1.5"),
     "a bias": (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), r"tensor 'blk\.0\.attn_q\.bias'"),
-    "a window": (lambda w: w.add_uint32("llama.attention.sliding_window", 8), r"setting attention\.sliding_window = 8"),
     "attention to what follows": (lambda w: w.add_bool("llama.attention.causal", False), "attention.causal = False"),
     "experts": (lambda w: w.add_uint32("llama.expert_count", 4), r"setting expert_count = 4"),
     "soft-capped scores": (lambda w: w.add_float32("llama.attn_logit_softcapping", 50.0), "attn_logit_softcapping"),

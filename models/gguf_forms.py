@@ -1,0 +1,225 @@
+"""How llama.cpp keeps each family in a GGUF file: one row per type of model, used by what reads and writes files.
+
+gguf's own table maps names of tensors; a row says what its converter changes in them, and what its settings mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+RMS_EPSILON = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufForm:
+    """How llama.cpp keeps a family: its architecture, and how its settings and tensors differ from transformers'.
+
+    Of several families of one `architecture`, that of a file is the one of most settings `when` of which the file has
+    all, and of these the first. `pre_tokenizer`: its words for how texts become words, for files that are written;
+    None: none are.
+
+    Tensors. `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the
+    weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one behind the other,
+    where gguf does not map the name. `stacked`: by the names of lists of modules, the tensor with a row for each.
+    `by_layer`: by the names of parameters in a layer, the setting, by its full name, with their values for all layers.
+    Queries, keys and values are in this order in one tensor, or in three: whichever the file has.
+
+    Settings, by name without the architecture's prefix. `fields` of the config by settings that are numbers, beside
+    those of all architectures; 0 means none. `choices`: a setting's field, and the field's values by those of the
+    setting, with None for a file without the setting. `flags`: a field's values where the first layer has a tensor,
+    and where not. `constants`: fields of all files. `ignored`: settings that change nothing: with these values, or any
+    (None).
+
+    `has_head_dim`: the config has a field for the size of a head. `rotates_in_part`: it has one for how much of a head
+    is rotated. `scalings` of rotary positions that it takes. `window` of files that name none; 0: they have none.
+    `window_period`: where a file has no pattern of its window, each such layer sees everything; None: it must have one.
+    `window_flag`: a field that switches windows on. `window_base`: of the rotary frequencies in windows where a file
+    names none; None: that of the other layers.
+    `lists_layers`: the config needs the type of each layer. `score_scale`: the field for what scores are multiplied by.
+    `wide_scores`: the number of layers of the one model that scales scores by the width of the embedding per head.
+    """
+
+    architecture: str
+    pre_tokenizer: str | None = None
+    when: tuple[str, ...] = ()
+    pairs_halves: bool = False
+    adds_to_norms: float = 0.0
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    by_layer: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=lambda: dict(RMS_EPSILON))
+    choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
+    has_head_dim: bool = False
+    rotates_in_part: bool = False
+    scalings: tuple[str, ...] = ("linear", "yarn", "longrope")
+    window: int = 0
+    window_period: int | None = None
+    window_flag: str | None = None
+    window_base: float | None = None
+    lists_layers: bool = False
+    score_scale: str | None = None
+    wide_scores: int | None = None
+
+
+def _flag(tensor: str) -> tuple[str, bool, bool]:
+    return tensor, True, False
+
+
+def _epsilon(name: str) -> dict[str, str]:
+    return {"attention.layer_norm_epsilon": name}
+
+
+_SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_ATTENTION_BIAS = {"attention_bias": _flag("attn_output.bias")}
+_QKV_BIAS = {"attention_bias": _flag("attn_q.bias")}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": _flag("ffn_up.bias")}
+_LLAMA: dict[str, Any] = dict(architecture="llama", pairs_halves=True, has_head_dim=True)
+_LOGIT_SCALE = {"logit_scale": "logit_scale"}
+_GRANITE: dict[str, Any] = dict(
+    pairs_halves=True,
+    score_scale="attention_multiplier",
+    fields=RMS_EPSILON
+    | {
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+)
+# What llama.cpp's converter writes of layers with states, also where a model has none.
+_STATES = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+_WINDOW = "attention.sliding_window"
+
+FORMS: dict[str, GgufForm] = {
+    "llama": GgufForm(**_LLAMA, pre_tokenizer="smollm", flags=_BIASES),
+    "mistral": GgufForm(**_LLAMA, pre_tokenizer="smollm", when=(_WINDOW,)),
+    "ministral": GgufForm(**_LLAMA, when=(_WINDOW, f"{_WINDOW}_pattern")),
+    "internlm3": GgufForm(**_LLAMA),
+    "iquestcoder": GgufForm(**_LLAMA),
+    "qwen2": GgufForm("qwen2", "qwen2", window_flag="use_sliding_window"),
+    "qwen3": GgufForm("qwen3", "qwen2", has_head_dim=True, window_flag="use_sliding_window", flags=_ATTENTION_BIAS),
+    "gemma": GgufForm("gemma", adds_to_norms=1.0, has_head_dim=True),
+    "gemma2": GgufForm(
+        "gemma2",
+        adds_to_norms=1.0,
+        fields=RMS_EPSILON | _SOFT_CAPS,
+        has_head_dim=True,
+        window=4096,
+        window_period=2,
+        wide_scores=46,
+    ),
+    "gemma3_text": GgufForm(
+        "gemma3",
+        adds_to_norms=1.0,
+        fields=RMS_EPSILON | _SOFT_CAPS,
+        has_head_dim=True,
+        scalings=("linear", "yarn"),
+        window_period=6,
+        window_base=10_000.0,
+        wide_scores=62,
+    ),
+    "phi3": GgufForm("phi3", rotates_in_part=True, scalings=("longrope",)),
+    "gpt2": GgufForm("gpt2", fields=_epsilon("layer_norm_epsilon")),
+    "gpt_neox": GgufForm(
+        "gptneox",
+        fields=_epsilon("layer_norm_eps"),
+        rotates_in_part=True,
+        choices={"use_parallel_residual": ("use_parallel_residual", {True: True, False: False, None: True})},
+        flags={"attention_bias": _flag("attn_qkv.bias")},
+    ),
+    "gpt_bigcode": GgufForm(
+        "starcoder",
+        fields=_epsilon("layer_norm_epsilon"),
+        choices={"attention.head_count_kv": ("multi_query", {1: True})},
+    ),
+    "starcoder2": GgufForm(
+        "starcoder2", fields=_epsilon("norm_epsilon"), flags={"use_bias": _flag("attn_output.bias")}
+    ),
+    "stablelm": GgufForm(
+        "stablelm",
+        fields=_epsilon("layer_norm_eps"),
+        rotates_in_part=True,
+        stacked={"self_attn.q_layernorm.norms": "attn_q_norm", "self_attn.k_layernorm.norms": "attn_k_norm"},
+        flags={
+            "use_qkv_bias": _flag("attn_q.bias"),
+            "qk_layernorm": _flag("attn_q_norm.weight"),
+            "use_parallel_residual": ("ffn_norm.weight", False, True),
+        },
+        ignored={"use_parallel_residual": None},  # Files of serial models say true, too: llama.cpp goes by the norm.
+    ),
+    "phi": GgufForm("phi2", fields=_epsilon("layer_norm_eps"), rotates_in_part=True),
+    "nemotron": GgufForm(
+        "nemotron",
+        adds_to_norms=1.0,
+        # The converter writes the one number under both names.
+        fields={"attention.layer_norm_rms_epsilon": "norm_eps", **_epsilon("norm_eps")},
+        has_head_dim=True,
+        rotates_in_part=True,
+        flags=_BIASES,
+    ),
+    "smollm3": GgufForm("smollm3", pairs_halves=True, flags=_BIASES),
+    "granite": GgufForm("granite", **_GRANITE, flags=_BIASES, ignored={"rope.scaling.finetuned": (True,)}),
+    "granitemoehybrid": GgufForm(
+        "granitehybrid",
+        **_GRANITE,
+        joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up"), "shared_mlp.output_linear": ("ffn_down",)},
+        choices={"rope.scaling.finetuned": ("position_embedding_type", {True: "rope", False: "nope", None: "nope"})},
+        flags=_ATTENTION_BIAS,
+        # No layer has states, and the config wants their heads to divide the width.
+        constants={"num_local_experts": 0, "mamba_n_heads": 1},
+        ignored={**{f"ssm.{name}": None for name in _STATES}, "expert_shared_feed_forward_length": None},
+        lists_layers=True,
+    ),
+    "ernie4_5": GgufForm("ernie4_5", has_head_dim=True, flags={"use_bias": _flag("attn_output.bias")}),
+    "glm": GgufForm("chatglm", has_head_dim=True, rotates_in_part=True, flags=_QKV_BIAS),
+    "glm4": GgufForm("glm4", has_head_dim=True, rotates_in_part=True, flags=_QKV_BIAS),
+    "olmo": GgufForm(
+        "olmo",
+        pairs_halves=True,
+        fields={"attention.clamp_kqv": "clip_qkv"},
+        ignored={"attention.layer_norm_epsilon": (float(np.float32(1e-5)),)},
+    ),
+    "olmo2": GgufForm("olmo2", flags=_ATTENTION_BIAS),
+    "olmo3": GgufForm("olmo2", when=(_WINDOW,), flags=_ATTENTION_BIAS, window_period=4),
+    "exaone4": GgufForm("exaone4", has_head_dim=True, window_period=4),
+    "cohere": GgufForm(
+        "command-r",
+        fields=_epsilon("layer_norm_eps") | _LOGIT_SCALE,
+        flags={**_ATTENTION_BIAS, "use_qk_norm": _flag("attn_q_norm.weight")},
+    ),
+    "cohere2": GgufForm("cohere2", fields=_epsilon("layer_norm_eps") | _LOGIT_SCALE, window_period=4),
+    "hunyuan_v1_dense": GgufForm("hunyuan-dense", has_head_dim=True, flags=_ATTENTION_BIAS),
+    "seed_oss": GgufForm(
+        "seed_oss",
+        has_head_dim=True,
+        flags={**_BIASES, **_QKV_BIAS, "attention_out_bias": _flag("attn_output.bias")},
+    ),
+    "arcee": GgufForm("arcee", pairs_halves=True, has_head_dim=True, flags=_BIASES),
+    "jais2": GgufForm("jais2", fields=_epsilon("layer_norm_eps"), has_head_dim=True, flags=_BIASES),
+    "apertus": GgufForm(
+        "apertus",
+        by_layer={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+        flags=_ATTENTION_BIAS,
+    ),
+    "bitnet": GgufForm(
+        "bitnet",
+        joined={"self_attn.attn_sub_norm": ("attn_sub_norm",), "mlp.ffn_sub_norm": ("ffn_sub_norm",)},
+        # llama.cpp takes silu where a file says nothing.
+        choices={"hidden_activation": ("hidden_act", {"relu2": "relu2", "silu": "silu", None: "silu"})},
+        flags=_ATTENTION_BIAS,
+    ),
+    "falcon": GgufForm(
+        "falcon",
+        fields=_epsilon("layer_norm_epsilon"),
+        # Attention and MLP are parallel in each; a model of one key head is a new one with one group of heads.
+        constants={"new_decoder_architecture": True, "parallel_attn": True, "alibi": False},
+        flags={"bias": _flag("attn_qkv.bias"), "num_ln_in_parallel_attn": ("attn_norm_2.weight", 2, 1)},
+    ),
+    "ministral3": GgufForm("mistral3", pairs_halves=True, has_head_dim=True),
+}

@@ -1,0 +1,455 @@
+"""Tiny models as GGUF files, with the settings and tensors that llama.cpp's converter writes for each architecture.
+
+It follows the converter's source and knows nothing of the table that our reader goes by, so that each can be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+More = Callable[[gguf.GGUFWriter], object]
+Edit = Callable[[dict[str, Tensor]], object]
+Settings = dict[str, Any]
+
+# Architectures whose name is not that of transformers' type.
+ARCHITECTURES = {
+    **dict.fromkeys(("mistral", "ministral", "internlm3", "iquestcoder"), "llama"),
+    "gemma3_text": "gemma3",
+    "gpt_bigcode": "starcoder",
+    "gpt_neox": "gptneox",
+    "phi": "phi2",
+    "granitemoehybrid": "granitehybrid",
+    "glm": "chatglm",
+    "olmo3": "olmo2",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+}
+# The converter's classes that derive from LlamaModel, and those of them that do not permute.
+LIKE_LLAMA = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
+UNPERMUTED = ("apertus",)
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+NO_OUTPUT = ("gemma", "gemma2", "command-r", "cohere2", "bitnet")
+Q4_K_BYTES, Q4_K_INPUTS = 144, 256
+
+
+def architecture_of(model: Any) -> str:
+    return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
+
+
+def write(
+    path: Path,
+    model: Any,
+    kind: str = "F32",
+    more: More = lambda writer: None,
+    edit: Edit = lambda tensors: None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """Write a model, matrices as `kind`, with a tokenizer of single letters.
+
+    Args: more: adds settings and tensors. edit: changes the tensors, by name. kinds: other types of some of them.
+    """
+    architecture = architecture_of(model)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    for name, value in settings_of(model.config, architecture).items():
+        add(writer, f"{architecture}.{name}", value)
+    for leaf in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
+        values = [float(value) for name, value in model.state_dict().items() if name.endswith(f"act_fn.{leaf}")]
+        getattr(writer, f"add_xielu_{leaf}")(values)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*map(chr, range(33, 127)), "ab", "cd", "ef"])
+    writer.add_token_types([1] * model.config.vocab_size)
+    writer.add_token_merges(["a b", "c d", "e f"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)
+    tensors = dict(tensors_of(model, architecture))
+    edit(tensors)
+    for name, tensor in tensors.items():
+        _add_tensor(writer, name, np.ascontiguousarray(tensor.float().numpy()), kinds.get(name, kind))
+    more(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a setting, in place of an earlier one of its name."""
+    for written in writer.kv_data:
+        written.pop(key, None)
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
+    """As llama.cpp's own tool rounds: vectors, norms and positions stay in float32."""
+    types = gguf.GGMLQuantizationType
+    is_matrix = values.ndim > 1 and "norm" not in name and name != "position_embd.weight"
+    own = types[kind] if is_matrix else types.F32
+    if own == types.Q4_K:
+        writer.add_tensor(name, _random_q4_k(values), raw_dtype=own)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+
+
+def _random_q4_k(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Blocks of any codes, of about the size of the values: gguf reads this type and does not write it."""
+    rng = np.random.default_rng(values.shape[0])
+    blocks = rng.integers(0, 256, (values.shape[0], values.shape[1] // Q4_K_INPUTS, Q4_K_BYTES), np.uint8)
+    scale = np.float16(float(values.std()) / (31 * 4.6))
+    blocks[:, :, :4] = np.array([scale, scale * np.float16(7.5)], np.float16).view(np.uint8)
+    return blocks.reshape(values.shape[0], -1)
+
+
+def settings_of(config: Any, architecture: str) -> Settings:
+    """Return the architecture's settings, by name without its prefix."""
+    own = _OWN.get(architecture)
+    return own(config) if own is not None else _usual(config)
+
+
+def _first(config: Any, *names: str) -> Any:
+    hparams = config.to_dict()
+    return next((hparams[name] for name in names if hparams.get(name) is not None), None)
+
+
+def _head(config: Any) -> int:
+    return int(_first(config, "head_dim") or config.hidden_size // config.num_attention_heads)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return dict(rope.get("full_attention", rope))
+
+
+def _usual(config: Any) -> Settings:
+    """TextModel.set_gguf_parameters."""
+    rope = _rope(config)
+    found: Settings = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": _first(config, "num_key_value_heads"),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.freq_base_swa": config.rope_parameters.get("sliding_attention", {}).get("rope_theta"),
+        "attention.layer_norm_rms_epsilon": _first(config, "rms_norm_eps", "norm_eps"),
+        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "attention.key_length": _first(config, "head_dim"),
+        "attention.value_length": _first(config, "head_dim"),
+        "expert_count": _first(config, "num_local_experts"),
+        "expert_used_count": _first(config, "num_experts_per_tok"),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _like_llama(config: Any) -> Settings:
+    return {**_usual(config), "vocab_size": config.vocab_size, "rope.dimension_count": _head(config)}
+
+
+def _gemma(config: Any) -> Settings:
+    kept = ("rope.", "vocab", "expert")
+    return {name: value for name, value in _usual(config).items() if not name.startswith(kept)}
+
+
+def _gemma2(config: Any) -> Settings:
+    return {
+        **_gemma(config),
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "attention.sliding_window": config.sliding_window,
+    }
+
+
+def _starcoder(config: Any) -> Settings:
+    return {
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.n_inner,
+        "block_count": config.n_layer,
+        "attention.head_count": config.n_head,
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def _stablelm(config: Any) -> Settings:
+    kept = ("rope.freq", "attention.key", "attention.value")
+    return {
+        **{name: value for name, value in _usual(config).items() if not name.startswith(kept)},
+        "rope.dimension_count": _rotated(config),
+        "use_parallel_residual": config.use_parallel_residual,
+    }
+
+
+def _rotated(config: Any) -> int:
+    return int(_head(config) * _rope(config)["partial_rotary_factor"])
+
+
+def _phi2(config: Any) -> Settings:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "rope.dimension_count": _rotated(config),
+    }
+
+
+def _gptneox(config: Any) -> Settings:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "rope.dimension_count": _rotated(config),
+        "use_parallel_residual": config.use_parallel_residual,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+    }
+
+
+def _falcon(config: Any) -> Settings:
+    is_new = config.new_decoder_architecture
+    return {
+        "context_length": 2048,
+        "tensor_data_layout": "jploski",
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_kv_heads if is_new else 1,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def _nemotron(config: Any) -> Settings:
+    return {
+        **_usual(config),
+        "vocab_size": config.vocab_size,
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "rope.dimension_count": _rotated(config),
+        "rope.scaling.type": "none",
+    }
+
+
+def _granite(config: Any) -> Settings:
+    heads = ("attention.key_length", "attention.value_length")
+    return {
+        **{name: value for name, value in _like_llama(config).items() if name not in heads},
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _granitehybrid(config: Any) -> Settings:
+    return {
+        **_granite(config),
+        "feed_forward_length": config.shared_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+        "rope.scaling.finetuned": config.position_embedding_type == "rope",
+    }
+
+
+def _chatglm(config: Any) -> Settings:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": int(config.hidden_size // config.num_attention_heads * 0.5),
+        "rope.freq_base": float(_rope(config)["rope_theta"]),
+    }
+
+
+def _glm4(config: Any) -> Settings:
+    return {**_usual(config), "rope.dimension_count": _rotated(config)}
+
+
+def _olmo(config: Any) -> Settings:
+    clip = {} if config.clip_qkv is None else {"attention.clamp_kqv": config.clip_qkv}
+    return {**_usual(config), "attention.layer_norm_epsilon": 1e-5, **clip}
+
+
+def _windows(config: Any) -> Settings:
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return {}
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    return {"attention.sliding_window": window, "attention.sliding_window_pattern": slides}
+
+
+def _cohere(config: Any) -> Settings:
+    return {**_usual(config), "logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+
+
+def _cohere2(config: Any) -> Settings:
+    return {
+        **_cohere(config),
+        "attention.sliding_window": config.sliding_window,
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": _head(config),
+    }
+
+
+def _hunyuan(config: Any) -> Settings:
+    rope, head = _rope(config), _head(config)
+    scaled = rope["rope_theta"] * rope["alpha"] ** (head / (head - 2))
+    return {
+        **_usual(config),
+        "rope.freq_base": scaled,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 256 * 1024,
+        "context_length": 256 * 1024,
+    }
+
+
+def _mistral3(config: Any) -> Settings:
+    rope = _rope(config)
+    return {
+        **_like_llama(config),
+        "rope.scaling.yarn_log_multiplier": float(rope.get("mscale_all_dim", 0.0)),
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+    }
+
+
+_OWN: dict[str, Callable[[Any], Settings]] = {
+    **dict.fromkeys(LIKE_LLAMA, _like_llama),
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "starcoder": _starcoder,
+    "stablelm": _stablelm,
+    "phi2": _phi2,
+    "gptneox": _gptneox,
+    "falcon": _falcon,
+    "nemotron": _nemotron,
+    "granite": _granite,
+    "granitehybrid": _granitehybrid,
+    "chatglm": _chatglm,
+    "glm4": _glm4,
+    "olmo": _olmo,
+    "olmo2": lambda config: {**_usual(config), **_windows(config)},
+    "exaone4": lambda config: {**_usual(config), "vocab_size": config.vocab_size, **_windows(config)},
+    "command-r": _cohere,
+    "cohere2": _cohere2,
+    "hunyuan-dense": _hunyuan,
+    "jais2": lambda config: {**_usual(config), "rope.dimension_count": _head(config)},
+    "bitnet": lambda config: {
+        **_usual(config),
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 1.0,
+        "hidden_activation": config.hidden_act,
+    },
+    "mistral3": _mistral3,
+}
+
+
+def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file: modify_tensors of the converter's classes."""
+    config, state = model.config, model.state_dict()
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    places = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    permutes = architecture == "olmo" or (architecture in LIKE_LLAMA and architecture not in UNPERMUTED)
+    for name, tensor in state.items():
+        skips_head = config.tie_word_embeddings or architecture in NO_OUTPUT
+        if ".act_fn." in name or (name == "lm_head.weight" and skips_head):
+            continue
+        if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if permutes and ".q_proj." in name:
+            tensor = _permuted(tensor, config.num_attention_heads)
+        if permutes and ".k_proj." in name:
+            tensor = _permuted(tensor, config.num_key_value_heads)
+        if "query_key_value" in name:
+            tensor = _regrouped(tensor, config)
+        if norms := re.fullmatch(r"(.*\.(q|k)_layernorm)\.norms\.(\d+)\.weight", name):
+            if norms[3] != "0":
+                continue
+            n_heads = config.num_attention_heads if norms[2] == "q" else config.num_key_value_heads
+            tensor = torch.stack([state[f"{norms[1]}.norms.{head}.weight"] for head in range(n_heads)])
+            name = f"{norms[1]}.weight"
+        layer = re.search(r"\.(\d+)\.", name)
+        if "shared_mlp.input_linear" in name and layer is not None:
+            gate, up = tensor.chunk(2)
+            yield f"blk.{layer[1]}.ffn_gate.weight", gate
+            yield f"blk.{layer[1]}.ffn_up.weight", up
+            continue
+        if "shared_mlp.output_linear" in name and layer is not None:
+            yield f"blk.{layer[1]}.ffn_down.weight", tensor
+            continue
+        if name.endswith("_sub_norm.weight") and layer is not None:
+            yield f"blk.{layer[1]}.{name.split('.')[-2]}.weight", tensor
+            continue
+        place = places.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        yield place, tensor
+
+
+def _permuted(weights: Tensor, n_heads: int) -> Tensor:
+    shape = weights.shape
+    return weights.reshape(n_heads, 2, shape[0] // n_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _regrouped(tensor: Tensor, config: Any) -> Tensor:
+    """All queries, then all keys, then all values; transformers has them by key head."""
+    n_heads, n_groups = config.num_attention_heads, config.num_attention_heads
+    if config.model_type == "falcon":
+        n_groups = config.num_kv_heads if config.new_decoder_architecture else 1
+    width = config.hidden_size // n_heads
+    grouped = tensor.reshape(n_groups, n_heads // n_groups + 2, width, -1)
+    parts = [grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]]
+    return torch.cat([part.reshape(-1, grouped.shape[-1]) for part in parts]).reshape(tensor.shape)
+
+
+def llama3_factors(config: Any) -> Tensor:
+    """What the converter keeps of Llama 3's scaling: what each frequency is divided by."""
+    rope, head = _rope(config), _head(config)
+    old = rope["original_max_position_embeddings"]
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    factors = []
+    for frequency in 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2).float() / head):
+        length = 2 * math.pi / float(frequency)
+        smooth = (old / length - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        factors.append(1.0 if length < old / high else factor if length > old / low else between)
+    return torch.tensor(factors)

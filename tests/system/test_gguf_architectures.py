@@ -1,0 +1,354 @@
+"""GGUF files of every architecture: transformers' logits in float32, and our kernels on the codes of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from converted import Edit, More, add, llama3_factors, write
+from families import WINDOW, tiny_model
+from native import library
+
+from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.models.block_maps import BlockLinear
+from swiftopt.models.gguf_forms import FORMS
+from swiftopt.models.gguf_reader import GgufFile
+from swiftopt.models.gguf_settings import config_of
+from swiftopt.models.loading import load
+from swiftopt.models.rows import Rows
+
+IDS = [3 + (7 * i) % 90 for i in range(40)]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+BY_LAYER = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
+_NO_STATES = {"num_experts_per_tok": 0, "mamba_d_head": "auto"}
+# What a file is made of: a model of `families`, and how it differs. Names with a comma are variants of an architecture.
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "internlm3": ("internlm3", {}),
+    "iquestcoder": ("iquestcoder", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "starcoder": ("gpt_bigcode", {}),
+    "starcoder2": ("starcoder2:whole", {"use_bias": True}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, serial": ("stablelm:serial", {}),
+    "phi2": ("phi:no norms", {}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3:whole", {}),
+    "granite": ("granite", {"mlp_bias": True}),
+    "granitehybrid": ("granitemoehybrid", _NO_STATES),
+    "granitehybrid, without positions": ("granitemoehybrid:nope", _NO_STATES),
+    "ernie4_5": ("ernie4_5", {}),
+    "chatglm": ("glm", {"head_dim": 8}),
+    "glm4": ("glm4", {}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": BY_LAYER}),
+    "exaone4": ("exaone4", {}),
+    "exaone4, without windows": ("exaone4:whole", {"rope_parameters": LLAMA3}),
+    "command-r": ("cohere", {}),
+    "command-r, without norms": ("cohere:no norms", {"attention_bias": True}),
+    "cohere2": ("cohere2", {"head_dim": 8, "layer_types": FOURTH}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
+    "seed_oss": ("seed_oss", {}),
+    "arcee": ("arcee", {"mlp_bias": False}),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3}),
+    "bitnet": ("bitnet", {"tie_word_embeddings": True}),
+    "falcon": ("falcon", {"bias": False}),
+    "falcon, 7b": ("falcon:7b", {}),
+    "falcon, 2": ("falcon", {"num_ln_in_parallel_attn": 1}),
+    "gptneox": ("gpt_neox", {}),
+    "gptneox, serial": ("gpt_neox-serial", {}),
+    "mistral3": ("ministral3", {}),
+    "mistral3, damped": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "jais2": ("jais2", {}),
+}
+
+
+def _factors(model: Any) -> More:
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "llama3":
+        return lambda writer: None
+    return lambda writer: writer.add_tensor("rope_freqs.weight", llama3_factors(model.config).numpy())
+
+
+def _add(**settings: Any) -> More:
+    """Add settings, by their names without the architecture's prefix, with __ for a point."""
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        for name, value in settings.items():
+            add(writer, f"{writer.arch}.{name.replace('__', '.')}", value)
+
+    return more
+
+
+def _rows(kinds: bool = False) -> list[Any]:
+    """Parameters: the files, each with one kind of codes by turns; those beyond the first of an architecture marked."""
+    rows = []
+    for i, what in enumerate(FILES):
+        row = (what, ("Q8_0", "Q4_K")[i % 2]) if kinds else (what,)
+        rows.append(pytest.param(*row, marks=pytest.mark.families if "," in what else ()))
+    return rows
+
+
+def check(path: Path, model: Any) -> None:
+    runtime = load(str(path), "float32", "cpu", speed="eager")
+    found = runtime.forward(Rows(IDS, 0), runtime.new_buffer(64))
+    expected = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("what", _rows())
+def test_a_file_gives_the_logits_of_transformers(what: str, tmp_path: Path, new_cache: Path) -> None:
+    family, changed = FILES[what]
+    model = tiny_model(family, torch.float32, **changed)
+    check(write(tmp_path / "a.gguf", model, more=_factors(model)), model)
+
+
+ALL = ["sliding_attention"] * 4
+SLIDES = [kind == "sliding_attention" for kind in BY_LAYER]
+_WINDOW = {"sliding_window": WINDOW}
+# Windows of architectures whose files have none of llama.cpp's converter.
+IN_WINDOWS: dict[str, tuple[str, dict[str, Any], More]] = {
+    "llama": ("mistral-window", {}, _add(attention__sliding_window=WINDOW)),
+    "llama by layer": (
+        "ministral",
+        {"layer_types": BY_LAYER},
+        _add(attention__sliding_window=WINDOW, attention__sliding_window_pattern=SLIDES),
+    ),
+    "qwen2": (
+        "qwen2-window",
+        {"layer_types": BY_LAYER},
+        _add(attention__sliding_window=WINDOW, attention__sliding_window_pattern=SLIDES),
+    ),
+    "qwen3": (
+        "qwen3",
+        {**_WINDOW, "use_sliding_window": True, "layer_types": ALL},
+        _add(attention__sliding_window=WINDOW, attention__sliding_window_pattern=[True] * 4),
+    ),
+    "starcoder2": ("starcoder2", {}, _add(attention__sliding_window=WINDOW)),
+    "mistral3": ("ministral3:window", {}, _add(attention__sliding_window=WINDOW)),
+    "gemma2 by another pattern": (
+        "gemma2",
+        {"query_pre_attn_scalar": 16, "layer_types": BY_LAYER},
+        _add(attention__sliding_window_pattern=SLIDES),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_WINDOWS)
+def test_windows_that_a_file_names_are_computed(what: str, tmp_path: Path, new_cache: Path) -> None:
+    family, changed, more = IN_WINDOWS[what]
+    model = tiny_model(family, torch.float32, **changed)
+    check(write(tmp_path / "a.gguf", model, more=more), model)
+
+
+def test_files_of_gemma_2_that_name_no_window_have_its_own(tmp_path: Path) -> None:
+    model = tiny_model("gemma2", torch.float32)
+    key = "gemma2.attention.sliding_window"
+    path = write(tmp_path / "a.gguf", model, more=lambda writer: writer.kv_data[0].pop(key))
+    config = config_of(GgufFile(path))
+    assert (config["sliding_window"], config["layer_types"]) == (4096, ["sliding_attention", "full_attention"] * 2)
+
+
+def _fused(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in range(4):
+        for leaf in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{part}.{leaf}" for part in "qkv"]
+            if names[0] in tensors:
+                tensors[f"blk.{layer}.attn_qkv.{leaf}"] = torch.cat([tensors.pop(name) for name in names])
+
+
+def _scaled(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".attn_q.weight" in name or ".ffn_down.weight" in name]:
+        tensors[name] = tensors[name] / 0.25
+        tensors[name.replace("weight", "scale")] = torch.tensor([0.25])
+
+
+@pytest.mark.parametrize(
+    ("what", "edit"), [("phi2", _fused), ("chatglm", _fused), ("llama", _fused), ("bitnet", _scaled)]
+)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_older_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_path: Path, new_cache: Path) -> None:
+    """Queries, keys and values in one tensor, and factors of whole tensors."""
+    family, changed = FILES[what]
+    model = tiny_model(family, torch.float32, **changed, intermediate_size=64)
+    path = write(tmp_path / "a.gguf", model, kind, edit=edit)
+    if kind == "F32":
+        check(path, model)
+        return
+    library()
+    whole, coded = load(str(path), "float32", "cpu", speed="eager"), load(str(path), device="cpu", speed="exact")
+    for name, module in coded.hf_model.named_modules():
+        if isinstance(module, BlockLinear):
+            assert torch.equal(module.weight, whole.hf_model.get_submodule(name).weight.bfloat16())
+    assert any(isinstance(module, BlockLinear) for module in coded.hf_model.modules())
+
+
+def test_two_tensors_of_different_types_make_one_map(tmp_path: Path, new_cache: Path) -> None:
+    model = tiny_model("granitemoehybrid", torch.float32, **_NO_STATES)
+    for name, parameter in model.named_parameters():
+        if "input_linear" in name:
+            parameter.copy_(parameter.half().float())
+    kinds = {f"blk.{layer}.ffn_gate.weight": "F16" for layer in range(4)}
+    check(write(tmp_path / "a.gguf", model, kinds=kinds), model)
+
+
+# Codes of whole blocks of 32 or 256 in each row.
+WIDE = {
+    **{name: 256 for name in ("hidden_size", "n_embd")},
+    "head_dim": 64,
+    **{name: 512 for name in ("intermediate_size", "n_inner", "ffn_hidden_size", "shared_intermediate_size")},
+}
+
+
+@pytest.mark.parametrize(("what", "kind"), _rows(kinds=True))
+def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_path: Path, new_cache: Path) -> None:
+    """As with the numbers that they stand for, and each row with the same bits alone and in company."""
+    family, changed = FILES[what]
+    known = tiny_model(family, torch.float32, **changed).config.to_dict()
+    wide = {name: size for name, size in WIDE.items() if known.get(name) is not None}
+    model = tiny_model(family, torch.float32, scale=1.0, **{**changed, **wide})
+    path = write(tmp_path / "a.gguf", model, kind, _factors(model))
+    library()
+    whole = load(str(path), "float32", "cpu", speed="eager")
+    coded = load(str(path), device="cpu", speed="exact")
+    linear = [name for name, module in whole.hf_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) > 16
+    buffers = [runtime.new_buffer(48) for runtime in (whole, coded, coded)]
+    right, together = (
+        runtime.forward(Rows(IDS, 0), at) for runtime, at in zip((whole, coded), buffers[:2], strict=True)
+    )
+    assert float((together.float() - right).norm()) < 0.1 * float(right.norm())
+    alone = torch.cat([coded.forward(Rows([token], i), buffers[2]) for i, token in enumerate(IDS)])
+    assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
+
+
+REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
+    "a model without positions": (
+        "granite",
+        _add(rope__scaling__finetuned=False),
+        UnsupportedModel,
+        r"rope\.scaling\.finetuned = False",
+    ),
+    "scores by position of another length": (
+        "mistral3",
+        _add(attention__temperature_length=99),
+        UnsupportedModel,
+        r"attention\.temperature_length = 99",
+    ),
+    "other positions in windows": (
+        "cohere2",
+        _add(rope__freq_base_swa=5.0),
+        UnsupportedModel,
+        r"rope\.freq_base_swa = 5\.0",
+    ),
+    "heads of the first StarCoder": (
+        "starcoder",
+        _add(attention__head_count_kv=4),
+        UnsupportedModel,
+        r"attention\.head_count_kv = 4",
+    ),
+    "layers with states": (
+        "granitehybrid",
+        _add(attention__head_count_kv=[2, 0, 2, 2]),
+        UnsupportedModel,
+        r"attention\.head_count_kv = \[2, 0, 2, 2\]",
+    ),
+    "another activation": (
+        "bitnet",
+        _add(hidden_activation="gelu"),
+        UnsupportedModel,
+        "hidden_activation = gelu",
+    ),
+    "another epsilon": (
+        "olmo",
+        _add(attention__layer_norm_epsilon=1e-6),
+        UnsupportedModel,
+        r"attention\.layer_norm_epsilon = 9\.9",
+    ),
+    "part of a head": ("arcee", _add(rope__dimension_count=4), UnsupportedModel, r"rope\.dimension_count = 4"),
+    "numbers of too few layers": (
+        "apertus",
+        lambda writer: writer.add_xielu_alpha_p([1.0, 2.0]),
+        ModelNotFound,
+        r"xielu\.alpha_p = \[1\.0, 2\.0\], and needs a number for each of 4 layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_settings_that_a_model_cannot_have_are_one_sentence(what: str, tmp_path: Path) -> None:
+    name, more, error, words = REFUSED[what]
+    family, changed = FILES[name]
+    path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=more)
+    with pytest.raises(error, match=words) as caught:
+        config_of(GgufFile(path))
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_no_architecture_drops_a_setting_in_silence(tmp_path: Path) -> None:
+    for family, changed in FILES.values():
+        path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=_add(attention__new=3))
+        with pytest.raises(
+            UnsupportedModel, match=r"setting attention\.new = 3, for which its architecture has no place"
+        ):
+            config_of(GgufFile(path))
+
+
+SHAPES: dict[str, tuple[str, Edit, str]] = {
+    "too few norms": (
+        "stablelm",
+        lambda tensors: tensors.update({"blk.1.attn_q_norm.weight": torch.ones(3, 8)}),
+        r"blk\.1\.attn_q_norm\.weight in .* has the shape \[3, 8\], and .* \[4, 8\]",
+    ),
+    "halves of two sizes": (
+        "granitehybrid",
+        lambda tensors: tensors.update({"blk.1.ffn_up.weight": torch.ones(47, 32)}),
+        r"blk\.1\.ffn_up\.weight in .* has the shape \[47, 32\], and .* \[48, 32\]",
+    ),
+    "too few heads in one tensor": (
+        "phi2",
+        lambda tensors: (_fused(tensors), tensors.update({"blk.1.attn_qkv.weight": torch.ones(90, 32)})),
+        r"blk\.1\.attn_qkv\.weight in .* has the shape \[90, 32\], and .* \[64, 32\]",
+    ),
+    "a factor by row": (
+        "bitnet",
+        lambda tensors: tensors.update({"blk.1.attn_q.scale": torch.ones(32)}),
+        r"blk\.1\.attn_q\.scale in .* has the shape \[32\], and .* \[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_tensors_of_wrong_shapes_are_one_sentence(what: str, tmp_path: Path, new_cache: Path) -> None:
+    name, edit, words = SHAPES[what]
+    family, changed = FILES[name]
+    path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), edit=edit)
+    with pytest.raises(ModelNotFound, match=words) as caught:
+        load(str(path), "float32", "cpu", speed="eager")
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_every_form_is_read_here_or_in_the_tests_of_settings() -> None:
+    tested = {tiny_model(family, torch.float32, **changed).config.model_type for family, changed in FILES.values()}
+    windows = {
+        tiny_model(family, torch.float32, **changed).config.model_type for family, changed, _ in IN_WINDOWS.values()
+    }
+    assert tested | windows | {"gemma3_text", "phi3", "gpt2"} == set(FORMS)
