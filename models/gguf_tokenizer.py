@@ -24,9 +24,10 @@ ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # Tokens that are found whole in a tex
 KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 SPACE = "▁"  # How SentencePiece writes a space.
 # How texts are cut into words, as in the models' own tokenizers: regular expressions, each applied to what the one
-# before left together. GPT-2's is built into `tokenizers`.
+# before left together. GPT-2's is built into `tokenizers`, where it is the last.
 GPT2 = "built in"
 DIGIT, DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,6 +39,18 @@ QWEN2 = (rf"{_WORD}|{DIGIT}|{_REST}",)
 QWEN35 = (QWEN2[0].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),)
 TEKKEN = ("|".join([*_CASED, DIGIT, _REST_WITH_SLASH]),)
 GPT4O = ("|".join([*(f"{form}{_ENDINGS}?" for form in _CASED), DIGITS, _REST_WITH_SLASH]),)
+JAIS2 = (
+    LLAMA3[0].replace(
+        r"\s+(?!\S)|\s+", "".join(rf"\s{{{1 << n}}}(?!\S)|" for n in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
+    ),
+)
+SEED_CODER = (QWEN2[0].replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),)
+THREES = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O[0])
+FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")
+UNNAMED = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", DIGIT)
+_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+DEEPSEEK3 = (DIGITS, "[一-龥぀-ゟ゠-ヿ]+", rf"{_MARKS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGIT)
 
 
@@ -56,7 +69,7 @@ class Split:
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         (
-            *("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0"),
+            *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "gigachat", "a.x-4.0"),
             *("exaone4", "granite-docling"),
         ),
         Split((GPT2,)),
@@ -83,6 +96,13 @@ SPLITS: dict[str, Split] = {
     "qwen35": Split(QWEN35),
     "tekken": Split(TEKKEN, whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Split(GPT4O)),
+    "default": Split(UNNAMED),
+    "falcon": Split(FALCON),
+    "jais-2": Split(JAIS2),
+    "seed-coder": Split(SEED_CODER),
+    "tiny_aya": Split(THREES),
+    "viking": Split(VIKING),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm"), Split(DEEPSEEK3)),
     "deepseek-coder": Split(DEEPSEEK_CODER),
 }
 

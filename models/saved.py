@@ -49,6 +49,7 @@ QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.js
 STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
 PART = ".part"  # Suffix of a file that is still being written.
 CONVERSION = "5"  # Version hashed into the folder names of GGUF files; raise it when the conversion changes.
+SETTINGS = "2"  # Version of configs and tokenizers made of GGUF files; raise it when they are made in another way.
 MAGIC = b"GGUF"  # The first bytes of a GGUF file.
 GGUF_WEIGHTS = "model.gguf"  # Name of the link to the GGUF file in the folder of its extracted settings.
 N_SAMPLES = 9  # Positions in a GGUF file whose bytes are hashed into its folder's name.
@@ -144,7 +145,7 @@ def gguf_settings_folder(gguf: Path) -> Path:
 
     Raises: ModelNotFound: the file cannot be read.
     """
-    return cache_root() / "gguf-settings" / converted_folder(gguf).name
+    return cache_root() / "gguf-settings" / f"{converted_folder(gguf).name}-{SETTINGS}"
 
 
 def linked_gguf(folder: Path) -> Path:

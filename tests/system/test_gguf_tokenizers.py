@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 import torch
 from families import tiny_model
 from tiny_files import write_gguf
@@ -164,6 +165,69 @@ def pieces(settings: dict[str, Any], text: str, path: Path) -> list[str]:
     write_tokenizer(GgufFile(retokenized(path / "a.gguf", settings)), folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return [str(token) for token in tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])]
+
+
+_ENDING = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LETTERS = _ENDING + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_HALVINGS = (
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+    r"|\s{1,2}(?!\S)|\s{1}"
+)
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_ENDING}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_ENDING}?"
+)
+# The expressions of llama.cpp's source (src/llama-vocab.cpp), each applied to what the one before left.
+OF_LLAMA_CPP: dict[str, list[str]] = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"],
+    "starcoder": [r"\p{N}", _GPT2],
+    "olmo": [_GPT2],
+    "stablelm2": [rf"{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"],
+    "dbrx": [rf"{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"],
+    "jais-2": [rf"{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_HALVINGS}"],
+    "seed-coder": [rf"{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"],
+    "hunyuan-dense": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    ],
+    "tiny_aya": [
+        r"\d{1,3}(?=(?:\d{3})*\b)",
+        rf"{_CASES}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    ],
+    "viking": [r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+}
+
+
+def cut(expression: str, text: str) -> list[str]:
+    """What an expression finds in a text, and what is between."""
+    parts, at = [], 0
+    for found in regex.finditer(expression, text):
+        parts += [text[at : found.start()], found[0]]
+        at = found.end()
+    return [part for part in (*parts, text[at:]) if part]
+
+
+@pytest.mark.parametrize("pre", OF_LLAMA_CPP)
+def test_texts_are_cut_by_the_expressions_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+    write_tokenizer(GgufFile(retokenized(tmp_path / "a.gguf", byte_level(pre=pre))), tmp_path)
+    cuts = PreTrainedTokenizerFast.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
+    n_words = 0
+    for text in texts():
+        if pre == "tiny_aya" and "½" in text:
+            continue  # To the engine of the model's own tokenizer ½ is a letter, and 12½ has no boundary.
+        expected = [text]
+        for expression in OF_LLAMA_CPP[pre]:
+            expected = [part for whole in expected for part in cut(expression, whole)]
+        found = [text[first:last] for _, (first, last) in cuts.pre_tokenize_str(text)]
+        assert found == [part for part in expected if part], text
+        n_words += len(found)
+    assert n_words > 2000
 
 
 AS_LLAMA_CPP: dict[str, tuple[dict[str, Any], str, str]] = {
