@@ -318,7 +318,7 @@ def worker(
         handler.addFilter(OneLineErrors())
         start_log(handler, log_format)
         check_start(worker_context)
-        logger.info("worker=listens name=%s queue=%s", worker_context.name, queue)
+        _remark(f"worker {worker_context.name} listens on queue {queue!r}")
         run_worker(worker_context, burst)
     report = {"name": worker_context.name, "queue": queue, "ok": not problems, "problems": problems}
     problems_now = [f"a worker of this machine listens on queue {queue!r}"] if check and not problems else []
@@ -375,6 +375,14 @@ def start_log(handler: logging.Handler, log_format: logs.LogFormat, level: int =
         logging.getLogger(logger_name).setLevel(logging.WARNING)
 
 
+def _remark(text: str) -> None:
+    """Print a remark; where the log is JSON, log it, so that each line stays an object."""
+    if logs.current_format() == "json":
+        logger.info("%s", text)
+    else:
+        note(text)
+
+
 def check_start(context: WorkerContext) -> None:
     """Check for problems that would make every job fail or end the worker at once.
 
@@ -411,7 +419,7 @@ def _check_name(name: str, queue: RedisQueue) -> None:
             continue
         if each_worker.hostname != socket.gethostname():
             conflict = f"a worker named {name} lives on {each_worker.hostname}"
-            note(f"note: {conflict}: if it still runs, give this one another --name")
+            _remark(f"note: {conflict}: if it still runs, give this one another --name")
         elif each_worker.pid != os.getpid() and psutil.pid_exists(each_worker.pid):
             raise SettingsError(
                 f"a worker named {name} runs here already (process {each_worker.pid}): choose another --name"

@@ -173,7 +173,7 @@ def test_lines_of_a_worker_and_its_job_are_objects(sqlite_url: str, redis_url: s
         told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         assert store.jobs.get(job.id).state == "succeeded"
     messages = [line["message"] for line in objects(told.stderr)]
-    assert any(message.startswith("worker=listens") and "queue=default" in message for message in messages)
+    assert any(message.endswith(" listens on queue 'default'") for message in messages)
     assert any(f"job={job.id}" in message and "state=succeeded" in message for message in messages)
 
 
