@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ class BlockExperts(nn.Module):
     """
 
     def __init__(
-        self, maps: dict[str, Sequence[PackedBlocks]], activation: Callable[[Tensor], Tensor], dtype: torch.dtype
+        self, maps: Mapping[str, Sequence[PackedBlocks]], activation: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.maps, self.activation, self.dtype = maps, activation, dtype

@@ -81,6 +81,11 @@ _ATTENTION_BIAS = {"attention_bias": _flag("attn_output.bias")}
 _QKV_BIAS = {"attention_bias": _flag("attn_q.bias")}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": _flag("ffn_up.bias")}
 _LLAMA: dict[str, Any] = dict(architecture="llama", pairs_halves=True, has_head_dim=True)
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _GRANITE: dict[str, Any] = dict(
     pairs_halves=True,
@@ -222,4 +227,17 @@ FORMS: dict[str, GgufForm] = {
         flags={"bias": _flag("attn_qkv.bias"), "num_ln_in_parallel_attn": ("attn_norm_2.weight", 2, 1)},
     ),
     "ministral3": GgufForm("mistral3", pairs_halves=True, has_head_dim=True),
+    "qwen3_moe": GgufForm(
+        "qwen3moe",
+        has_head_dim=True,
+        fields=RMS_EPSILON | _EXPERTS,
+        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        flags=_ATTENTION_BIAS,
+    ),
+    "qwen2_moe": GgufForm(
+        "qwen2moe",
+        fields=RMS_EPSILON | _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "olmoe": GgufForm("olmoe", pairs_halves=False, fields=RMS_EPSILON | _EXPERTS, constants={"norm_topk_prob": False}),
 }

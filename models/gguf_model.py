@@ -8,6 +8,7 @@ elsewhere, and in float32, weights are de-quantised.
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
+from .block_experts import PARTS, BlockExperts, packed_experts
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
 from .coded import ROWS
 from .families import HeadLayout, family_of, heads_of
@@ -39,6 +41,8 @@ from .saved import (
     supported_type,
 )
 
+EXPERTS_MODULE = "experts"  # Of a mixture, and the maps that each of its parameters holds.
+EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
@@ -108,11 +112,11 @@ def load_gguf(
 
 def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -> int:
     """Return the memory of a tensor: packed where these kernels read its codes, None: de-quantised in a dtype."""
-    form = None if chosen is None or len(tensor.shape) != 2 else forms(chosen).get(tensor.kind)
+    form = None if chosen is None or len(tensor.shape) < 2 else forms(chosen).get(tensor.kind)
     if form is None:
         return tensor.n_values * dtype.itemsize
-    n_out, n_in = tensor.shape
-    return -(-n_out // ROWS) * (ROWS * n_in * form.bits // 8 + form.scale_bytes(n_in))
+    *experts, n_out, n_in = tensor.shape
+    return math.prod(experts) * -(-n_out // ROWS) * (ROWS * n_in * form.bits // 8 + form.scale_bytes(n_in))
 
 
 class _Reading:
@@ -129,6 +133,7 @@ class _Reading:
         self._places = names_of(file.architecture, model.config)
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
+        self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
         self._read: set[str] = set()
 
     def take(self, name: str) -> None:
@@ -137,10 +142,13 @@ class _Reading:
         Raises: ModelNotFound: the file was changed since it was mapped, or the parameter is of another shape.
         """
         self.file.refuse_changed()
+        module_name, _, leaf = name.rpartition(".")
+        if leaf in EXPERTS and module_name.endswith(f".{EXPERTS_MODULE}"):
+            self._take_experts(module_name, leaf)
+            return
         tensor = self._tensor(name)
         if tensor is None:
             return
-        module_name, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(module_name)
         order = self._order(module_name, tensor)
         scale = self._scale(tensor)
@@ -164,6 +172,28 @@ class _Reading:
             _check_shape(self.file.path, tensor, tuple(getattr(module, leaf).shape), tuple(values.shape))
             self._values[name] = values.to(self.dtype).contiguous()
         self.file.release(tensor)
+
+    def _take_experts(self, module_name: str, leaf: str) -> None:
+        """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each."""
+        number = _parts(f"{module_name}.{leaf}", self.family.layers)[0]
+        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.weight") for part in PARTS}
+        if None in tensors.values():
+            return
+        whole = {part: tensor for part, tensor in tensors.items() if tensor is not None}
+        experts = self.model.get_submodule(module_name)
+        n_experts, n_hidden, n_inner = experts.down_proj.shape
+        for part, tensor in whole.items():
+            shape = (n_experts, n_hidden, n_inner) if part == "down" else (n_experts, n_inner, n_hidden)
+            _check_shape(self.file.path, tensor, shape, tensor.shape)
+        if self.kernels is not None and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
+            for part in EXPERTS[leaf]:
+                packed = packed_experts(whole[part], self.kernels, self.file.release)
+                self._experts.setdefault(module_name, {})[part] = packed
+            return
+        values = [numbers(whole[part]).to(self.dtype) for part in EXPERTS[leaf]]
+        self._values[f"{module_name}.{leaf}"] = torch.cat(values, dim=1).contiguous()
+        for part in EXPERTS[leaf]:
+            self.file.release(whole[part])
 
     def _tensor(self, name: str) -> FileTensor | None:
         """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""
@@ -257,6 +287,9 @@ class _Reading:
             else:
                 made = BlockLinear(packed, getattr(module, "bias", None), self.dtype)
             self.model.set_submodule(module_name, made)
+        for module_name, maps in self._experts.items():
+            activation = self.model.get_submodule(module_name).act_fn
+            self.model.set_submodule(module_name, BlockExperts(maps, activation, self.dtype))
         self.model.tie_weights()
         refuse_missing([name for name, one in self.model.named_parameters() if one.is_meta], self.file.path)
 
@@ -319,5 +352,7 @@ def numbers(tensor: FileTensor) -> Tensor:
     name = tensor.type_name
     if name in FLOATS:
         return torch.from_numpy(tensor.data.view(FLOATS[name]).astype(np.float32).reshape(tensor.shape))
-    values = gguf.quants.dequantize(tensor.data.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.kind))
+    values = gguf.quants.dequantize(
+        tensor.data.reshape(math.prod(tensor.shape[:-1]), -1), gguf.GGMLQuantizationType(tensor.kind)
+    )
     return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(tensor.shape))

@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
 # The converter's classes that derive from LlamaModel, and those of them that do not permute.
 LIKE_LLAMA = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
@@ -116,10 +118,10 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any]
 def _random_q4_k(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Blocks of any codes, of about the size of the values: gguf reads this type and does not write it."""
     rng = np.random.default_rng(values.shape[0])
-    blocks = rng.integers(0, 256, (values.shape[0], values.shape[1] // Q4_K_INPUTS, Q4_K_BYTES), np.uint8)
+    blocks = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // Q4_K_INPUTS, Q4_K_BYTES), np.uint8)
     scale = np.float16(float(values.std()) / (31 * 4.6))
-    blocks[:, :, :4] = np.array([scale, scale * np.float16(7.5)], np.float16).view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+    blocks[..., :4] = np.array([scale, scale * np.float16(7.5)], np.float16).view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def settings_of(config: Any, architecture: str) -> Settings:
@@ -353,6 +355,15 @@ def _mistral3(config: Any) -> Settings:
     }
 
 
+def _experts(config: Any) -> Settings:
+    return {
+        **_usual(config),
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+
+
 _OWN: dict[str, Callable[[Any], Settings]] = {
     **dict.fromkeys(LIKE_LLAMA, _like_llama),
     "gemma": _gemma,
@@ -381,6 +392,12 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
         "hidden_activation": config.hidden_act,
     },
     "mistral3": _mistral3,
+    "qwen2moe": lambda config: {
+        **_experts(config),
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    },
+    "qwen3moe": _experts,
+    "olmoe": lambda config: {**_experts(config), "attention.layer_norm_rms_epsilon": config.rms_norm_eps},
 }
 
 
@@ -409,6 +426,14 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.stack([state[f"{norms[1]}.norms.{head}.weight"] for head in range(n_heads)])
             name = f"{norms[1]}.weight"
         layer = re.search(r"\.(\d+)\.", name)
+        if name.endswith(".experts.gate_up_proj") and layer is not None:
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{layer[1]}.ffn_gate_exps.weight", gate
+            yield f"blk.{layer[1]}.ffn_up_exps.weight", up
+            continue
+        if name.endswith(".experts.down_proj") and layer is not None:
+            yield f"blk.{layer[1]}.ffn_down_exps.weight", tensor
+            continue
         if "shared_mlp.input_linear" in name and layer is not None:
             gate, up = tensor.chunk(2)
             yield f"blk.{layer[1]}.ffn_gate.weight", gate

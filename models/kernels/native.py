@@ -201,7 +201,7 @@ class NativePasses:
             None if correction is None else self._kept(correction.float()).data_ptr(),
             None if bias is None else self._kept(bias.float()).data_ptr(),
             *(ctypes.addressof(array) for array in maps),
-            None if gate is None else self._address(gate.weight),
+            None if gate is None else self._address(self._kept(gate.weight)),
             choosing,
             shared is not None,
             weight.dtype != self.runtime.dtype,

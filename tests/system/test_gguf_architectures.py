@@ -9,10 +9,11 @@ import gguf
 import pytest
 import torch
 from converted import Edit, More, add, llama3_factors, write
-from families import WINDOW, tiny_model
+from families import MIXTURES, WINDOW, tiny_model
 from native import library
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
+from swiftopt.models.block_experts import BlockExperts
 from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.gguf_forms import FORMS
 from swiftopt.models.gguf_reader import GgufFile
@@ -78,6 +79,9 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "jais2": ("jais2", {}),
+    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": []}),
+    "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
+    "olmoe": ("olmoe", {"clip_qkv": None, "norm_topk_prob": False}),
 }
 
 
@@ -215,6 +219,7 @@ WIDE = {
     **{name: 256 for name in ("hidden_size", "n_embd")},
     "head_dim": 64,
     **{name: 512 for name in ("intermediate_size", "n_inner", "ffn_hidden_size", "shared_intermediate_size")},
+    **{name: 256 for name in ("moe_intermediate_size", "shared_expert_intermediate_size")},
 }
 
 
@@ -231,6 +236,9 @@ def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_
     coded = load(str(path), device="cpu", speed="exact")
     linear = [name for name, module in whole.hf_model.named_modules() if isinstance(module, torch.nn.Linear)]
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) > 16
+    mixtures = [name for name, _ in whole.hf_model.named_modules() if name.endswith(".experts")]
+    assert all(isinstance(coded.hf_model.get_submodule(name), BlockExperts) for name in mixtures)
+    assert len(mixtures) == (4 if family in MIXTURES else 0)
     buffers = [runtime.new_buffer(48) for runtime in (whole, coded, coded)]
     right, together = (
         runtime.forward(Rows(IDS, 0), at) for runtime, at in zip((whole, coded), buffers[:2], strict=True)
