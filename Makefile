@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo-output
 OLDEST := $(shell sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)
-LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py fingerprint.py packed.py split_models.py)
+LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py fingerprint.py packed.py split_models.py families.py)
 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=

@@ -250,6 +250,10 @@ def tiny_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if (
+                family in MIXTURES and parameter.dim() > 1 and not parameter.any()
+            ):  # A router that would tell none apart.
+                parameter.normal_()
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
                 parameter.mul_(scale)
             elif family in DENSE and "alpha" not in name:  # Norms and biases that nothing else would tell from ones.
