@@ -26,7 +26,7 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import jobs, pages_for_browsers, plans, searches, served
+from .dashboard import jobs, overview, pages_for_browsers, plans, playground, searches, traffic
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
 from .lookups import LookupCache, find_plan
@@ -56,7 +56,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app(traces)
-    for router in (dashboard, served.router, plans.router, searches.router, jobs.router):
+    for router in (dashboard, *(each.router for each in (overview, plans, searches, jobs, traffic, playground))):
         app.include_router(router)
     prompt_files = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
     storage = StorageCheck(store, [file.absolute().parent for file in prompt_files])

@@ -101,7 +101,7 @@ class State:
     engines: Engines
     tokens: RateLimit  # Tokens per minute of each caller.
     storage: StorageCheck
-    tries: dict[str, Any] = field(default_factory=dict)  # Playground runs of `dashboard.served`, the oldest first.
+    tries: dict[str, Any] = field(default_factory=dict)  # Playground runs of `dashboard.playground`, the oldest first.
     usage: UsageTable = field(default_factory=UsageTable)
     traces: TracerProvider | None = None
     answers: Counter = field(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import Form
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
@@ -19,33 +19,19 @@ from ...core.errors import StoreError
 from ...core.events import TaskFinished, TaskTuning, Way
 from ...core.messages import Steer
 from ...core.records import PlanVersion
-from ...core.types import KINDS, Kind, LayerSet, SubLayer
+from ...core.types import KINDS, SubLayer
 from ...store import Store
 from ..engines import EngineProcess
 from ..errors import Refused
 from ..middleware import Shared, State
 from ..schemas import Depth
 from . import CurrentSession, FormSession, number, pages, shown_page, templates
+from .drawing import differing_parts, layer_map, map_words, spans
 
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 NameField = Annotated[Name, Form()]
 
 SELDOM_S = 10.0  # Seconds between two updates of a table that rarely changes.
-CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # Sizes of a layer map in SVG units.
-PER_BLOCK = 32  # Layers per row of a layer map.
-MARKS = {  # SVG path of the mark for each state of a sub-layer.
-    "int8": "M{x} {m}h10",
-    "fp8": "M{x} {m}h4m2 0h4",
-    "int4": "M{x} {a}h10M{x} {b}h10",
-    "skipped": "M{x} {t}l10 10m0 -10l-10 10",
-}
-STATES = (
-    "kept",
-    "int8",
-    "fp8",
-    "int4",
-    "skipped",
-)  # States of a sub-layer, by the names that the style sheet and the legend use.
 NOTICES = {
     "promoted": "This version is the best one now.",
     "rolled-back": "The last choice was taken back.",
@@ -55,121 +41,6 @@ NOTICES = {
 }
 
 router = pages()
-
-
-# --- SVG
-
-
-def svg(kind: str, size: tuple[int, int], title: str, description: str, *elements: str, left_x: int = 0) -> Markup:
-    """Return an SVG of a width and height; `left_x` is the x of its left edge."""
-    width, height = size
-    return Markup(
-        f'<svg class="{kind}" role="img" viewBox="{left_x} 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(elements)}</svg>"
-    )
-
-
-def path(kind: str, commands: Iterable[str]) -> str:
-    """Return the parts as one path; nothing where there are none."""
-    data = "".join(commands)
-    return f'<path class="{kind}" d="{data}"/>' if data else ""
-
-
-class LayerGrid:
-    """The cells of a map: a row per kind of sub-layer, of height `row`, in blocks of PER_BLOCK layers side by side.
-
-    `labels` number the layers and name the rows, whose text stands `baseline` below their tops.
-    """
-
-    def __init__(self, n_layers: int, row: int, baseline: int) -> None:
-        self._row, self._block = row, RULER + row * len(KINDS) + 4
-        self.width = max(LABEL + CELL * min(n_layers, PER_BLOCK) + 2, 512)
-        self.height = self._block * -(-n_layers // PER_BLOCK)
-        self.labels = ""
-        for i in range(n_layers):
-            x, y = self.at(0, i)
-            if i % 5 == 0 or n_layers <= 12:
-                self.labels += f'<text x="{x + 9}" y="{y - 5}" text-anchor="middle">{i}</text>'
-            for row_index, name in enumerate(KINDS.values() if i % PER_BLOCK == 0 else ()):
-                self.labels += f'<text x="0" y="{y + row * row_index + baseline}">{name}</text>'
-
-    def at(self, row: int, layer: int) -> tuple[int, int]:
-        """Return the upper left corner of a cell."""
-        return LABEL + CELL * (layer % PER_BLOCK), self._block * (layer // PER_BLOCK) + RULER + self._row * row
-
-
-# --- layer maps
-
-
-def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
-    """Return how the draft runs a sub-layer: "kept", "skipped", or the format of its weights, such as "int4-64"."""
-    return "skipped" if layer_set.skips(kind, layer) else layer_set.format_of(kind, layer) or "kept"
-
-
-def spans(layers: Iterable[int]) -> str:
-    """Return numbers in words: 1–3, 7."""
-    runs_of_layers: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs_of_layers and runs_of_layers[-1][1] == layer - 1:
-            runs_of_layers[-1][1] = layer
-        else:
-            runs_of_layers.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs_of_layers)
-
-
-def map_words(layer_set: LayerSet) -> str:
-    """Return a layer map as sentences."""
-    sentences = []
-    for kind, name in KINDS.items():
-        by_state: dict[str, list[int]] = {}
-        for layer in range(layer_set.n_layers):
-            by_state.setdefault(state_of_part(layer_set, kind, layer), []).append(layer)
-        phrases = [
-            f"{state} in {'all layers' if len(layers) == layer_set.n_layers else spans(layers)}"
-            for state, layers in sorted(by_state.items(), key=lambda pair: len(pair[1]))
-        ]
-        sentences.append(f"{name[0].upper()}{name[1:]}: {'; '.join(phrases)}.")
-    return f"{' '.join(sentences)} Head: {layer_set.format_of('head') or 'kept'}."
-
-
-def differing_parts(first: LayerSet, second: LayerSet) -> list[SubLayer]:
-    """Return the sub-layers that two sets treat differently, within the depth of the shallower model."""
-    n_layers = min(first.n_layers, second.n_layers)
-    return [
-        (kind, i)
-        for kind in KINDS
-        for i in range(n_layers)
-        if state_of_part(first, kind, i) != state_of_part(second, kind, i)
-    ]
-
-
-def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()) -> Markup:
-    """Draw attention and MLP by depth as SVG: kept, int8, fp8, int4 or skipped, by colour and by the mark in the cell.
-
-    The cells of a state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
-    """
-    grid = LayerGrid(layer_set.n_layers, ROW, 14)
-    cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
-    frames = []
-    for row, kind in enumerate(KINDS):
-        for i in range(layer_set.n_layers):
-            x, y = grid.at(row, i)
-            cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
-            if (kind, i) in framed:
-                frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
-    key_x, key_y, legend = LABEL, grid.height + 6, ""
-    for state, corners in cells.items():
-        if corners:
-            corners.append((key_x, key_y))
-            legend += f'<text x="{key_x + 24}" y="{key_y + 14}">{state}</text>'
-            key_x += 84
-    paths = [path(state, (f"M{x} {y}h18v20h-18z" for x, y in corners)) for state, corners in cells.items()]
-    paths += [
-        path(f"mark on-{state}", (mark.format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13) for x, y in cells[state]))
-        for state, mark in MARKS.items()
-    ]
-    size, description = (grid.width, key_y + 22), map_words(layer_set)
-    return svg("map", size, title, description, *paths, grid.labels, legend, path("differs", frames), left_x=-1)
 
 
 # --- versions and their evidence

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -24,92 +23,14 @@ from ...store.results import StoredSearch, Tried
 from ..errors import Refused
 from ..middleware import Shared
 from . import CurrentSession, live, pages, render, shown_page
-from .plans import SELDOM_S, LayerGrid, Name, layer_map, path, spans, svg
-from .served import served_now
+from .drawing import DIAMOND, DOT, Plot, Point, layer_map, share_map, spans
+from .overview import served_now
+from .plans import SELDOM_S, Name
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Size and margins of a chart in SVG units.
 MOST_DOTS = 400  # Trials above which a chart shows a band instead of dots.
 N_GROUPS = 160  # Most groups of trials in a band.
-BAR = 44  # Height of a bar in SVG units.
 MOST_ROWS = 10  # Most rows of a table of trials.
-DOT, DIAMOND = "h0", "m0 -6l6 6l-6 6l-6 -6z"  # SVG paths. A dot is a line of length 0 with round caps.
-
-Point = tuple[float, float]
-
 router = pages()
-
-
-# --- charts
-
-
-def ticks(lowest: float, highest: float) -> list[float]:
-    """Return about five round numbers from `lowest` to `highest`."""
-    if not highest > lowest:
-        return [lowest]
-    rough_step = (highest - lowest) / 5
-    power_of_ten = 10.0 ** math.floor(math.log10(rough_step))
-    step = next(factor * power_of_ten for factor in (1, 2, 5, 10) if factor * power_of_ten >= rough_step)
-    return [n * step for n in range(math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9) + 1)]
-
-
-class Plot:
-    """A chart with two axes and room for the points; every series is one path, with its name as CSS class.
-
-    Args: top: where the y axis ends at most, such as 1 of a share.
-    """
-
-    def __init__(
-        self, title: str, description: str, x_label: str, y_label: str, points: Sequence[Point], top: float = math.inf
-    ) -> None:
-        self._title, self._description = title, description
-        self._x_label, self._y_label = x_label, y_label
-        xs, ys = zip(*points, strict=True)
-        self._x_range, (low, high) = _with_margin(xs), _with_margin(ys)
-        self._y_range = low, high if max(ys) > top else min(high, top)
-        self._paths: list[str] = []
-
-    def _at(self, point: Point) -> str:
-        (x_low, x_high), (y_low, y_high) = self._x_range, self._y_range
-        x = LEFT + (point[0] - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        y = HEIGHT - BOTTOM - (point[1] - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        return f"{x:.1f} {y:.1f}"
-
-    def marks(self, name: str, points: Iterable[Point], mark_path: str) -> None:
-        """Add a mark, a path of its own, at each point."""
-        self._paths.append(path(name, (f"M{self._at(point)}{mark_path}" for point in points)))
-
-    def line(self, name: str, points: Sequence[Point], ending: str = "") -> None:
-        """Add a line; with the end "z" the area that it encloses."""
-        self._paths.append(path(name, ["M", "L".join(map(self._at, points)), ending] if points else []))
-
-    def steps(self, name: str, points: Sequence[Point]) -> None:
-        """Add a line that keeps each value until the next point."""
-        corners = [(following[0], previous[1]) for previous, following in pairwise(points)]
-        step_points = [point for pair in zip(points, corners, strict=False) for point in pair]
-        self.line(name, [*step_points, *points[-1:]])
-
-    def draw(self) -> Markup:
-        """Return the SVG."""
-        lines, labels = [], []
-        for tick in ticks(*self._y_range):
-            y = self._at((self._x_range[0], tick)).partition(" ")[2]
-            lines.append(f"M{LEFT} {y}H{WIDTH - RIGHT}")
-            labels.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-        for tick in ticks(*self._x_range):
-            x = self._at((tick, self._y_range[0])).partition(" ")[0]
-            labels.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:.6g}</text>')
-        middle_x, middle_y = (LEFT + WIDTH - RIGHT) // 2, (HEIGHT - BOTTOM) // 2
-        labels.append(f'<text x="{middle_x}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self._x_label)}</text>')
-        rotation = f'text-anchor="middle" transform="rotate(-90 12 {middle_y})"'
-        labels.append(f'<text x="12" y="{middle_y}" {rotation}>{escape(self._y_label)}</text>')
-        size, axis = (WIDTH, HEIGHT), path("axis", lines)
-        return svg("graph", size, self._title, self._description, axis, *self._paths, *labels)
-
-
-def _with_margin(values: Sequence[float]) -> Point:
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
-    return low - margin, high + margin
 
 
 def trial_chart(
@@ -143,21 +64,6 @@ def trial_chart(
     plot.steps("best", [*best[:: -(-len(best) // MOST_DOTS)], (last_point[0], best_point[1])])
     plot.marks("adopted", [(trial.step, value_of(trial)) for trial in trials if trial.adopted][-MOST_DOTS:], DIAMOND)
     return plot.draw()
-
-
-def share_map(n_layers: int, shares: dict[str, list[float]], title: str) -> Markup:
-    """Draw a bar per sub-layer, attention above MLP, as high as its share (0 to 1)."""
-    grid = LayerGrid(n_layers, BAR + 6, BAR // 2 + 4)
-    frames, bars, sentences = [], [], []
-    for row, (kind, name) in enumerate(KINDS.items()):
-        for i, share in enumerate(shares[kind]):
-            (x, y), height = grid.at(row, i), round(BAR * share, 1)
-            frames.append(f"M{x} {y}h18v{BAR}h-18z")
-            bars.append(f"M{x} {y + BAR}h18v{-height}h-18z" if height else "")
-        skipped_often = [i for i, share in enumerate(shares[kind]) if share >= 0.5]
-        sentences.append(f"{name} left out in at least half of them: {spans(skipped_often) or 'none'}.")
-    size, elements = (grid.width, grid.height), (path("kept", frames), path("bar", bars), grid.labels)
-    return svg("map", size, title, " ".join(sentences), *elements, left_x=-1)
 
 
 # --- trials

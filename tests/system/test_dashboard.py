@@ -18,7 +18,9 @@ from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import COOKIE, PAGES, STATIC
-from swiftopt.server.dashboard.served import ServedNow, Side, Try, charts, request_of
+from swiftopt.server.dashboard.overview import ServedNow
+from swiftopt.server.dashboard.playground import Side, Try, request_of
+from swiftopt.server.dashboard.traffic import charts
 from swiftopt.server.engines import EngineProcess, Engines
 from swiftopt.server.metrics import KEPT_S, History, Period
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key

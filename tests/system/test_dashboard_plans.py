@@ -30,8 +30,8 @@ from swiftopt.core.events import (
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.types import ORIGINS, LayerSet, Timings, origin_words
 from swiftopt.server.dashboard import render
-from swiftopt.server.dashboard.plans import differing_parts, layer_map, map_words, spans
-from swiftopt.server.dashboard.searches import Plot, front_of, is_news, skip_shares, ticks, tried_sets
+from swiftopt.server.dashboard.drawing import Plot, differing_parts, layer_map, map_words, spans, ticks
+from swiftopt.server.dashboard.searches import front_of, is_news, skip_shares, tried_sets
 from swiftopt.store import Store
 from swiftopt.store.results import StoredSearch
 

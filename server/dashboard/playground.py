@@ -1,8 +1,7 @@
-"""The pages of served models: the overview of what is decoded now, the traffic, and the playground.
+"""The playground: one prompt decoded by a plan and plainly, with the source of each token.
 
-The playground decodes one prompt by a plan and plainly, and shows each token with its source. Both completions are
-requests to the model's engine, one after the other, so that neither slows the other; each reads the prompt again.
-Nothing is learnt from them, and the traffic's figures leave them out.
+Both completions are requests to the model's engine, one after the other, so that neither slows the other; each reads
+the prompt again. Nothing is learnt from them, and the traffic's figures leave them out.
 """
 
 from __future__ import annotations
@@ -12,30 +11,25 @@ import secrets
 import time
 from codecs import getincrementaldecoder
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_args
 
-from fastapi import Query, Request
+from fastapi import Request
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from ...core.errors import InvalidInput, StoreError, SwiftoptError
-from ...core.events import ModelTuning
 from ...core.messages import Answer, AnswerDone, AnswerText, Decode, TracedPiece
 from ...core.requests import CompletionRequest, Piece
-from ...core.types import Completion, Sampling, TokenSource, seconds_by_part
+from ...core.types import Completion, Sampling, TokenSource
 from ..engines import EngineProcess, Reply, Restarted, next_answer
 from ..errors import Refused, refused_by
-from ..metrics import NOW_S, Period
 from ..middleware import Shared, State
-from ..schemas import Task, Word
-from . import LIVE_S, CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
+from ..schemas import Task
+from . import CurrentSession, DashboardSession, FormSession, live, page, pages, render, shown_page
 
-SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
-POINTS = 60  # Points of a chart.
-POSITIONS = 8  # Draft positions whose acceptance rate is shown.
 MOST_TRIES = 32  # Most playground runs in memory.
 MOST_TOKENS = 1024  # Most tokens of a completion in the playground.
 PERIOD_S = 0.2  # Seconds between two updates of a running completion.
@@ -53,160 +47,6 @@ TaskName: TypeAdapter[str] = TypeAdapter(Annotated[Task, StringConstraints(strip
 
 
 router = pages()
-
-
-# --- overview
-
-
-@dataclass(frozen=True, slots=True)
-class ServedNow:
-    """An engine, its tuning, and its traffic: of the last minute, and since the server's start."""
-
-    engine: EngineProcess
-    tuning: ModelTuning
-    lately: Period
-    total: Period
-
-    @property
-    def throughput(self) -> float | None:
-        """Tokens per second of the last minute, of all requests."""
-        return self.lately.throughput(NOW_S)
-
-
-async def served_now(app: State) -> list[ServedNow]:
-    """Return what every engine does now."""
-    tunings, history = await app.engines.ask_tuning(), app.engines.metrics.history
-    return [
-        ServedNow(engine, tunings[name], history.now(name), history.total(name))
-        for name, engine in app.engines.of.items()
-    ]
-
-
-def alarms(engine_states: list[ServedNow], store_error: str) -> list[str]:
-    """Return what needs attention, a sentence each."""
-    sentences = [
-        f"{engine_state.engine.served.name} does not serve: {engine_state.engine.state}"
-        for engine_state in engine_states
-        if engine_state.tuning.unavailable
-    ]
-    if store_error:
-        sentences.append(store_error)
-    for engine_state in engine_states:
-        for task in engine_state.tuning.tasks:
-            if task.in_use == "plain" and task.pinned is None and task.requests:
-                measurement = (
-                    "drafts were slower" if task.ratio is None else f"drafts were measured at {task.ratio:.2f}x"
-                )
-                reason = task.shifts.latest or measurement
-                off_since = time.strftime("%H:%M", time.localtime(task.since))
-                sentences.append(
-                    f"Drafting is off for {engine_state.engine.served.name}/{task.task} since {off_since}: {reason}"
-                )
-    return sentences
-
-
-@shown_page(router, "/", "overview", LIVE_S, live_path="/live/overview")
-async def overview(app: Shared) -> dict[str, Any]:
-    """Return what is decoded now."""
-    engine_states = await served_now(app)
-    jobs: dict[str, int] = {}
-    error = ""
-    try:
-        jobs = await run_in_threadpool(app.store.jobs.states)
-        if problem := await run_in_threadpool(app.storage.problem):
-            error = f"Nothing can be stored: {problem}"
-    except StoreError as failure:
-        error = f"The database is away: {failure}"
-    tasks = [task for engine_state in engine_states for task in engine_state.tuning.tasks]
-    return {
-        "served": engine_states,
-        "alarms": alarms(engine_states, error),
-        "jobs": jobs,
-        "saved_s": sum(task.all_saved_s for task in tasks),
-        "tokens": sum(engine_state.total.tokens for engine_state in engine_states),
-        "lately": sum((engine_state.lately for engine_state in engine_states), Period(0)),
-        "n_running": sum(
-            min(engine_state.engine.n_requests, engine_state.engine.served.concurrency)
-            for engine_state in engine_states
-        ),
-        "n_requests": sum(engine_state.engine.n_requests for engine_state in engine_states),
-    }
-
-
-# --- traffic
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A chart that is also shown as a table: named lines with a value per period (None: no request ended).
-
-    `top` is the end of its axis; None: a little above the largest value.
-    """
-
-    title: str
-    unit: str
-    lines: dict[str, list[float | None]]
-    top: float | None = None
-
-
-def charts(periods: list[Period], length_s: float) -> list[Chart]:
-    """Return the charts of a task's traffic."""
-
-    def values(figure_of: Callable[[Period], float | None]) -> list[float | None]:
-        figures_by_period = [figure_of(period) for period in periods]
-        return [None if value is None else round(value, 4) for value in figures_by_period]
-
-    speeds = {
-        "decoding, one request": values(lambda period: period.decode_tok_s),
-        "throughput, all requests": values(lambda period: period.throughput(length_s)),
-    }
-    seconds_per_part = [seconds_by_part(period.spent) for period in periods]
-    by_part: dict[str, list[float | None]] = {
-        name: [round(part_seconds[name], 4) for part_seconds in seconds_per_part] for name in seconds_per_part[0]
-    }
-    return [
-        Chart("Tokens per second", "", speeds),
-        Chart("Time to first token", "s", {"mean": values(lambda period: period.mean_first_token_s)}),
-        Chart("Time per token", "s", {"mean": values(lambda period: period.mean_between_tokens_s)}),
-        Chart("Acceptance", "", {"accepted / drafted": values(lambda period: period.acceptance_rate)}, 1.0),
-        Chart(
-            "Prompt tokens read before",
-            "",
-            {"cached / prompt": values(lambda period: period.cached_share)},
-            1.0,
-        ),
-        Chart("Where the requests' time went", "s", by_part),
-    ]
-
-
-Named = Annotated[Word | None, Query()]
-
-
-@shown_page(router, "/traffic", "traffic", LIVE_S)
-async def traffic(
-    request: Request,
-    app: Shared,
-    span: Annotated[str, Query(max_length=20)] = "1 hour",
-    model: Named = None,
-    task: Named = None,
-) -> dict[str, Any]:
-    """Return the traffic of the last minutes or hours, of one model and task or of all."""
-    span = span if span in SPANS else "1 hour"
-    history = app.engines.metrics.history
-    periods = history.last(SPANS[span], POINTS, model, task)
-    total = sum(periods[1:], periods[0])
-    return {
-        **{"span": span, "spans": list(SPANS), "model": model, "task": task, "tasks": history.tasks},
-        "query": request.url.query,
-        "charts": charts(periods, SPANS[span] // POINTS),
-        "moments": [period.at for period in periods],
-        "clock": [time.strftime("%H:%M:%S", time.localtime(period.at)) for period in periods],
-        "by_position": list(enumerate(total.accepted_by_position[:POSITIONS], 1)),
-        "whole": total,
-    }
-
-
-# --- playground
 
 
 @dataclass(slots=True, eq=False)
