@@ -17,10 +17,11 @@ from .errors import InvalidInput, SettingsError, SwiftoptError
 from .events import ModelTuning, TuningVerb, Way
 from .plainly import WhyPlain
 from .requests import CompletionRequest, Piece, ServedModel
+from .rounds import NO_ROUNDS, RequestRounds
 from .serialization import Record, adapter, kinds_by_name
-from .types import Completion, TokenSource
+from .types import Completion, TokenSource, VerdictWord
 
-VERSION = 3  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 4  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
 
 # A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
@@ -168,7 +169,8 @@ class AnswerText(Record):
 class AnswerDone(Record):
     """The completion's end: how long it waited, its task, the method and the plan's version, or why it was plain.
 
-    `saved_s` are the seconds that plain decoding would have taken longer, by the ratio known when it ended.
+    `saved_s` are the seconds that plain decoding would have taken longer, by the ratio known when it ended; `verdict`
+    is that on the drafts of its task, or on the plan, by then.
     """
 
     id: int
@@ -179,6 +181,8 @@ class AnswerDone(Record):
     version: int | None
     why_plain: WhyPlain | None
     saved_s: float = 0.0
+    verdict: VerdictWord | None = None
+    rounds: RequestRounds = NO_ROUNDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..core.events import Event
 from ..core.plainly import WhyPlain, why_nothing_was_drafted
 from ..core.records import LayerSetRecord
-from ..core.types import Completion, Prompt, TokenLogprob, TracedToken, VerdictWord
+from ..core.rounds import NO_ROUNDS, RequestRounds
+from ..core.types import Completion, Prompt, TokenLogprob, TokenSource, TracedToken, VerdictWord
 from .context import Context
 
 
@@ -41,7 +42,7 @@ class Prefilled:
 class Round:
     """One draft and its verification, with the committed tokens and, if requested, their `logprobs`.
 
-    `traced` says where each of the tokens came from.
+    `traced` says where each of the tokens came from, and `drafter` what drafted ("target": nothing did).
     """
 
     context: Context
@@ -53,6 +54,7 @@ class Round:
     verify_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
     traced: tuple[TracedToken, ...] = ()
+    drafter: TokenSource = "target"
 
     @property
     def shared_s(self) -> float:
@@ -84,6 +86,7 @@ class GenerateInfo:
     why_plain: WhyPlain | None = None
     ratio: float | None = None
     saved_s: float = 0.0
+    rounds: RequestRounds = NO_ROUNDS
 
     def of(self, completion: Completion) -> GenerateInfo:
         """Return a copy with the reason why nothing was drafted for a completion, unless one is set already."""

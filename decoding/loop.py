@@ -224,8 +224,17 @@ def _round(context: Context, verifier: Verifier, drafter: Drafter, ending: Endin
     context.tally.verify_s += verified_at - drafted_at
     logprobs = target.logprobs(walk.path, token_ids)
     draft_and_verify_s = (drafted_at - started_at, verified_at - drafted_at)
+    drafter_name: TokenSource = draft.sources.get(1, "draft") if draft.n_steps else "target"
     yield Round(
-        context, token_ids, draft.n_steps, n_accepted, draft.n_rows, *draft_and_verify_s, logprobs, traced_tokens
+        context,
+        token_ids,
+        draft.n_steps,
+        n_accepted,
+        draft.n_rows,
+        *draft_and_verify_s,
+        logprobs,
+        traced_tokens,
+        drafter_name,
     )
 
 

@@ -38,6 +38,7 @@ from .choices import Choice, draft_statistics, logprob_by_name, token_name_and_b
 from .engines import Answers, Restarted, next_answer
 from .errors import answer_to, refused_by
 from .middleware import Shared, State, sse
+from .request_log import EndedRequest
 from .schemas import AskedChat, AskedDetokenized, AskedText, AskedTokens, CommonFields
 from .tracing import request_span
 from .transport import await_unless_disconnected, prepend
@@ -201,10 +202,21 @@ class Exchange(ABC):
                     choice.begin(answer)
                 case AnswerText():
                     yield choice, choice.add(answer)
-                case AnswerDone(task=task, completion=completion):
+                case AnswerDone():
                     text = choice.add(answer)
-                    self._metrics.add(self.body.model, task, completion, choice.first_text_s, choice.waited_s)
+                    self._count(choice, answer)
                     yield choice, text
+
+    def _count(self, choice: Choice, done: AnswerDone) -> None:
+        """Count a choice that has ended, and keep its figures."""
+        model, waits_s = self.body.model, (choice.first_text_s, choice.waited_s)
+        self._metrics.add(model, done.task, done.completion, *waits_s, done.rounds)
+        request, is_single = choice.reply.question, len(self.choices) == 1
+        assert isinstance(request, Decode)
+        id, keeps_texts = self.id if is_single else f"{self.id}-{choice.index}", bool(self.engine.served.keep_prompts)
+        owner = self._key_owner
+        ended = EndedRequest.of(id, model, request.request, done, waits_s, owner, keeps_texts)
+        self._app.engines.requests.add(ended)
 
     def explanation(self) -> dict[str, Any]:
         """Return how the answer was decoded, as a field of it, if the server tells that; of several choices the first.

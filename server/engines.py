@@ -39,6 +39,7 @@ from ..core.messages import (
 )
 from ..core.requests import ServedModel
 from .metrics import EngineMetrics
+from .request_log import RequestLog
 
 LONGEST_LINE = 1 << 28  # Most bytes of a message from an engine's process.
 BACKOFF_S = (0.5, 30.0)  # Seconds before a restart: after the first crash, and at most.
@@ -359,7 +360,7 @@ class Engines:
         on_state: OnState = lambda name, state: None,
     ) -> None:
         self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in models}
-        self.metrics = EngineMetrics(self.of)
+        self.metrics, self.requests = EngineMetrics(self.of), RequestLog()
 
     def all(self) -> list[EngineProcess]:
         """Return every engine.

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ..core.events import ModelTuning, TaskTuning
 from ..core.requests import ServedModel
+from ..core.rounds import NO_ROUNDS, RequestRounds
 from ..core.types import Completion, Timings
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -65,9 +66,10 @@ MOST_HISTORIES = 64  # Most tasks with a history: those with the latest requests
 class Period:
     """Sums over requests that ended within one period, which begins `at` seconds since 1970, and their figures.
 
-    `decoded` are the tokens of rounds, `drafts` the rounds that drafted. `first_token_s` and, of the `n_timed` requests
-    with more than one token, `between_tokens_s` are what their clients waited, on average per request. What each figure
-    means is a table in docs/serving.md.
+    `decoded` are the tokens of rounds, `drafts` the rounds that drafted. `drafted_tokens` in `drafted_s` seconds are of
+    these, `plain_tokens` in `plain_s` of the others; `exact` tokens are known to be those of plain decoding.
+    `first_token_s` and, of the `n_timed` requests with more than one token, `between_tokens_s` are what their clients
+    waited, on average per request. What each figure means is a table in docs/serving.md.
     """
 
     at: int
@@ -82,12 +84,24 @@ class Period:
     first_token_s: float = 0.0
     n_timed: int = 0
     between_tokens_s: float = 0.0
+    exact: int = 0
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    drafted_tokens: int = 0
+    drafted_s: float = 0.0
     spent: Timings = field(default_factory=Timings)
     accepted_per_position: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, start_s: int, completion: Completion, first_token_s: float, total_s: float) -> Period:
-        """Return the sums of one request; seconds are measured from the client's side."""
+    def of(
+        cls,
+        start_s: int,
+        completion: Completion,
+        first_token_s: float,
+        total_s: float,
+        rounds: RequestRounds = NO_ROUNDS,
+    ) -> Period:
+        """Return the sums of one request; both waits are measured from the client's side."""
         n_between = completion.n_tokens - 1
         return cls(
             start_s,
@@ -102,6 +116,11 @@ class Period:
             first_token_s=first_token_s,
             n_timed=int(n_between > 0),
             between_tokens_s=(total_s - first_token_s) / n_between if n_between > 0 else 0.0,
+            exact=completion.n_tokens if completion.exact else 0,
+            plain_tokens=rounds.plain_tokens,
+            plain_s=rounds.plain_s,
+            drafted_tokens=rounds.drafted_tokens,
+            drafted_s=rounds.drafted_s,
             spent=completion.timings,
             accepted_per_position=list(completion.accepted_per_position),
         )
@@ -110,6 +129,16 @@ class Period:
     def decode_tok_s(self) -> float | None:
         """Decoding speed of a request, in tokens per second: tokens of rounds / seconds of rounds."""
         return _quotient(self.decoded, self.spent.decode_s)
+
+    @property
+    def plain_tok_s(self) -> float | None:
+        """Tokens per second of rounds without a draft."""
+        return _quotient(self.plain_tokens, self.plain_s)
+
+    @property
+    def drafted_tok_s(self) -> float | None:
+        """Tokens per second of rounds that drafted."""
+        return _quotient(self.drafted_tokens, self.drafted_s)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -168,10 +197,18 @@ class History:
         """The models and tasks with at least one ended request."""
         return list(self._periods)
 
-    def add(self, model: str, task: str, completion: Completion, first_token_s: float, total_s: float) -> Period:
+    def add(
+        self,
+        model: str,
+        task: str,
+        completion: Completion,
+        first_token_s: float,
+        total_s: float,
+        rounds: RequestRounds = NO_ROUNDS,
+    ) -> Period:
         """Count a request that has ended; return its sums."""
         start_s = int(time.time()) // PERIOD_S * PERIOD_S
-        request_sums = Period.of(start_s, completion, first_token_s, total_s)
+        request_sums = Period.of(start_s, completion, first_token_s, total_s, rounds)
         self._totals[model] = self.total(model) + request_sums
         if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
             del self._periods[min(self._periods, key=lambda key: self._periods[key][-1].at)]
@@ -186,17 +223,34 @@ class History:
         """Return a model's traffic since the server's start."""
         return self._totals.get(model, Period(0))
 
-    def last(self, span_s: int, n: int, model: str | None = None, task: str | None = None) -> list[Period]:
-        """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first."""
+    def last(
+        self, span_s: int, n: int, model: str | None = None, task: str | None = None, until_s: float | None = None
+    ) -> list[Period]:
+        """Return the last `span_s` seconds of a model and task (None: of all) in `n` periods, the oldest first.
+
+        They end at `until_s`, in seconds since 1970; None: now.
+        """
         length = max(PERIOD_S, span_s // n)
-        end_s = int(time.time()) // length * length + length
+        end_s = int(time.time() if until_s is None else until_s) // length * length + length
         merged = [Period(start_s) for start_s in range(end_s - n * length, end_s, length)]
-        for (of_model, of_task), periods in self._periods.items():
-            for period in reversed(periods if model in (None, of_model) and task in (None, of_task) else ()):
+        for periods in self._of(model, task):
+            for period in reversed(periods):
                 if period.at < merged[0].at:
                     break
-                merged[(period.at - merged[0].at) // length] += period
+                if period.at < end_s:
+                    merged[(period.at - merged[0].at) // length] += period
         return merged
+
+    def last_at(self, model: str | None = None, task: str | None = None) -> int | None:
+        """Return when the last period with a request began; None: there is none."""
+        return max((periods[-1].at for periods in self._of(model, task) if periods), default=None)
+
+    def _of(self, model: str | None, task: str | None) -> list[deque[Period]]:
+        return [
+            periods
+            for (of_model, of_task), periods in self._periods.items()
+            if model in (None, of_model) and task in (None, of_task)
+        ]
 
     def now(self, model: str) -> Period:
         """Return a model's traffic of the last NOW_S seconds, at most a period less: the newest one is incomplete."""
@@ -276,9 +330,17 @@ class EngineMetrics(Collector):
         yield metric(CounterMetricFamily, PER_POSITION, help, ["model_name", "position"], by_position)
         yield from self._request_metrics.collect()
 
-    def add(self, model: str, task: str, completion: Completion, first_token_s: float, total_s: float) -> None:
+    def add(
+        self,
+        model: str,
+        task: str,
+        completion: Completion,
+        first_token_s: float,
+        total_s: float,
+        rounds: RequestRounds = NO_ROUNDS,
+    ) -> None:
         """Count an ended request; seconds are measured from the client's side."""
-        request_sums = self.history.add(model, task, completion, first_token_s, total_s)
+        request_sums = self.history.add(model, task, completion, first_token_s, total_s, rounds)
         waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": total_s}
         if request_sums.n_timed:
             waits["inter_token_latency_seconds"] = request_sums.between_tokens_s

@@ -102,7 +102,7 @@ def readyz(app: Shared) -> Response:
     models and look-ups are served on, and nothing new is stored; looked at every ten seconds at most.
     """
     engines = {name: engine.state for name, engine in app.engines.of.items()}
-    report: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": _redis(app.queue)}
+    report: dict[str, Any] = {"status": "ok", "database": "ok", "migrations": "ok", "redis": redis_state(app.queue)}
     report |= {"engines": engines, "storage": "unknown"}
     try:
         state = app.store.schema()
@@ -118,7 +118,8 @@ def readyz(app: Shared) -> Response:
     return JSONResponse(report, 503 if report["status"] == "unavailable" else 200)
 
 
-def _redis(queue: RedisQueue | None) -> str:
+def redis_state(queue: RedisQueue | None) -> str:
+    """Return "ok", or in words what is wrong with Redis."""
     if queue is None:
         return "not configured"
     try:

@@ -12,6 +12,7 @@ from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFo
 from ..core.plainly import REQUESTED, WhyPlain
 from ..core.records import FoundPlan, Plan
 from ..core.requests import GenerateRequest, settled_length
+from ..core.rounds import RoundFigures, RoundLog
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken
 from ..decoding.engine import side_by_side
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Shown, TextAdded, Turn, WorkEvent
@@ -65,20 +66,29 @@ def decode_as_planned(
 ) -> Work[None]:
     """Decode one prompt by its task's plan; also report `TextAdded`, and `Generated` after each turn."""
     method, info = method_and_info
-    text, drafted_s = GrowingText(session, prompt), 0.0
+    text, rounds, drafted_s = GrowingText(session, prompt), RoundLog(), 0.0
 
     def add_text(event: WorkEvent) -> Work[None]:
-        nonlocal drafted_s
+        nonlocal drafted_s, rounds
         if isinstance(event, Turn):
             yield from text.finish_completion(event.completion)
             saved_s = 0.0 if info.ratio is None else drafted_s * (info.ratio - 1)
-            yield Generated(event.prompt, event.completion, replace(info.of(event.completion), saved_s=saved_s))
-            drafted_s = 0.0
+            decoding = replace(info.of(event.completion), saved_s=saved_s, rounds=rounds.total())
+            yield Generated(event.prompt, event.completion, decoding)
+            drafted_s, rounds = 0.0, RoundLog()
         elif isinstance(event, Prefilled | Round):
-            drafted_s += event.shared_s if isinstance(event, Round) else 0.0
+            if isinstance(event, Round):
+                drafted_s += event.shared_s
+                log_round(rounds, event)
             yield from text.read_event(event)
 
     yield from subscribed(session.request(prompt, method, **options), add_text)
+
+
+def log_round(rounds: RoundLog, event: Round) -> None:
+    """Add a round to a request's log."""
+    figures = RoundFigures(len(event.token_ids), event.n_steps, event.n_accepted, event.drafter)
+    rounds.add(figures, event.draft_s + event.verify_s, event.context.load.checked)
 
 
 class Planner:

@@ -26,6 +26,7 @@ from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
 from ..core.plainly import WhyPlain
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, round_to_single, unit
+from ..core.rounds import RoundLog
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
@@ -40,7 +41,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
-from .generate import GrowingText
+from .generate import GrowingText, log_round
 from .job import with_retries
 from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
 from .served_task import RoundTimings, TaskTraffic
@@ -145,7 +146,7 @@ class ServedRequest:
     ) -> None:
         self._traffic, self._prompt_id, self._name = traffic, prompt.id, task
         self._learns, self._counts = learns, counts
-        self._text = GrowingText(session, prompt)
+        self._text, self._log = GrowingText(session, prompt), RoundLog()
         self._task = traffic.task(task or DEFAULT_TASK)
         self._rounds: RoundTimings | None = None
         self._why_plain: WhyPlain | None = None
@@ -169,6 +170,7 @@ class ServedRequest:
             case Round(context=context):
                 self._traffic.learn_costs(context.load)
                 self._current_rounds.add(event)
+                log_round(self._log, event)
             case Turn(completion=completion):
                 yield from self._text.finish_completion(completion)
                 yield self._finish(event)
@@ -201,7 +203,9 @@ class ServedRequest:
         saved_s = task.saved_by(rounds)
         if self._learns:
             self._traffic.learn(task, rounds, turn.completion, self._read)
-        decoding = GenerateInfo("adaptive" if rounds.drafts else "plain", version=task.version, saved_s=saved_s)
+        method = "adaptive" if rounds.drafts else "plain"
+        verdict_and_rounds: dict[str, Any] = {"verdict": task.word, "rounds": self._log.total()}
+        decoding = GenerateInfo(method, version=task.version, saved_s=saved_s, **verdict_and_rounds)
         decoding = replace(decoding, why_plain=self._why_plain or rounds.why_plain).of(turn.completion)
         return Generated(replace(turn.prompt, task=task.name), turn.completion, decoding)
 

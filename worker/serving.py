@@ -141,7 +141,11 @@ class SentCompletion(Ticket):
             *(event.prompt.task, decoding.method, *n_tokens, queued_s, completion.timings.total_s),
         )
         decoded_with = decoding.method, decoding.version, decoding.why_plain, decoding.saved_s
-        self._messages.send(AnswerDone(self.number, queued_s, event.prompt.task, completion, *decoded_with))
+        self._messages.send(
+            AnswerDone(
+                self.number, queued_s, event.prompt.task, completion, *decoded_with, decoding.verdict, decoding.rounds
+            )
+        )
 
     def _text(self, text_added: TextAdded) -> AnswerText:
         has_logprobs = self.request.logprobs is not None

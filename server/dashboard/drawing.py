@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from markupsafe import Markup, escape
 from ...core.types import KINDS, Kind, LayerSet, SubLayer
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 60, 24, 12, 42  # Size and margins of a chart in SVG units.
+CLOCK_STEPS_S = (5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 BAR = 44  # Height of a bar in SVG units.
 CELL, LABEL, ROW, RULER = 20, 68, 24, 16  # Sizes of a layer map in SVG units.
 PER_BLOCK = 32  # Layers per row of a layer map.
@@ -172,25 +174,50 @@ def ticks(lowest: float, highest: float) -> list[float]:
     return [n * step for n in range(math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9) + 1)]
 
 
+def clock_ticks(first_s: float, last_s: float) -> list[float]:
+    """Return at most seven times (seconds) that are whole minutes or hours, where the span is long enough for them."""
+    span_s = last_s - first_s
+    step_s = next((step for step in CLOCK_STEPS_S if span_s / step <= 6), CLOCK_STEPS_S[-1])
+    return [float(n * step_s) for n in range(math.ceil(first_s / step_s), math.floor(last_s / step_s) + 1)]
+
+
+def clock_words(at: float) -> str:
+    """Return a time (seconds since 1970) by the server's clock, with seconds where it is not a whole minute."""
+    return time.strftime("%H:%M:%S" if at % 60 else "%H:%M", time.localtime(at))
+
+
 class Plot:
     """A chart with two axes and room for the points; every series is one path, with its name as CSS class.
 
-    Args: top: where the y axis ends at most, such as 1 of a share.
+    Args:   top: where the y axis ends at most, such as 1 of a share. bottom: where it begins, None: below the lowest
+            point. times: where the x axis begins and ends, in seconds since 1970, None: it has no times. width: in SVG
+            units.
     """
 
     def __init__(
-        self, title: str, description: str, x_label: str, y_label: str, points: Sequence[Point], top: float = math.inf
+        self,
+        title: str,
+        description: str,
+        x_label: str,
+        y_label: str,
+        points: Sequence[Point],
+        top: float = math.inf,
+        bottom: float | None = None,
+        times: Point | None = None,
+        width: int = WIDTH,
     ) -> None:
         self._title, self._description = title, description
         self._x_label, self._y_label = x_label, y_label
         xs, ys = zip(*points, strict=True)
-        self._x_range, (low, high) = _with_margin(xs), _with_margin(ys)
-        self._y_range = low, high if max(ys) > top else min(high, top)
+        self._x_range, (low, high) = _with_margin(xs) if times is None else times, _with_margin(ys)
+        self._y_range = low if bottom is None else bottom, high if max(ys) > top else min(high, top)
+        self._has_times, self._width = times is not None, width
         self._paths: list[str] = []
+        self._keys: list[str] = []
 
     def _at(self, point: Point) -> str:
         (x_low, x_high), (y_low, y_high) = self._x_range, self._y_range
-        x = LEFT + (point[0] - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        x = LEFT + (point[0] - x_low) / (x_high - x_low) * (self._width - LEFT - RIGHT)
         y = HEIGHT - BOTTOM - (point[1] - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
         return f"{x:.1f} {y:.1f}"
 
@@ -208,21 +235,28 @@ class Plot:
         step_points = [point for pair in zip(points, corners, strict=False) for point in pair]
         self.line(name, [*step_points, *points[-1:]])
 
+    def key(self, name: str, words: str) -> None:
+        """Say in the chart's upper corner what a line is."""
+        y, n_before = TOP + 10, len(self._keys)
+        x = LEFT + 14 + 110 * n_before
+        self._keys.append(f'{path(name, [f"M{x} {y}h24"])}<text x="{x + 30}" y="{y + 4}">{escape(words)}</text>')
+
     def draw(self) -> Markup:
         """Return the SVG."""
-        lines, labels = [], []
+        lines, labels = [], list(self._keys)
         for tick in ticks(*self._y_range):
             y = self._at((self._x_range[0], tick)).partition(" ")[2]
-            lines.append(f"M{LEFT} {y}H{WIDTH - RIGHT}")
+            lines.append(f"M{LEFT} {y}H{self._width - RIGHT}")
             labels.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-        for tick in ticks(*self._x_range):
+        for tick in (clock_ticks if self._has_times else ticks)(*self._x_range):
             x = self._at((tick, self._y_range[0])).partition(" ")[0]
-            labels.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:.6g}</text>')
-        middle_x, middle_y = (LEFT + WIDTH - RIGHT) // 2, (HEIGHT - BOTTOM) // 2
+            words = clock_words(tick) if self._has_times else f"{tick:.6g}"
+            labels.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(words)}</text>')
+        middle_x, middle_y = (LEFT + self._width - RIGHT) // 2, (HEIGHT - BOTTOM) // 2
         labels.append(f'<text x="{middle_x}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self._x_label)}</text>')
         rotation = f'text-anchor="middle" transform="rotate(-90 12 {middle_y})"'
         labels.append(f'<text x="12" y="{middle_y}" {rotation}>{escape(self._y_label)}</text>')
-        size, axis = (WIDTH, HEIGHT), path("axis", lines)
+        size, axis = (self._width, HEIGHT), path("axis", lines)
         return svg("graph", size, self._title, self._description, axis, *self._paths, *labels)
 
 

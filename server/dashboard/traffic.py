@@ -10,16 +10,31 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 
 from ...core.types import seconds_by_part
-from ..metrics import Period
+from ..metrics import History, Period
 from ..middleware import Shared
 from ..schemas import Word
 from . import LIVE_S, pages, shown_page
 
 SPANS = {"10 minutes": 600, "1 hour": 3600, "6 hours": 21_600}
 POINTS = 60  # Points of a chart.
+LEAST_POINTS = 12  # Least points of a chart whose empty beginning is left out.
 POSITIONS = 8  # Draft positions whose acceptance rate is shown.
 
 router = pages()
+
+
+def periods_with_data(
+    history: History, span_s: int, n: int, model: str | None = None, task: str | None = None
+) -> list[Period]:
+    """Return the last span in which requests ended, in `n` periods; what is empty before the first of them is left out.
+
+    It ends now if a request ended within the span, else with the last one that did. At least LEAST_POINTS are left.
+    """
+    periods = history.last(span_s, n, model, task)
+    if not any(period.requests for period in periods) and (last_at := history.last_at(model, task)) is not None:
+        periods = history.last(span_s, n, model, task, last_at)
+    first = next((i for i, period in enumerate(periods) if period.requests), len(periods))
+    return periods[max(0, min(first - 1, len(periods) - LEAST_POINTS)) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,8 @@ def charts(periods: list[Period], length_s: float) -> list[Chart]:
     speeds = {
         "decoding, one request": values(lambda period: period.decode_tok_s),
         "throughput, all requests": values(lambda period: period.throughput(length_s)),
+        "rounds with drafts": values(lambda period: period.drafted_tok_s),
+        "rounds without": values(lambda period: period.plain_tok_s),
     }
     seconds_per_part = [seconds_by_part(period.spent) for period in periods]
     by_part: dict[str, list[float | None]] = {
@@ -79,7 +96,7 @@ async def traffic(
     """Return the traffic of the last minutes or hours, of one model and task or of all."""
     span = span if span in SPANS else "1 hour"
     history = app.engines.metrics.history
-    periods = history.last(SPANS[span], POINTS, model, task)
+    periods = periods_with_data(history, SPANS[span], POINTS, model, task)
     total = sum(periods[1:], periods[0])
     return {
         **{"span": span, "spans": list(SPANS), "model": model, "task": task, "tasks": history.tasks},

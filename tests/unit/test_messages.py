@@ -38,8 +38,10 @@ from swiftopt.core.messages import (
 )
 from swiftopt.core.plainly import NO_GAIN
 from swiftopt.core.requests import CompletionRequest, ServedModel
-from swiftopt.core.types import Completion, Sampling, Timings
+from swiftopt.core.rounds import RequestRounds, RoundFigures
+from swiftopt.core.types import Completion, Sampling, Timings, TokenSource
 
+COUNTS = st.integers(0, 99)
 IDS, TEXT, TOKENS = st.integers(0, 2**62), st.text(), st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 PIECES = st.text() | st.lists(st.integers(0, 255), max_size=4)
 LOGPROBS = st.floats(-9999, 0)
@@ -62,6 +64,17 @@ REQUESTS = st.builds(
 COMPLETIONS = st.builds(
     Completion, TOKENS, TEXT, st.just("stop"), st.just("plain"), timings=st.builds(Timings, st.floats(0, 9))
 )
+ROUND = st.builds(RoundFigures, COUNTS, COUNTS, COUNTS, st.sampled_from(get_args(TokenSource)))
+ROUNDS = st.builds(
+    RequestRounds,
+    IDS,
+    IDS,
+    st.floats(0, 9),
+    IDS,
+    st.floats(0, 9),
+    st.floats(0, 9),
+    st.lists(ROUND, max_size=3).map(tuple),
+)
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     Serve: st.builds(Serve, st.builds(ServedModel, TEXT, TEXT, db=st.none() | TEXT)),
     Decode: st.builds(Decode, REQUESTS, IDS),
@@ -82,6 +95,8 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         AnswerDone,
         *(IDS, st.floats(0, 9), TEXT, COMPLETIONS, TEXT, st.none() | IDS, st.sampled_from([None, NO_GAIN])),
         st.floats(-9, 9),
+        st.sampled_from([None, "use", "plain"]),
+        ROUNDS,
     ),
     PromptTokens: st.builds(PromptTokens, IDS, TOKENS, IDS),
     TokensText: st.builds(TokensText, IDS, TEXT),
