@@ -26,7 +26,7 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import jobs, overview, pages_for_browsers, plans, playground, searches, traffic
+from .dashboard import jobs, overview, pages_for_browsers, plans, playground, requests, searches, traffic
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
 from .lookups import LookupCache, find_plan
@@ -37,6 +37,7 @@ from .storage import StorageCheck
 from .tracing import provider_from_environment, shut_down
 from .transport import TransportMiddleware
 
+PAGES = (overview, requests, plans, searches, jobs, traffic, playground)
 BACKLOG = 1024
 CLIENT_STALL_TIMEOUT_S = 120  # Close a connection whose client reads nothing for this long.
 # Interval at which threads yield to the event loop. Python's 5 ms would be half of a look-up's time limit.
@@ -56,7 +57,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app(traces)
-    for router in (dashboard, *(each.router for each in (overview, plans, searches, jobs, traffic, playground))):
+    for router in (dashboard, *(each.router for each in PAGES)):
         app.include_router(router)
     prompt_files = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
     storage = StorageCheck(store, [file.absolute().parent for file in prompt_files])

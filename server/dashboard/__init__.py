@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 STATIC = {path.name: path for path in (HERE / "static").iterdir()}
 PAGES = (
     ("/", "Overview"),
+    ("/requests", "Requests"),
     ("/plans", "Plans"),
     ("/searches", "Searches"),
     ("/jobs", "Jobs"),

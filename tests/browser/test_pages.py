@@ -165,6 +165,33 @@ def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> N
         expect(tab.page.locator("figure.chart canvas")).to_have_count(6)
 
 
+def sound(page: Page) -> None:
+    """Check that the page fits every width, and that axe finds nothing serious."""
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page).response["violations"]
+    serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+    assert not serious, [(rule["id"], rule["nodes"][0]["html"]) for rule in serious]
+
+
+def test_request_is_found_with_its_rounds_and_why_it_was_plain(browser: Browser, server: Served) -> None:
+    """Two clicks from the first page; the model of the server drafts by itself, or says why not."""
+    ask(server, "asked", 40)
+    body = {"model": "tiny", "prompt": "w3", "max_tokens": 8, "swiftopt": {"plan": "plain", "task": "asked"}}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    with Tab(browser, server, java_script_enabled=True) as tab:
+        page = tab.page
+        page.goto("/requests?task=asked")
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(2)
+        expect(rows.first).to_contain_text("the request asks for plain decoding")
+        rows.nth(1).get_by_role("link").click()
+        expect(page.get_by_role("heading", name="How it was decoded, and why")).to_be_visible()
+        expect(page.get_by_role("img", name="Rounds").last).to_be_visible()
+        sound(page)
+
+
 # --- jobs
 
 

@@ -1,0 +1,215 @@
+"""The pages of requests: the latest ones, and one with its rounds and why it was decoded as it was."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request
+from markupsafe import Markup
+
+from ...core.rounds import RoundFigures
+from ...core.types import TokenSource, VerdictWord
+from ..errors import Refused
+from ..middleware import Shared
+from ..request_log import MOST_REQUESTS, Constraint, EndedRequest
+from ..schemas import Word
+from . import LIVE_S, CurrentSession, number, pages, percent, seconds, shown_page, templates
+from .drawing import path, svg
+from .playground import SOURCES
+
+PER_PAGE = 50
+BAR_WIDTH, GAP, STRIP_HEIGHT, PER_STRIP = 8, 3, 48, 56  # Of a strip of rounds: SVG units, and rounds per row.
+MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what drafted: colour alone tells nothing.
+    "draft": "",
+    "text": "h8",
+    "prediction": "h3m2 0h3",
+    "grammar": "m0 3h8m0 -3h-8",
+    "target": "",
+}
+DRAFTERS = {**SOURCES, "draft": "the method's own draft"}  # What drafted a round, in words.
+VERDICTS: dict[VerdictWord, str] = {
+    "use": "drafts were measured to be faster",
+    "plain": "drafts were measured to be slower, or not reliably faster",
+    "unmeasured": "too few timings for a verdict",
+}
+CONSTRAINTS: dict[Constraint, str] = {
+    "json": "the text is held to a JSON schema",
+    "tool": "the text is held to the call of a tool",
+}
+
+router = pages()
+
+
+# --- requests in words
+
+
+def is_plain(request: EndedRequest) -> bool:
+    """Return whether nothing was drafted for a request."""
+    return request.why_plain is not None or not request.drafted
+
+
+def why(request: EndedRequest) -> str:
+    """Return in a few words why a request was decoded as it was."""
+    if request.why_plain is not None:
+        return request.why_plain.message
+    if request.asked:
+        return f"the request asks for {request.asked}"
+    reason = "drafts are tried" if request.verdict is None else VERDICTS[request.verdict]
+    return f"{plan_words(request)}: {reason}"
+
+
+def plan_words(request: EndedRequest) -> str:
+    """Return where the drafts of a request came from, or would have."""
+    if request.version is not None:
+        return f"stored version {request.version} of {request.task}"
+    return f"the set that the search for {request.task} has found so far"
+
+
+def aspects(request: EndedRequest) -> list[tuple[str, str]]:
+    """Return what a request was decoded by, an aspect and a sentence each."""
+    rounds, n_crowded = request.rounds, request.crowded_rounds
+    drafted_by = Counter(DRAFTERS[figures.drafter] for figures in rounds.first if figures.steps)
+    drafters = ", ".join(f"{n} by {name}" for name, n in drafted_by.most_common())
+    beside = "alone" if rounds.beside < 0.05 else f"beside {rounds.beside:.1f} other requests on average"
+    crowded = f"; in {n_crowded} rounds there were so many that drafts do not pay" if n_crowded else ""
+    cached = f", {request.n_cached:,} of them read before" if request.n_cached else ""
+    way = (
+        f"plainly: {why(request)}"
+        if is_plain(request)
+        else f"with drafts in {drafted_by.total()} of {rounds.n} rounds: {drafters}"
+    )
+    verdict = "none: this server learns nothing" if request.verdict is None else VERDICTS[request.verdict]
+    return [
+        ("Way", way),
+        ("Plan", f"the request asks for {request.asked}" if request.asked else plan_words(request)),
+        ("Verdict", verdict),
+        ("Load", beside + crowded),
+        ("Context", f"{request.n_prompt:,} tokens of the prompt{cached}, {request.n_tokens:,} of the answer"),
+        ("Grammar", "none" if request.constraint is None else CONSTRAINTS[request.constraint]),
+    ]
+
+
+def figures_of(request: EndedRequest) -> list[tuple[str, str]]:
+    """Return the figures of a request, each with its name."""
+    rounds = request.rounds
+    return [
+        ("Tokens", number(request.n_tokens, 0)),
+        ("Tokens per second of decoding", number(request.decode_tok_s, 1)),
+        ("First token after", seconds(request.first_token_s)),
+        ("Waited for a place", seconds(request.queued_s)),
+        ("Took", seconds(request.total_s)),
+        ("Rounds", number(rounds.n, 0)),
+        ("Drafts accepted", percent(request.acceptance_rate)),
+        ("Rounds with drafts / without", number(request.ratio, 2, "x")),
+        ("Ended by", request.finish_reason),
+    ]
+
+
+# --- the strip of rounds
+
+
+def round_strip(rounds: Sequence[RoundFigures]) -> Markup:
+    """Draw a bar per round, as high as its draft, filled as far as it was accepted; a short line had no draft."""
+    highest = max((figures.steps for figures in rounds), default=0) or 1
+    unit = (STRIP_HEIGHT - 14) / highest
+    frames: list[str] = []
+    marks: list[str] = []
+    filled: dict[TokenSource, list[str]] = {source: [] for source in SOURCES}
+    for i, (_, steps, accepted, drafter) in enumerate(rounds):
+        x, floor = (BAR_WIDTH + GAP) * (i % PER_STRIP), STRIP_HEIGHT * (i // PER_STRIP) + STRIP_HEIGHT - 10
+        if steps:
+            frames.append(f"M{x} {floor}h{BAR_WIDTH}v{-unit * steps:.1f}h-{BAR_WIDTH}z")
+            if accepted:
+                filled[drafter].append(f"M{x} {floor}h{BAR_WIDTH}v{-unit * accepted:.1f}h-{BAR_WIDTH}z")
+            if MARKS[drafter]:
+                marks.append(f"M{x} {floor + 3}{MARKS[drafter]}")
+        else:
+            filled["target"].append(f"M{x} {floor}h{BAR_WIDTH}v-2h-{BAR_WIDTH}z")
+    n_drafted = sum(figures.steps > 0 for figures in rounds)
+    n_accepted = sum(figures.accepted for figures in rounds)
+    description = (
+        f"{len(rounds)} rounds, {n_drafted} with a draft; {n_accepted} of {sum(figures.steps for figures in rounds)}"
+        " drafted tokens were accepted."
+    )
+    n_rows, n_columns = -(-len(rounds) // PER_STRIP), min(len(rounds), PER_STRIP)
+    paths = [path(f"by-{source}", commands) for source, commands in filled.items()]
+    size = (BAR_WIDTH + GAP) * n_columns + 2, STRIP_HEIGHT * n_rows
+    return svg("strip", size, "Rounds", description, *paths, path("frame", frames), path("mark", marks), left_x=-1)
+
+
+def legend(rounds: Sequence[RoundFigures]) -> list[tuple[Markup, str]]:
+    """Return a sample and a name for everything that a strip shows."""
+    sources = [source for source in SOURCES if any(figures.drafter == source for figures in rounds)]
+    samples = [
+        round_strip([RoundFigures(3, 0 if source == "target" else 3, 2 * (source != "target"), source)])
+        for source in sources
+    ]
+    names = ["no draft" if source == "target" else f"drafted by {DRAFTERS[source]}" for source in sources]
+    return list(zip(samples, names, strict=True))
+
+
+templates.filters |= {"why": why, "is_plain": is_plain}
+templates.filters["clock"] = lambda at: time.strftime("%H:%M:%S", time.localtime(at))
+
+
+# --- routes
+
+Way = Literal["drafts", "plain"]
+# A name that a form sends; empty where it leaves out the choice.
+Chosen = Annotated[Word | Literal[""] | None, Query()]
+
+
+@shown_page(router, "/requests", "requests", LIVE_S)
+async def requests(
+    request: Request,
+    app: Shared,
+    model: Chosen = None,
+    task: Chosen = None,
+    way: Annotated[Way | Literal[""] | None, Query()] = None,
+    at: Annotated[int, Query(alias="page", ge=1, le=MOST_REQUESTS)] = 1,
+) -> dict[str, Any]:
+    """Return the latest requests of a model, a task and a way of decoding, or of all."""
+    log = app.engines.requests
+    found = log.latest(PER_PAGE + 1, (at - 1) * PER_PAGE, model or None, task or None, way or None)
+    tasks = app.engines.metrics.history.tasks
+    return {
+        "rows": found[:PER_PAGE],
+        "has_more": len(found) > PER_PAGE,
+        "at": at,
+        "chosen": {"model": model or "", "task": task or "", "way": way or ""},
+        "choices": {
+            "model": sorted({*app.engines.of, *(name for name, _ in tasks)}),
+            "task": sorted({name for _, name in tasks}),
+            "way": ["drafts", "plain"],
+        },
+        "n_kept": len(log),
+        "most": MOST_REQUESTS,
+        "query": request.url.query,
+    }
+
+
+@shown_page(router, "/requests/{id}", "request")
+async def show(app: Shared, session: CurrentSession, id: str) -> dict[str, Any]:
+    """Return one request.
+
+    Raises: Refused: 404, it is not kept.
+    """
+    found = app.engines.requests.find(id)
+    if found is None:
+        detail = f"there is no request {id[:80]!r} here: the last {MOST_REQUESTS:,} since the server's start are kept"
+        raise Refused(404, "not-found", detail)
+    rounds = found.rounds.first
+    engine = app.engines.of.get(found.model)
+    return {
+        "ended": found,
+        "aspects": aspects(found),
+        "figures": figures_of(found),
+        "strip": round_strip(rounds) if rounds else None,
+        "legend": legend(rounds),
+        "drafters": DRAFTERS,
+        "has_texts": bool(found.prompt or found.answer) and found.owner == session.owner,
+        "fingerprint": None if engine is None else engine.card()["fingerprint"],
+    }
