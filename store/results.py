@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sqlalchemy import Text, cast, delete, exists, func, select
+from sqlalchemy import Select, Text, cast, delete, exists, func, select
 from sqlalchemy.orm import Session
 
 from ..core.costs import CostProfile
@@ -19,6 +19,7 @@ from .tables import (
     CostProfileRow,
     JobRow,
     LearnedRow,
+    ServedTrialRow,
     TrialRow,
     WeightsRow,
     add_row,
@@ -217,12 +218,14 @@ class Tried(NamedTuple):
 
 def list_tried(session: Session, job: str, task: str) -> list[Tried]:
     """Return a job's trials for a task in step order, without parsing their layer sets."""
-    # Select columns, not ORM objects: building the objects would take as long as the query.
-    table = TrialRow.__table__.c
-    json_columns = ("skip_attn", "skip_mlp", "quantised")
-    columns = [cast(table[name], Text) if name in json_columns else table[name] for name in Tried._fields]
-    of_search = table.job_id == job, table.task == task
-    return list(map(Tried._make, session.execute(select(*columns).where(*of_search).order_by(table.step))))
+    query = trial_columns(TrialRow).where(TrialRow.job_id == job, TrialRow.task == task)
+    return list(map(Tried._make, session.execute(query.order_by(TrialRow.step))))
+
+
+def trial_columns(table: type[TrialRow | ServedTrialRow]) -> Select[Any]:
+    """Select the columns of `Tried`, not ORM objects: building the objects would take as long as the query."""
+    columns, json_columns = table.__table__.c, ("skip_attn", "skip_mlp", "quantised")
+    return select(*(cast(columns[name], Text) if name in json_columns else columns[name] for name in Tried._fields))
 
 
 class StoredSearch(NamedTuple):

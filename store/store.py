@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from . import jobs, names, plans, results, transitions
+from . import jobs, names, plans, results, served_trials, transitions
 from .database import Transactions, as_url, default_url, without_password
 from .migrations import SchemaState, connect_at_head, revision
 
@@ -166,3 +166,7 @@ class Store(Transactions):
     trials = reads(results.list_trials)
     tried = reads(results.list_tried)
     searches = reads(results.list_searches)
+    add_served_trials = writes(served_trials.add_served_trials)
+    served_searches = reads(served_trials.list_served_searches)
+    served_tried = reads(served_trials.list_served_tried)
+    fingerprint_of_search = reads(served_trials.fingerprint_of_search)

@@ -333,15 +333,10 @@ class CostProfileRow(Base):
     created_at: Mapped[str]
 
 
-class TrialRow(Base):
-    """One scored candidate of a job's task."""
-
-    __tablename__ = "swiftopt_trials"
-    __table_args__ = (Index(None, "job_id", "task", "step", unique=True),)
+class TrialColumns:
+    """What the tables of trials share: one scored candidate."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id))
-    task: Mapped[str]
     step: Mapped[int]
     n_layers: Mapped[int]
     skip_attn: Mapped[list[int]] = mapped_column(JSON)
@@ -355,6 +350,38 @@ class TrialRow(Base):
     seed: Mapped[int] = mapped_column(BigInteger)
     adopted: Mapped[bool]
     seconds: Mapped[float]
+
+
+class TrialRow(TrialColumns, Base):
+    """One scored candidate of a job's task."""
+
+    __tablename__ = "swiftopt_trials"
+    __table_args__ = (Index(None, "job_id", "task", "step", unique=True),)
+
+    job_id: Mapped[str] = mapped_column(ForeignKey(JobRow.id))
+    task: Mapped[str]
+
+
+class ServedSearchRow(Base):
+    """A search beside the requests of a served model's task."""
+
+    __tablename__ = "swiftopt_served_searches"
+    __table_args__ = (Index(None, "fingerprint", "task"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str]
+    model: Mapped[str] = mapped_column("model_name")
+    task: Mapped[str]
+    created_at: Mapped[str]
+
+
+class ServedTrialRow(TrialColumns, Base):
+    """One scored candidate of a served model's search."""
+
+    __tablename__ = "swiftopt_served_trials"
+    __table_args__ = (Index(None, "search_id", "step", unique=True),)
+
+    search_id: Mapped[str] = mapped_column(ForeignKey(ServedSearchRow.id))
 
 
 # --- conversion between records and rows
@@ -394,8 +421,8 @@ def to_record(kind: type[Record], row: Any, **further_fields: Any) -> Record:
     Raises: StoreError: as `reading`.
     """
     with reading(type(row), row.id):
-        if isinstance(row, LayerSetRow | TrialRow):
-            n_layers = row.n_layers if isinstance(row, TrialRow) else row.owner.n_layers
+        if isinstance(row, LayerSetRow | TrialColumns):
+            n_layers = row.n_layers if isinstance(row, TrialColumns) else row.owner.n_layers
             skipped = frozenset(row.skip_attn), frozenset(row.skip_mlp)
             further_fields["layer_set"] = LayerSet(n_layers, *skipped, tuple(row.quantised.items()))
         names = {column.name for column in fields(kind)} - further_fields.keys()  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,14 +40,17 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
 from ..store import Store
+from .background import BackgroundQueries
 from .generate import GrowingText, log_round
 from .job import with_retries
+from .kept_trials import KeptTrials
 from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
 from .served_task import RoundTimings, TaskTraffic
 
 DRAFT_FORMAT = "int4"
 LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a third of this time.
 SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the database.
+KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
 REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
 # Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
 MAX_TASKS = 64
@@ -86,50 +88,6 @@ class SwitchedDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         self._current.observe(outcome)
-
-
-class BackgroundQueries:
-    """Queries the database in a separate thread, in order; `take` processes the results in the decoding thread.
-
-    No round waits for a slow or unreachable database.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "traffic")
-        self._pending: dict[tuple[str, str], tuple[Future[Any], Callable[[Any], None]]] = {}
-        self._asked_at_s: dict[tuple[str, str], float] = {}
-
-    def ask(
-        self, query_name: str, task: str, run_query: Callable[[], T], take: Callable[[T], None], every_s: float = 0.0
-    ) -> None:
-        """Pass the result of `run_query` to `take`, unless the query is pending or ran less than `every_s` ago."""
-        query, now_s = (query_name, task), time.monotonic()
-        if query not in self._pending and now_s - self._asked_at_s.get(query, -math.inf) >= every_s:
-            self._asked_at_s[query] = now_s
-            self._pending[query] = self._pool.submit(run_query), take
-
-    def take(self) -> None:
-        """Pass on the available results; log a query that failed because the database was unreachable."""
-        for query, (future, take) in list(self._pending.items()):
-            if not future.done():
-                return
-            del self._pending[query]
-            try:
-                take(future.result())
-            except StoreError as error:
-                logger.warning("tuning=no %s task=%s reason=%r", *query, str(error))
-
-    def forget(self, task: str) -> None:
-        """Forget the times of a task's last queries."""
-        self._asked_at_s = {query: asked_s for query, asked_s in self._asked_at_s.items() if query[1] != task}
-
-    def close(self) -> None:
-        """Wait for the running query and for pending writes of versions; drop all other queries."""
-        for query, (future, _) in list(self._pending.items()):
-            if query[0] != "version" and future.cancel():
-                del self._pending[query]
-        self._pool.shutdown()
-        self.take()
 
 
 class ServedRequest:
@@ -244,6 +202,7 @@ class Traffic:
         # Task -> end of this replica's lease on its search, on the monotonic clock.
         self._leases: dict[str, float] = {}
         self._queries = BackgroundQueries()
+        self._kept_trials = KeptTrials(runtime.info.fingerprint, model)
         self._known_sets: tuple[KnownSet, ...] = ()
         if store is not None:
             self._known_sets = tuple(store.known_sets(runtime.info.fingerprint))
@@ -344,6 +303,15 @@ class Traffic:
             yield from task.search.score(context, prompt_id)
         finally:
             task.count_look(context.tally.optimise_s - search_before_s, expected_s)
+            self._keep_trials(task)
+
+    def _keep_trials(self, task: TaskTraffic) -> None:
+        """Store the trials of a task's search that are not stored yet, in the background."""
+        search, trials = self._kept_trials.unstored(task.name, task.search)
+        if self.store is not None and trials:
+            store_trials = partial(self.store.add_served_trials, search, trials)
+            mark = partial(self._kept_trials.mark, search, trials)
+            self._queries.ask("trials", task.name, store_trials, lambda _: mark(), KEEP_TRIALS_S)
 
     def _look_s(self, task: TaskTraffic, prompt_id: str) -> float:
         """Expected seconds of scoring candidates on a prompt, from measured costs."""
@@ -428,6 +396,7 @@ class Traffic:
         del self._tasks[task.name]
         self._leases.pop(task.name, None)
         self._queries.forget(task.name)
+        self._kept_trials.forget(task.name)
         return True
 
     def _look_up(self, store: Store, name: str) -> FoundPlan | None:
@@ -480,6 +449,11 @@ class Traffic:
         """End all searches, so that another replica can take them over."""
         self._queries.close()
         for task in self._tasks.values():
+            search, trials = self._kept_trials.unstored(task.name, task.search)
+            if self.store is not None and trials:
+                with suppress(StoreError):
+                    # The last trials are not worth waiting for a database that is away.
+                    self.store.add_served_trials(search, trials)
             task.search.close()
         if self.store is not None:
             with suppress(StoreError):

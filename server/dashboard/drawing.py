@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from markupsafe import Markup, escape
@@ -34,11 +34,19 @@ DOT, DIAMOND = "h0", "m0 -6l6 6l-6 6l-6 -6z"  # SVG paths. A dot is a line of le
 Point = tuple[float, float]
 
 
-def svg(kind: str, size: tuple[int, int], title: str, description: str, *elements: str, left_x: int = 0) -> Markup:
-    """Return an SVG of a width and height; `left_x` is the x of its left edge."""
+def svg(
+    kind: str,
+    size: tuple[int, int],
+    title: str,
+    description: str,
+    *elements: str,
+    left_x: int = 0,
+    role: str = "img",
+) -> Markup:
+    """Return an SVG of a width and height; `left_x` is the x of its left edge. One with links has the role "group"."""
     width, height = size
     return Markup(
-        f'<svg class="{kind}" role="img" viewBox="{left_x} 0 {width} {height}" width="{width}" height="{height}">'
+        f'<svg class="{kind}" role="{role}" viewBox="{left_x} 0 {width} {height}" width="{width}" height="{height}">'
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc>{''.join(elements)}</svg>"
     )
 
@@ -146,18 +154,21 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
     return svg("map", size, title, description, *paths, grid.labels, legend, path("differs", frames), left_x=-1)
 
 
-def share_map(n_layers: int, shares: dict[str, list[float]], title: str) -> Markup:
-    """Draw a bar per sub-layer, attention above MLP, as high as its share (0 to 1)."""
+def bar_map(n_layers: int, bars: Mapping[Kind, Sequence[float]], title: str, words: str, high: float) -> Markup:
+    """Draw a bar per sub-layer, attention above MLP, as high as its value (0 to 1).
+
+    `words` say in the description what it is to have a value of `high` or more.
+    """
     grid = LayerGrid(n_layers, BAR + 6, BAR // 2 + 4)
-    frames, bars, sentences = [], [], []
+    frames, filled_bars, sentences = [], [], []
     for row, (kind, name) in enumerate(KINDS.items()):
-        for i, share in enumerate(shares[kind]):
-            (x, y), height = grid.at(row, i), round(BAR * share, 1)
+        for i, value in enumerate(bars[kind]):
+            (x, y), height = grid.at(row, i), round(BAR * value, 1)
             frames.append(f"M{x} {y}h18v{BAR}h-18z")
-            bars.append(f"M{x} {y + BAR}h18v{-height}h-18z" if height else "")
-        skipped_often = [i for i, share in enumerate(shares[kind]) if share >= 0.5]
-        sentences.append(f"{name} left out in at least half of them: {spans(skipped_often) or 'none'}.")
-    size, elements = (grid.width, grid.height), (path("kept", frames), path("bar", bars), grid.labels)
+            filled_bars.append(f"M{x} {y + BAR}h18v{-height}h-18z" if height else "")
+        high_layers = [i for i, value in enumerate(bars[kind]) if value >= high]
+        sentences.append(f"{name[0].upper()}{name[1:]}: {words}: {spans(high_layers) or 'none'}.")
+    size, elements = (grid.width, grid.height), (path("kept", frames), path("bar", filled_bars), grid.labels)
     return svg("map", size, title, " ".join(sentences), *elements, left_x=-1)
 
 
@@ -211,9 +222,11 @@ class Plot:
         xs, ys = zip(*points, strict=True)
         self._x_range, (low, high) = _with_margin(xs) if times is None else times, _with_margin(ys)
         self._y_range = low if bottom is None else bottom, high if max(ys) > top else min(high, top)
+        self._is_counted = all(x == round(x) for x in xs)  # Between numbers of trials there is nothing to label.
         self._has_times, self._width = times is not None, width
         self._paths: list[str] = []
         self._keys: list[str] = []
+        self._has_links = False
 
     def _at(self, point: Point) -> str:
         (x_low, x_high), (y_low, y_high) = self._x_range, self._y_range
@@ -224,6 +237,18 @@ class Plot:
     def marks(self, name: str, points: Iterable[Point], mark_path: str) -> None:
         """Add a mark, a path of its own, at each point."""
         self._paths.append(path(name, (f"M{self._at(point)}{mark_path}" for point in points)))
+
+    def links(
+        self, name: str, points: Sequence[Point], mark_path: str, links: Sequence[str], titles: Sequence[str]
+    ) -> None:
+        """Add a mark at each point that leads to an address. The keyboard has tables for that: Tab passes them by."""
+        self._has_links = self._has_links or bool(points)
+        for point, link, title in zip(points, links, titles, strict=True):
+            x, _, y = (at := self._at(point)).partition(" ")
+            # A line of length 0 has no area that a pointer could be over.
+            is_dot = mark_path == DOT
+            mark = f'<circle class="{name}" cx="{x}" cy="{y}" r="4"/>' if is_dot else path(name, [f"M{at}{mark_path}"])
+            self._paths.append(f'<a href="{escape(link)}" tabindex="-1" aria-label="{escape(title)}">{mark}</a>')
 
     def line(self, name: str, points: Sequence[Point], ending: str = "") -> None:
         """Add a line; with the end "z" the area that it encloses."""
@@ -249,6 +274,8 @@ class Plot:
             lines.append(f"M{LEFT} {y}H{self._width - RIGHT}")
             labels.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
         for tick in (clock_ticks if self._has_times else ticks)(*self._x_range):
+            if self._is_counted and tick != round(tick):
+                continue
             x = self._at((tick, self._y_range[0])).partition(" ")[0]
             words = clock_words(tick) if self._has_times else f"{tick:.6g}"
             labels.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(words)}</text>')
@@ -257,7 +284,8 @@ class Plot:
         rotation = f'text-anchor="middle" transform="rotate(-90 12 {middle_y})"'
         labels.append(f'<text x="12" y="{middle_y}" {rotation}>{escape(self._y_label)}</text>')
         size, axis = (self._width, HEIGHT), path("axis", lines)
-        return svg("graph", size, self._title, self._description, axis, *self._paths, *labels)
+        role = "group" if self._has_links else "img"
+        return svg("graph", size, self._title, self._description, axis, *self._paths, *labels, role=role)
 
 
 def _with_margin(values: Sequence[float]) -> Point:

@@ -16,7 +16,7 @@ import pytest
 from api import Served, serving
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
-from searched import fill, searching, trials
+from searched import MODEL, fill, searching, trials
 from tiny_files import save
 
 from swiftopt.core.events import TrialsDone
@@ -24,6 +24,7 @@ from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.types import LayerSet
 from swiftopt.server.dashboard import PAGES
 from swiftopt.store import Store
+from swiftopt.store.served_trials import ServedSearch
 
 CHROMIUM = shutil.which("chromium")
 WIDTHS = (360, 1280, 1920)
@@ -339,6 +340,25 @@ def test_search_follows_its_job(browser: Browser, server: Served) -> None:
             tab.page.wait_for_selector(".figures dd:text-is('25')")
             store.jobs.end(lease, "succeeded")
             tab.page.wait_for_selector(".figures dd:text-is('succeeded')")
+
+
+def test_dot_leads_to_its_trial_and_searches_compare(browser: Browser, server: Served) -> None:
+    with Store.open(str(server.log.parent / "a.db")) as store:
+        store.add_served_trials(ServedSearch("served", MODEL.fingerprint, "tiny", "code", "2026"), trials(30))
+    with Tab(browser, server) as tab:
+        page = tab.page
+        page.goto("/searches?task=code&kind=job&sort=trials")
+        page.locator("tbody tr").first.get_by_role("link").click()
+        page.get_by_label("Trial 7").first.click()
+        expect(page.get_by_role("heading", name="Trial 7")).to_be_visible()
+        expect(page.get_by_role("img", name="Layer map of trial 7")).to_be_visible()
+        page.get_by_role("link", name="Trial 8", exact=True).last.click()
+        expect(page.get_by_role("heading", name="Trial 8")).to_be_visible()
+        sound(page)
+        page.goto("/searches")
+        page.get_by_role("button", name="Compare the searches").click()
+        expect(page.get_by_role("img", name="Layer map of trial")).to_have_count(2)
+        sound(page)
 
 
 # --- playground

@@ -631,3 +631,21 @@ def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     assert shown is not None and shown.quality == "refined" and shown.pass_s == traffic.costs.at().target_pass_s(1)
     traffic.close()
     assert after in store.cost_profiles(after.fingerprint)
+
+
+def test_trials_of_served_requests_are_stored_and_a_new_search_of_the_task_is_another(
+    model: swiftopt.Model, store: Store
+) -> None:
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    answers(traffic, model.runtime, "code")
+    await_answers(traffic)
+    n_tried = len(traffic.task("code").search.trials)
+    traffic.close()
+    (found,) = store.served_searches()
+    assert n_tried == found.n_trials > 0 and (found.model, found.task) == ("tiny", "code")
+    again = Traffic("tiny", model.runtime, store, SETTINGS)
+    answers(again, model.runtime, "code")
+    again.close()
+    assert (
+        len(store.served_searches()) == 2 and store.fingerprint_of_search(found.job) == model.runtime.info.fingerprint
+    )

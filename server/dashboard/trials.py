@@ -1,0 +1,266 @@
+"""What pages show of a search's trials: charts whose dots lead to a trial, sub-layers that matter, a sorted table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import Query
+from markupsafe import Markup
+
+from ...core.types import KINDS, Kind, origin_words
+from ...store.results import Tried
+from .drawing import DIAMOND, DOT, Plot, Point, bar_map, layer_map, map_words, spans
+
+MOST_DOTS = 400  # Trials above which a chart shows a band instead of dots.
+MOST_ADOPTED = 80  # Adopted trials that a chart marks, the newest.
+N_GROUPS = 160  # Most groups of trials in a band.
+PER_PAGE = 20  # Rows of the table of trials.
+
+Order = Literal["score", "matchness", "newest", "oldest"]
+ORDERS: dict[Order, Callable[[Tried], float]] = {
+    "score": lambda trial: -trial.score,
+    "matchness": lambda trial: -trial.matchness,
+    "newest": lambda trial: -trial.step,
+    "oldest": lambda trial: trial.step,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrialQuery:
+    """Which trials a page lists, in which order, and which of them it shows whole."""
+
+    task: str | None = None
+    sort: Order = "score"
+    origin: str = ""
+    adopted: bool = False
+    page: int = 1
+    trial: int | None = None
+
+    def address(self, **changes: object) -> str:
+        """Return the query of an address, with changes; what has its default is left out."""
+        defaults = TrialQuery()
+        values = {name: changes.get(name, getattr(self, name)) for name in self.__slots__}
+        return urlencode(
+            {name: value for name, value in values.items() if value is not None and value != getattr(defaults, name)}
+        )
+
+
+Text = Annotated[str, Query(max_length=200)]
+
+
+def trial_query(
+    task: Annotated[str | None, Query(min_length=1)] = None,
+    sort: Order = "score",
+    origin: Text = "",
+    adopted: bool = False,
+    page: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
+    trial: Annotated[int | None, Query(ge=0, le=2**62)] = None,
+) -> TrialQuery:
+    """Return the query of a request."""
+    return TrialQuery(task, sort, origin, adopted, page, trial)
+
+
+# --- charts
+
+
+def trial_chart(
+    trials: Sequence[Tried],
+    label: str,
+    value_of: Callable[[Tried], float],
+    top: float = math.inf,
+    query: TrialQuery | None = None,
+) -> Markup:
+    """Draw a figure over the trials' numbers, with the best value so far and the adopted sets.
+
+    Args: top: as of `Plot`. query: of the page whose dots lead to their trials; None: they lead nowhere.
+    """
+    points = [(float(trial.step), value_of(trial)) for trial in trials]
+    best: list[Point] = []
+    for step, figure in points:
+        if not best or figure > best[-1][1]:
+            best.append((step, figure))
+    last_point, best_point = points[-1], best[-1]
+    description = (
+        f"{len(points)} trials; the highest is {best_point[1]:.3g}, of trial {best_point[0]:.0f};"
+        f" the last is {last_point[1]:.3g}."
+    )
+    plot = Plot(f"{label} by trial", description, "trial", label, points, top)
+    if len(points) <= MOST_DOTS:
+        mark(plot, "dots", trials, points, DOT, query)
+    else:
+        size = -(-len(points) // N_GROUPS)
+        groups = [points[i : i + size] for i in range(0, len(points), size)]
+        middles = [(group[0][0] + group[-1][0]) / 2 for group in groups]
+        values = [[figure for _, figure in group] for group in groups]
+        lowest, highest = (list(zip(middles, map(extreme, values), strict=True)) for extreme in (min, max))
+        plot.line("band", [*lowest, *reversed(highest)], "z")
+        plot.line("mean", [(x, sum(trial) / len(trial)) for x, trial in zip(middles, values, strict=True)])
+    plot.steps("best", [*best[:: -(-len(best) // MOST_DOTS)], (last_point[0], best_point[1])])
+    adopted = [trial for trial in trials if trial.adopted][-MOST_ADOPTED:]
+    mark(plot, "adopted", adopted, [(float(trial.step), value_of(trial)) for trial in adopted], DIAMOND, query)
+    return plot.draw()
+
+
+def mark(
+    plot: Plot,
+    name: str,
+    trials: Sequence[Tried],
+    points: Sequence[Point],
+    mark_path: str,
+    query: TrialQuery | None,
+) -> None:
+    """Mark each trial at its point; with a query the marks lead to their trials, unless there are very many."""
+    if query is None or len(trials) > MOST_DOTS:
+        plot.marks(name, points, mark_path)
+        return
+    links = [f"?{query.address(trial=trial.step, page=1)}#trial" for trial in trials]
+    plot.links(name, points, mark_path, links, [f"Trial {trial.step}" for trial in trials])
+
+
+# --- sub-layers
+
+
+def skip_shares(trials: Sequence[Tried]) -> dict[Kind, list[float]]:
+    """Return per sub-layer the share of trials that skipped it."""
+    shares: dict[Kind, list[float]] = {}
+    texts_by_kind: dict[Kind, Counter[str]] = {
+        "attn": Counter(trial.skip_attn for trial in trials),
+        "mlp": Counter(trial.skip_mlp for trial in trials),
+    }
+    for kind, texts in texts_by_kind.items():
+        counts = [0] * trials[0].n_layers
+        for text, n in texts.items():
+            for layer in _layers(text, len(counts)):
+                counts[layer] += n
+        shares[kind] = [count / len(trials) for count in counts]
+    return shares
+
+
+def _layers(text: str, n_layers: int) -> Iterator[int]:
+    """Yield the layers of a JSON list; ignore invalid ones, of trials that were edited by hand."""
+    return (layer for layer in json.loads(text) if type(layer) is int and 0 <= layer < n_layers)
+
+
+def importance(trials: Sequence[Tried]) -> dict[Kind, list[float | None]]:
+    """Return per sub-layer what leaving it out costs in matchness; None: it was always, or never, left out.
+
+    It is the mean matchness of trials that keep it - that of trials that do not, among trials that leave out as many
+    sub-layers: sets that leave out more have lower matchness whichever these are. The differences are weighted by
+    n·m / (n + m), as a regression with a constant per number does.
+    """
+    n_layers = trials[0].n_layers
+    parsed: dict[tuple[str, str], list[tuple[Kind, int]]] = {}
+    totals: dict[int, list[float]] = {}  # Number of sub-layers left out -> trials, sum of their matchness.
+    skipped: dict[tuple[int, Kind, int], list[float]] = {}  # The same of the trials that left a sub-layer out.
+    for trial in trials:
+        key = trial.skip_attn, trial.skip_mlp
+        if (parts := parsed.get(key)) is None:
+            texts: tuple[tuple[Kind, str], ...] = (("attn", key[0]), ("mlp", key[1]))
+            parts = parsed[key] = [(kind, layer) for kind, text in texts for layer in _layers(text, n_layers)]
+        of_number = totals.setdefault(len(parts), [0.0, 0.0])
+        of_number[0] += 1
+        of_number[1] += trial.matchness
+        for part in parts:
+            of_part = skipped.setdefault((len(parts), *part), [0.0, 0.0])
+            of_part[0] += 1
+            of_part[1] += trial.matchness
+    sums: dict[tuple[Kind, int], list[float]] = {}
+    for (number, kind, layer), (n_without, sum_without) in skipped.items():
+        n_with = totals[number][0] - n_without
+        if n_with:
+            weight = n_with * n_without / (n_with + n_without)
+            difference = (totals[number][1] - sum_without) / n_with - sum_without / n_without
+            of_part = sums.setdefault((kind, layer), [0.0, 0.0])
+            of_part[0] += weight
+            of_part[1] += weight * difference
+    return {kind: [_mean(sums.get((kind, layer))) for layer in range(n_layers)] for kind in KINDS}
+
+
+def _mean(weight_and_sum: list[float] | None) -> float | None:
+    return weight_and_sum[1] / weight_and_sum[0] if weight_and_sum else None
+
+
+def skipped_words(trial: Tried) -> tuple[str, str]:
+    """Return the layers whose attention and whose MLP a trial left out, in words."""
+    layer_set = trial.layer_set
+    return spans(layer_set.skip_attn) or "none", spans(layer_set.skip_mlp) or "none"
+
+
+# --- values of the page
+
+
+def figures_of(trials: Sequence[Tried], label: str) -> list[tuple[str, str]]:
+    """Return the figures of a search, each with its name; `label` is that of its score."""
+    return [
+        ("Trials", f"{len(trials):,}"),
+        ("Adopted", f"{sum(trial.adopted for trial in trials):,}"),
+        (f"Best {label}", f"{max(trial.score for trial in trials):.2f}"),
+        ("Best matchness", f"{max(trial.matchness for trial in trials):.2f}"),
+    ]
+
+
+def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery) -> dict[str, Any]:
+    """Return the values of the trials' charts and table; `label` names their score."""
+    best_tenth = sorted(trials, key=lambda trial: -trial.score)[: -(-len(trials) // 10)]
+    shares, weights = skip_shares(best_tenth), importance(trials)
+    chosen = [
+        trial
+        for trial in sorted(trials, key=ORDERS[query.sort])
+        if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)
+    ]
+    listed = chosen[(query.page - 1) * PER_PAGE : query.page * PER_PAGE]
+    title = f"How often each sub-layer was left out in the best {len(best_tenth)} of {len(trials)} trials"
+    return {
+        "query": query,
+        "charts": [
+            trial_chart(trials, "matchness", lambda trial: trial.matchness, 1.0, query),
+            trial_chart(trials, label, lambda trial: trial.score, query=query),
+        ],
+        "is_band": len(trials) > MOST_DOTS,
+        "rows": [(trial, *skipped_words(trial)) for trial in listed],
+        "n_chosen": len(chosen),
+        "n_pages": max(1, -(-len(chosen) // PER_PAGE)),
+        "origins": [(name, origin_words(name)) for name in sorted({trial.origin for trial in trials})],
+        "orders": list(ORDERS),
+        "shares": shares,
+        "share_map": bar_map(trials[0].n_layers, shares, title, "left out in at least half of them", 0.5),
+        "importance": weights,
+        "importance_map": importance_map(trials[0].n_layers, weights),
+        "n_best": len(best_tenth),
+        "seconds": sum(trial.seconds for trial in trials),
+        "figures": figures_of(trials, label),
+        **shown_trial(trials, query.trial),
+    }
+
+
+def importance_map(n_layers: int, weights: dict[Kind, list[float | None]]) -> Markup:
+    """Draw what leaving out each sub-layer costs, the dearest as a full bar."""
+    dearest = max((value for values in weights.values() for value in values if value is not None), default=0.0)
+    bars = {
+        kind: [max(0.0, value or 0.0) / dearest if dearest > 0 else 0.0 for value in values]
+        for kind, values in weights.items()
+    }
+    return bar_map(n_layers, bars, "What leaving out each sub-layer costs", "half the dearest or more", 0.5)
+
+
+def shown_trial(trials: Sequence[Tried], step: int | None) -> dict[str, Any]:
+    """Return the values of the trial that is shown whole, and its neighbours; None: none is."""
+    at = next((i for i, trial in enumerate(trials) if trial.step == step), None) if step is not None else None
+    if at is None:
+        return {"trial": None, "missing": step}
+    trial = trials[at]
+    layer_set = trial.layer_set
+    return {
+        "trial": trial,
+        "missing": None,
+        "trial_map": layer_map(layer_set, f"Layer map of trial {trial.step}"),
+        "trial_words": map_words(layer_set),
+        "before": trials[at - 1].step if at else None,
+        "after": trials[at + 1].step if at + 1 < len(trials) else None,
+    }
