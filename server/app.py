@@ -26,7 +26,7 @@ from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
 from ..store import Store
 from ..worker.queue import JobService, Reconciler, RedisQueue
-from .dashboard import jobs, overview, pages_for_browsers, plans, playground, requests, searches, traffic
+from .dashboard import jobs, overview, pages_for_browsers, plans, playground, requests, searches, terms, traffic
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
 from .lookups import LookupCache, find_plan
@@ -37,7 +37,7 @@ from .storage import StorageCheck
 from .tracing import provider_from_environment, shut_down
 from .transport import TransportMiddleware
 
-PAGES = (overview, requests, plans, searches, jobs, traffic, playground)
+PAGES = (overview, requests, plans, searches, jobs, traffic, playground, terms)
 BACKLOG = 1024
 CLIENT_STALL_TIMEOUT_S = 120  # Close a connection whose client reads nothing for this long.
 # Interval at which threads yield to the event loop. Python's 5 ms would be half of a look-up's time limit.

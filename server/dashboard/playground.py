@@ -34,6 +34,8 @@ MOST_TRIES = 32  # Most playground runs in memory.
 MOST_TOKENS = 1024  # Most tokens of a completion in the playground.
 PERIOD_S = 0.2  # Seconds between two updates of a running completion.
 DEFAULT_FIELDS = {"form": "chat", "tokens": "128", "temperature": "0"}  # Default values of the playground's form.
+OF = " of "  # Between the version and the task of a plan that is chosen.
+MOST_VERSIONS = 200  # Most stored versions that the form offers.
 PLANS = ("adaptive", "prompt-lookup", "swift")  # Methods that the form suggests besides stored versions.
 SOURCES: Mapping[TokenSource, str] = {
     "target": "the model itself",
@@ -174,11 +176,16 @@ def request_of(form_fields: Mapping[str, str], previous: Try | None) -> Completi
     """
     if not form_fields["prompt"].strip():
         raise InvalidInput("the prompt is empty: write something to go on with", "prompt")
-    plan, task = form_fields["plan"].strip(), None
+    plan, of, task_of_plan = form_fields["plan"].strip().partition(OF)
+    task = None
     try:
         task = TaskName.validate_python(form_fields["task"]) if form_fields["task"].strip() else None
     except ValidationError:
         raise InvalidInput("the task is no name of one: leave out slashes, and keep it short", "task") from None
+    if of and task not in (None, task_of_plan):
+        problem = f"version {plan} is of the task {task_of_plan!r}, not of {task!r}: choose that task, or none"
+        raise InvalidInput(problem, "plan")
+    task = task_of_plan if of else task
     version = int(plan) if plan.isascii() and plan.isdecimal() and len(plan) < 10 else None
     method = None if plan in ("", "best") or version is not None else plan
     tokens, temperature = _number(form_fields, "tokens", 1, MOST_TOKENS), _number(form_fields, "temperature", 0, 10)
@@ -210,19 +217,30 @@ def _number(form_fields: Mapping[str, str], name: str, lowest: int, highest: int
 
 
 async def form_values(app: State, form_fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the form: its texts, and suggestions."""
+    """Return the values of the form: its texts, and what may be chosen."""
     tasks = {task.task for engine in app.engines.of.values() for task in engine.tuning.tasks}
     engine = app.engines.of.get(form_fields["model"])
-    versions: list[int] = []
-    if engine is not None and engine.about is not None and form_fields["task"]:
-        fingerprint = engine.about.fingerprint
+    versions: list[str] = []
+    if engine is not None and engine.about is not None:
         try:
-            stored_versions = await run_in_threadpool(app.store.plan_versions, fingerprint, form_fields["task"])
-            versions = [plan_version.version for plan_version in stored_versions]
+            stored = await run_in_threadpool(app.store.plan_versions, engine.about.fingerprint)
         except (StoreError, InvalidInput):
-            # Ignore errors: the names are only suggestions.
-            pass
-    return {"typed": form_fields, "models": list(app.engines.of), "tasks": sorted(tasks), "plans": [*versions, *PLANS]}
+            stored = []  # Without the database there are fewer plans to choose from.
+        versions = [f"{plan_version.version}{OF}{plan_version.task}" for plan_version in stored[:MOST_VERSIONS]]
+        tasks |= {plan_version.task for plan_version in stored}
+    plans = {**{name: f"version {name}" for name in versions}, **{name: f"the method {name}" for name in PLANS}}
+    # What an address asks for may be chosen, too.
+    if (plan := form_fields["plan"]) and plan not in plans:
+        plans[plan] = plan
+    tasks |= {form_fields["task"]} - {""}
+    return {
+        "typed": form_fields,
+        "models": list(app.engines.of),
+        "tasks": [(task, task) for task in sorted(tasks)],
+        "plans": list(plans.items()),
+        "ready": engine is None or engine.about is not None,
+        "state": "" if engine is None else engine.state,
+    }
 
 
 def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str]:
@@ -235,7 +253,9 @@ def _read_form(submitted_fields: Mapping[str, Any], app: State) -> dict[str, str
         and (engine := app.engines.of.get(str(submitted_fields.get("model", model)))) is not None
     ):
         defaults["form"] = "chat" if engine.about is not None and engine.about.has_chats else "text"
-    return defaults | {name: str(submitted_fields[name]) for name in names if name in submitted_fields}
+    form_fields = defaults | {name: str(submitted_fields[name]) for name in names if name in submitted_fields}
+    plan, task = form_fields["plan"], form_fields["task"]
+    return {**form_fields, "plan": f"{plan}{OF}{task}" if plan.isdecimal() and task else plan}
 
 
 def _try_of(app: State, session: DashboardSession, number: str) -> Try:

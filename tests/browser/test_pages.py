@@ -94,7 +94,7 @@ class Tab:
             assert not self.wrong, self.wrong
 
 
-ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new", OF_PLANS, COMPARED]
+ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new", "/terms", OF_PLANS, COMPARED]
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -402,11 +402,13 @@ def test_playground_works_without_scripts_and_stops(browser: Browser, server: Se
         page.click("button:has-text('Decode both ways')")
         expect(page.get_by_role("alert")).to_contain_text("tokens is 'none'")
         tab.wrong.clear()  # the browser notes the status 400
-        page.fill("#plan", "no-such-method")
+        page.goto("/playground?plan=no-such-method")
+        page.select_option("#form", "text")
+        page.fill("#prompt", "w3")
         page.fill("#tokens", "16")
         page.click("button:has-text('Decode both ways')")
         page.wait_for_selector("[role=alert]:has-text('no-such-method')")
-        page.fill("#plan", "")
+        page.select_option("#plan", "")
         page.fill("#tokens", "200")
         with ThreadPoolExecutor(48) as others:  # that keep the engine busy
             for _ in range(48):

@@ -1,0 +1,148 @@
+"""What pages say can be done or looked up works: terms lead to their sentence, commands parse, choices are offered."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import click
+import pytest
+from api import client_of
+from fakes import READY
+from searched import MODEL, fill
+from starlette.testclient import TestClient
+
+import swiftopt
+from swiftopt.cli.main import swiftopt as program
+from swiftopt.core.errors import InvalidInput
+from swiftopt.core.requests import ServedModel
+from swiftopt.server.app import create_app
+from swiftopt.server.dashboard.playground import request_of
+from swiftopt.server.dashboard.terms import LABELS, TERMS, explained, slug
+from swiftopt.server.engines import Engines
+from swiftopt.server.settings import ServerSettings
+from swiftopt.store import Store
+from swiftopt.worker.queue import JobService
+
+SERVER = Path(swiftopt.__file__).parent / "server"
+TYPED = {"prompt": "p", "plan": "", "task": "", "form": "text", "tokens": "5", "temperature": "0"}
+BROWSER = {"Accept": "text/html"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "a.db")) as opened:
+        yield opened
+
+
+def test_each_term_has_one_sentence_and_a_place_on_the_page(store: Store) -> None:
+    page = unescape(client_of(store).get("/terms").text)
+    assert len({slug(term) for term in TERMS}) == len(TERMS) and set(LABELS.values()) <= set(TERMS)
+    for term, sentence in TERMS.items():
+        assert f'<div id="{slug(term)}"><dt><dfn>{term}</dfn></dt><dd>{sentence}</dd>' in page
+        assert sentence.endswith(".") and len(sentence) < 120
+
+
+def test_headings_and_figures_lead_to_their_terms(store: Store) -> None:
+    assert explained("Device") == "Device" and explained("<b>") == "&lt;b&gt;"
+    assert explained("α").startswith('<a class="term" href="/terms#acceptance-rate" title="Accepted draft tokens')
+    job = fill(store)
+    client = client_of(store)
+    for path, labels in (
+        ("/plans", ("Ratio to plain", "α", "M", "Verdict")),
+        (f"/searches/{job}", ("Best matchness", "Score", "Adopted", "Trial")),
+        ("/plans/task?model=m&task=code", ("Interval", "Version")),
+    ):
+        page = unescape(client.get(path).text)
+        for label in labels:
+            assert re.search(rf'<a class="term" href="/terms#[a-z-]+" title="[^"]+">{label}</a>', page), (path, label)
+    targets = {slug(term) for term in TERMS}
+    assert set(re.findall(r'href="/terms#([^"]+)"', page)) <= targets
+
+
+def commands() -> list[tuple[str, str]]:
+    """(file, command) of every `swiftopt …` that a page or a sentence of the server names; docstrings are left out."""
+    found = []
+    for path in sorted([*SERVER.rglob("*.html"), *SERVER.rglob("*.py")]):
+        text = re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        codes = re.findall(r"(?:<code>|`)(swiftopt [a-z][^`<]*?)(?:</code>|`)", text)
+        found += [(path.name, unescape(code)) for code in codes]
+    return found
+
+
+def test_pages_name_commands() -> None:
+    assert {path for path, _ in commands()} >= {"plans_part.html", "searches_part.html", "login.html", "engines.py"}
+
+
+@pytest.mark.parametrize(("where", "line"), commands())
+def test_command_that_a_page_names_parses(
+    where: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command line's own parser has it; FILE is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text('{"prompt": "a"}\n')
+    command: click.Command = program
+    words, context = shlex.split(line)[1:], click.Context(program)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words[0])
+        assert found is not None, f"{where}: no command {words[0]}"
+        command, words = found, words[1:]
+        context = click.Context(command, parent=context)
+    command.parse_args(context, words)
+
+
+def test_addresses_that_are_unknown_get_a_page(store: Store) -> None:
+    client = client_of(store)
+    for path in ("/none", "/plans/none", "/jobs/none", "/static/none", "/requests/none", "/playground/none"):
+        found = client.get(path, headers=BROWSER)
+        assert found.status_code == 404 and found.headers["content-type"].startswith("text/html"), path
+        assert 'role="alert"' in found.text and 'href="/"' in found.text
+
+
+# --- the playground's choices
+
+
+def served(store: Store, is_loaded: bool = True) -> TestClient:
+    engines = Engines([ServedModel("m", "m")])
+    if is_loaded:
+        engines.of["m"].about = replace(READY, fingerprint=MODEL.fingerprint)
+    return TestClient(create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines))
+
+
+def test_playground_offers_tasks_versions_and_methods(store: Store) -> None:
+    fill(store)
+    page = unescape(served(store).get("/playground").text)
+    assert re.search(r'<select id="task".*?<option value="code">code</option>', page)
+    for value in ("3 of code", "2 of code", "1 of code", "prompt-lookup"):
+        assert f'<option value="{value}">' in page
+    linked = unescape(served(store).get("/playground?plan=2&task=code&model=m").text)
+    assert '<option value="2 of code" selected>' in linked and '<option value="code" selected>' in linked
+    assert '<option value="none" selected>none</option>' in unescape(served(store).get("/playground?plan=none").text)
+
+
+def test_playground_has_no_button_while_the_model_is_loaded(store: Store) -> None:
+    loading, ready = (served(store, is_loaded).get("/playground").text for is_loaded in (False, True))
+    assert "Decode both ways" not in loading and "cannot decode now: it is loading the model" in loading
+    assert "Decode both ways" in ready and "cannot decode now" not in ready
+
+
+def test_version_that_is_chosen_names_its_task() -> None:
+    asked = request_of({**TYPED, "plan": "3 of code"}, None)
+    assert (asked.version, asked.task, asked.method) == (3, "code", None)
+    assert request_of({**TYPED, "plan": "3 of code", "task": "code"}, None).version == 3
+    with pytest.raises(InvalidInput, match="version 3 is of the task 'code', not of 'notes'") as error:
+        request_of({**TYPED, "plan": "3 of code", "task": "notes"}, None)
+    assert error.value.param == "plan"
+
+
+def test_no_button_of_a_page_is_there_without_effect(store: Store) -> None:
+    job = fill(store)
+    client = client_of(store)
+    for path in ("/plans/task?model=m&task=code", f"/jobs/{job}", "/jobs/new", f"/jobs/{job}/cancel", "/playground"):
+        page = client.get(path).text
+        assert "disabled" not in page, path
+    assert "Cancel the job" not in client.get(f"/jobs/{job}/cancel").text, "it has ended"
