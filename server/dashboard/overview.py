@@ -11,7 +11,7 @@ from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 
 from ...core.errors import StoreError
-from ..metrics import Period
+from ..metrics import History, Period
 from ..middleware import Shared, State
 from ..operation import redis_state
 from . import LIVE_S, pages, shown_page
@@ -89,6 +89,16 @@ def speed_chart(periods: Sequence[Period]) -> Markup | None:
     return plot.draw()
 
 
+def recent_periods(history: History) -> list[Period]:
+    """Return the last hour that has data, in periods of 10 s where ten minutes have all of it, else of a minute."""
+    minutes, hour = (periods_with_data(history, SPANS[span], POINTS) for span in ("10 minutes", "1 hour"))
+    return minutes if _requests(minutes) == _requests(hour) else hour
+
+
+def _requests(periods: Sequence[Period]) -> int:
+    return sum(period.requests for period in periods)
+
+
 def stretches(points: Sequence[Point], step: float) -> list[list[Point]]:
     """Return runs of points that follow one another at a distance of one step: between others nothing was measured."""
     runs: list[list[Point]] = []
@@ -109,7 +119,7 @@ async def overview(app: Shared) -> dict[str, Any]:
     job_counts, problem = jobs
     redis_problem = "" if redis in ("ok", "not configured") else f"Redis is {redis}"
     tasks = [task for engine_state in engine_states for task in engine_state.tuning.tasks]
-    periods = periods_with_data(app.engines.metrics.history, SPANS["1 hour"], POINTS)
+    periods = recent_periods(app.engines.metrics.history)
     n_running = sum(
         min(engine_state.engine.n_requests, engine_state.engine.served.concurrency) for engine_state in engine_states
     )

@@ -93,6 +93,9 @@ class Side:
             case AnswerDone(decoded_with=method, version=version):
                 self.decoded_with = method + (f", version {version}" if version else "")
                 self.completion = answer.completion
+                if answer.completion.finish_reason == "stop":
+                    # The token that ends a text is part of it, but whether it comes with other text depends on drafts.
+                    self.traced = self.traced[: answer.completion.n_tokens - 1]
 
     @property
     def tok_s(self) -> float | None:

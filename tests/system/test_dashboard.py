@@ -13,7 +13,7 @@ from fakes import READY
 from starlette.testclient import TestClient
 
 from swiftopt.core.errors import Busy, InvalidInput
-from swiftopt.core.messages import Decode, Steer, TracedPiece
+from swiftopt.core.messages import AnswerDone, AnswerText, Decode, Steer, TracedPiece
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.types import Completion, Timings
 from swiftopt.server.app import create_app
@@ -261,6 +261,15 @@ def test_halves_of_a_character_are_shown_as_one() -> None:
     assert [text for text, _, _ in side.tokens] == ["a", "", "€", "\ufffd"]
     assert [rejected for _, _, rejected in side.tokens] == ["", "\ufffd", "b", ""]
     assert side.by_source == [("the model itself", 1), ("its draft", 1), ("earlier text", 2)]
+
+
+def test_token_that_ends_a_text_is_shown_on_neither_side() -> None:
+    pieces: tuple[TracedPiece, ...] = (("a", "target", ()), ("<end>", "text", ()))
+    for traced in (pieces, pieces[:1]):  # It came with other text, or alone, and then is not sent.
+        side = Side("Plain", request_of(TYPED, None))
+        side._take(AnswerText(1, "a", 1, trace=traced))
+        side._take(AnswerDone(1, 0.0, "", Completion((5, 1), "a", "stop", "plain"), "plain", None, None))
+        assert [text for text, _, _ in side.tokens] == ["a"]
 
 
 def test_texts_that_differ_are_told_from_where() -> None:

@@ -21,7 +21,7 @@ from swiftopt.core.rounds import RequestRounds
 from swiftopt.core.types import Completion, LayerSet, Timings
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard.headline import ServedNow, headline, saved_share
-from swiftopt.server.dashboard.overview import alarms, speed_chart, stretches
+from swiftopt.server.dashboard.overview import alarms, recent_periods, speed_chart, stretches
 from swiftopt.server.dashboard.traffic import LEAST_POINTS, periods_with_data
 from swiftopt.server.engines import EngineProcess, Engines
 from swiftopt.server.metrics import History, Period
@@ -194,11 +194,13 @@ def test_hour_that_is_shown_is_the_one_that_has_data(monkeypatch: pytest.MonkeyP
     completion, rounds = ended((5, 1.0), (30, 2.0))
     history.add("a", "code", completion, 0.5, 3.5, rounds)
     only = periods_with_data(history, 3600, 60)
+    assert recent_periods(history)[1].at - recent_periods(history)[0].at == 10
     assert len(only) == LEAST_POINTS and only[-1].drafted_tok_s == 15.0 and only[-1].plain_tok_s == 5.0
     now += 1800
     history.add("a", "notes", completion, 0.5, 3.5, rounds)
     both = periods_with_data(history, 3600, 60)
     assert len(both) == 32 and [n for n, period in enumerate(both) if period.requests] == [1, 31]
+    assert recent_periods(history)[1].at - recent_periods(history)[0].at == 60, "ten minutes have not all of it"
     now += 2 * 3600
     earlier = periods_with_data(history, 3600, 60, "a", "code")
     assert earlier[-1].requests == 1 and earlier[-1].at < now - 2.4 * 3600, "the hour ends with its last request"
