@@ -261,9 +261,8 @@ class Plot:
         self.line(name, [*step_points, *points[-1:]])
 
     def key(self, name: str, words: str) -> None:
-        """Say in the chart's upper corner what a line is."""
-        y, n_before = TOP + 10, len(self._keys)
-        x = LEFT + 14 + 110 * n_before
+        """Say below the x axis, in place of its label, what a line is."""
+        x, y = LEFT + 110 * len(self._keys), HEIGHT - 10
         self._keys.append(f'{path(name, [f"M{x} {y}h24"])}<text x="{x + 30}" y="{y + 4}">{escape(words)}</text>')
 
     def draw(self) -> Markup:
