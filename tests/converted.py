@@ -49,7 +49,7 @@ def architecture_of(model: Any) -> str:
     return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
 
 
-def write(
+def write_gguf(
     path: Path,
     model: Any,
     kind: str = "F32",
@@ -77,7 +77,6 @@ def write(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    writer.add_add_bos_token(False)
     tensors = dict(tensors_of(model, architecture))
     edit(tensors)
     for name, tensor in tensors.items():
@@ -185,6 +184,31 @@ def _gemma2(config: Any) -> Settings:
         "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
         "attention.sliding_window": config.sliding_window,
+    }
+
+
+def _gemma3(config: Any) -> Settings:
+    cap = {"final_logit_softcapping": config.final_logit_softcapping} if config.final_logit_softcapping else {}
+    return {**_usual(config), **cap, "attention.sliding_window": config.sliding_window}
+
+
+def _phi3(config: Any) -> Settings:
+    kept = ("rope.scaling", "attention.key", "attention.value")
+    return {
+        **{name: value for name, value in _usual(config).items() if not name.startswith(kept)},
+        "rope.dimension_count": int(_head(config) * _rope(config).get("partial_rotary_factor", 1.0)),
+        "attention.sliding_window": config.sliding_window or 0,
+    }
+
+
+def _gpt2(config: Any) -> Settings:
+    return {
+        "block_count": config.n_layer,
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.n_inner or 4 * config.n_embd,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
     }
 
 
@@ -368,6 +392,9 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     **dict.fromkeys(LIKE_LLAMA, _like_llama),
     "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
     "starcoder": _starcoder,
     "stablelm": _stablelm,
     "phi2": _phi2,
@@ -417,6 +444,8 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = _permuted(tensor, config.num_attention_heads)
         if permutes and ".k_proj." in name:
             tensor = _permuted(tensor, config.num_key_value_heads)
+        if architecture == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            tensor = tensor.T
         if "query_key_value" in name:
             tensor = _regrouped(tensor, config)
         if norms := re.fullmatch(r"(.*\.(q|k)_layernorm)\.norms\.(\d+)\.weight", name):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from converted import write_gguf
 from families import CONFIGS, DENSE, tiny_model, variants
 from native import library
 from packed_files import PACKINGS, check_drafts, packed_folder
 from safetensors.torch import load_file, save_file
-from tiny_files import edit_config, save, save_adapter, write_gguf
+from tiny_files import edit_config, save, save_adapter
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

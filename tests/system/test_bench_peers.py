@@ -18,11 +18,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from converted import write_gguf as write_model
 from families import CONFIGS, tiny_model
 from packed_files import SIZE
 from safetensors.torch import load_file, save_file
 from tiny_files import edit_config, save
-from tiny_files import write_gguf as write_model
 from transformers import AutoModelForCausalLM
 
 from swiftopt.cli.main import run

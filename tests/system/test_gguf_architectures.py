@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from converted import Edit, More, add, llama3_factors, write
+from converted import Edit, More, add, llama3_factors, write_gguf
 from families import MIXTURES, WINDOW, tiny_model
 from native import library
 
@@ -122,7 +122,7 @@ def check(path: Path, model: Any) -> None:
 def test_a_file_gives_the_logits_of_transformers(what: str, tmp_path: Path, new_cache: Path) -> None:
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed)
-    check(write(tmp_path / "a.gguf", model, more=_factors(model)), model)
+    check(write_gguf(tmp_path / "a.gguf", model, more=_factors(model)), model)
 
 
 ALL = ["sliding_attention"] * 4
@@ -160,13 +160,13 @@ IN_WINDOWS: dict[str, tuple[str, dict[str, Any], More]] = {
 def test_windows_that_a_file_names_are_computed(what: str, tmp_path: Path, new_cache: Path) -> None:
     family, changed, more = IN_WINDOWS[what]
     model = tiny_model(family, torch.float32, **changed)
-    check(write(tmp_path / "a.gguf", model, more=more), model)
+    check(write_gguf(tmp_path / "a.gguf", model, more=more), model)
 
 
 def test_files_of_gemma_2_that_name_no_window_have_its_own(tmp_path: Path) -> None:
     model = tiny_model("gemma2", torch.float32)
     key = "gemma2.attention.sliding_window"
-    path = write(tmp_path / "a.gguf", model, more=lambda writer: writer.kv_data[0].pop(key))
+    path = write_gguf(tmp_path / "a.gguf", model, more=lambda writer: writer.kv_data[0].pop(key))
     config = config_of(GgufFile(path))
     assert (config["sliding_window"], config["layer_types"]) == (4096, ["sliding_attention", "full_attention"] * 2)
 
@@ -193,7 +193,7 @@ def test_older_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_p
     """Queries, keys and values in one tensor, and factors of whole tensors."""
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed, intermediate_size=64)
-    path = write(tmp_path / "a.gguf", model, kind, edit=edit)
+    path = write_gguf(tmp_path / "a.gguf", model, kind, edit=edit)
     if kind == "F32":
         check(path, model)
         return
@@ -211,7 +211,7 @@ def test_two_tensors_of_different_types_make_one_map(tmp_path: Path, new_cache: 
         if "input_linear" in name:
             parameter.copy_(parameter.half().float())
     kinds = {f"blk.{layer}.ffn_gate.weight": "F16" for layer in range(4)}
-    check(write(tmp_path / "a.gguf", model, kinds=kinds), model)
+    check(write_gguf(tmp_path / "a.gguf", model, kinds=kinds), model)
 
 
 # Codes of whole blocks of 32 or 256 in each row.
@@ -230,7 +230,7 @@ def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     wide = {name: size for name, size in WIDE.items() if known.get(name) is not None}
     model = tiny_model(family, torch.float32, scale=1.0, **{**changed, **wide})
-    path = write(tmp_path / "a.gguf", model, kind, _factors(model))
+    path = write_gguf(tmp_path / "a.gguf", model, kind, _factors(model))
     library()
     whole = load(str(path), "float32", "cpu", speed="eager")
     coded = load(str(path), device="cpu", speed="exact")
@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
 def test_settings_that_a_model_cannot_have_are_one_sentence(what: str, tmp_path: Path) -> None:
     name, more, error, words = REFUSED[what]
     family, changed = FILES[name]
-    path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=more)
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=more)
     with pytest.raises(error, match=words) as caught:
         config_of(GgufFile(path))
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
@@ -313,7 +313,9 @@ def test_settings_that_a_model_cannot_have_are_one_sentence(what: str, tmp_path:
 
 def test_no_architecture_drops_a_setting_in_silence(tmp_path: Path) -> None:
     for family, changed in FILES.values():
-        path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=_add(attention__new=3))
+        path = write_gguf(
+            tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), more=_add(attention__new=3)
+        )
         with pytest.raises(
             UnsupportedModel, match=r"setting attention\.new = 3, for which its architecture has no place"
         ):
@@ -348,7 +350,7 @@ SHAPES: dict[str, tuple[str, Edit, str]] = {
 def test_tensors_of_wrong_shapes_are_one_sentence(what: str, tmp_path: Path, new_cache: Path) -> None:
     name, edit, words = SHAPES[what]
     family, changed = FILES[name]
-    path = write(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), edit=edit)
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **changed), edit=edit)
     with pytest.raises(ModelNotFound, match=words) as caught:
         load(str(path), "float32", "cpu", speed="eager")
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from answer_templates import FAMILIES
+from converted import write_gguf
 from families import tiny_model
-from tiny_files import write_gguf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
@@ -48,6 +48,12 @@ def _linear(writer: gguf.GGUFWriter) -> None:
     writer.add_string("llama.rope.scaling.type", "linear")
     writer.add_float32("llama.rope.scaling.factor", 4.0)
     writer.add_bool("llama.rope.scaling.finetuned", True)
+
+
+def _linear_as_of_old(writer: gguf.GGUFWriter) -> None:
+    for name in ("type", "factor"):
+        writer.kv_data[0].pop(f"llama.rope.scaling.{name}")
+    writer.add_float32("llama.rope.scale_linear", 4.0)
 
 
 def _yarn(writer: gguf.GGUFWriter) -> None:
@@ -91,7 +97,7 @@ SAID: dict[str, tuple[str, dict[str, Any], More, int]] = {
     "linear, as of old": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-        lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),
+        _linear_as_of_old,
         256,
     ),
     "yarn": (

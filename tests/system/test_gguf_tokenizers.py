@@ -13,8 +13,8 @@ import gguf
 import pytest
 import regex
 import torch
+from converted import write_gguf
 from families import tiny_model
-from tiny_files import write_gguf
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from converted import write_gguf
 from families import DENSE, tiny_model, variants
 from multimodal import MODELS, whole_model, write
-from tiny_files import edit_config, save, write_gguf
+from tiny_files import edit_config, save
 
 from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError
 from swiftopt.models.gguf_reader import GgufFile

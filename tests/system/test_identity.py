@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from converted import write_gguf
 from families import tiny_model
-from tiny_files import write_gguf
 
 from swiftopt.core.errors import ModelNotFound, OutputError
 from swiftopt.core.records import Plan

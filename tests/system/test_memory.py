@@ -10,11 +10,12 @@ from typing import cast
 
 import pytest
 import torch
+from converted import write_gguf
 from fakes import made_up_gpus
 from families import dense_variants, tiny_model, variants
 from native import library, quick_runtime
 from packed_files import Packing, packed_folder
-from tiny_files import save, write_gguf
+from tiny_files import save
 
 from swiftopt.bench import gpu
 from swiftopt.cli import doctor

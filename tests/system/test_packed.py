@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from converted import write_gguf
 from families import CONFIGS, tiny_model, variants
 from native import library
 from packed_files import IDS, PACKINGS, SIZE, Packing, check_drafts, logits_of, packed_folder, reference
 from safetensors.torch import load_file, save_file
-from tiny_files import edit_config, write_gguf
+from tiny_files import edit_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 

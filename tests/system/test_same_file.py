@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from converted import write_gguf
 from families import tiny_model
-from tiny_files import write_gguf
 
 from swiftopt.cli.main import run
 from swiftopt.core.errors import ContextOverflow, SettingsError

@@ -15,10 +15,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from converted import write_gguf
 from families import tiny_model
 from native import library
 from safetensors.torch import load_file, save_file
-from tiny_files import edit_config, save, write_gguf
+from tiny_files import edit_config, save
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from swiftopt.core.errors import ModelNotFound, OutputError, SettingsError, SwiftoptError, UnsupportedModel
