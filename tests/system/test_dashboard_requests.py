@@ -43,7 +43,7 @@ COMPLETION = Completion(
     exact=True,
     timings=Timings(draft_s=0.5, verify_s=1.0),
 )
-DONE = AnswerDone(1, 0.25, "code", COMPLETION, "adaptive", 3, None, "use", ROUNDS)
+DONE = AnswerDone(1, 0.25, "code", COMPLETION, "adaptive", 3, None, verdict="use", rounds=ROUNDS)
 SECRET = CompletionRequest(text="the prompt")
 
 
