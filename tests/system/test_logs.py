@@ -66,7 +66,7 @@ def options(folder: Path) -> list[str]:
 
 def test_record_is_one_object_with_everything_of_it(started: StringIO) -> None:
     logger = logging.getLogger("some.part")
-    logger.info("two\nlines of %s", "é\ud800", extra={"values": {"status": 200}})
+    logger.info("two\nlines of %s", "é", extra={"values": {"status": 200}})
     with about_request(ID):
         try:
             raise ValueError("of no use")
@@ -82,12 +82,18 @@ def test_record_is_one_object_with_everything_of_it(started: StringIO) -> None:
     told, failed, warned, uncaught = objects(started.getvalue())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told.pop("time"))
     expected = {"level": "INFO", "logger": "some.part", "request_id": None, "status": 200}
-    assert told == {**expected, "message": "two\nlines of é\ud800"}
+    assert told == {**expected, "message": "two\nlines of é"}
     assert (failed["request_id"], failed["level"], failed["message"]) == (ID, "ERROR", "it failed")
     assert failed["exception"].startswith("Traceback") and failed["exception"].endswith("ValueError: of no use")
     assert warned["logger"] == "py.warnings" and "old" in warned["message"]
     assert uncaught["level"] == "CRITICAL" and "ZeroDivisionError" in uncaught["exception"]
     assert logs.current_format() == "json"
+
+
+def test_half_of_a_character_in_a_record_breaks_no_line() -> None:
+    record = logging.LogRecord("some.part", logging.INFO, __file__, 1, "é\ud800", (), None)
+    line = JsonFormatter().format(record)
+    assert line.isascii() and json.loads(line)["message"] == "é\ud800"
 
 
 def test_text_names_the_request_before_a_traceback() -> None:
