@@ -146,7 +146,7 @@ def test_requests_and_tokens_are_those_that_clients_got_on_every_page(server: Se
     whole = sum(n.values())
     assert found["vllm:generation_tokens_total", ""] == 40 * whole
     assert found["vllm:request_success_total", "length"] == whole
-    assert f"Tokens served {number(40 * whole, 0)} " in text(server.client, "/")
+    assert f"{number(40 * whole, 0)} tokens served" in text(server.client, "/")
     assert f"{whole} requests, {number(40 * whole, 0)} tokens" in text(server.client, "/traffic", span="6 hours")
     only = text(server.client, "/traffic", span="6 hours", model="tiny", task="code")
     assert f"{n['code']} requests, {number(40 * n['code'], 0)} tokens" in only
@@ -165,8 +165,8 @@ def test_pages_and_metrics_show_the_figures_of_tuning(server: Served) -> None:
             **{"decode_seconds_total": task.seconds, "search_seconds_total": task.search.seconds},
         }.items():
             assert found.get((f"swiftopt_serving_{metric}", name)) == value, metric
-        row = [name, task.in_use, moment(task.since), number(task.ratio, 2, "x"), interval(task), str(task.pairs)]
-        row += [str(task.requests), number(task.tokens, 0), saved(task), str(task.search.trials)]
+        row = [name, number(task.ratio, 2, "x"), saved(task), task.in_use, moment(task.since), interval(task)]
+        row += [str(task.pairs), str(task.requests), number(task.tokens, 0), str(task.search.trials)]
         assert " ".join(row) in overview
         assert f"{percent(task.search.share, 1)} of {seconds(task.seconds)} of decoding" in searches
     assert f"Time saved {seconds(sum(task.all_saved_s for task in tasks.values()))} " in overview
