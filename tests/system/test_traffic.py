@@ -137,8 +137,9 @@ def test_what_is_learnt_under_a_served_name_is_found_by_the_names_of_its_model(
     await_answers(traffic)
     (known,) = store.models()
     assert set(known.names) == {"assistant", *model.runtime.info.names} and known.n_parameters
-    for name in known.names:
-        assert store.lookup(name, "code").version == 1
+    # A verdict on a busy machine may have stored a second version by now.
+    (version,) = {store.lookup(name, "code").version for name in known.names}
+    assert version in (1, 2)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
