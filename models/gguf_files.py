@@ -19,6 +19,7 @@ import torch
 
 from ..core.errors import OutputError, SettingsError, UnsupportedModel
 from .buffer import free_bytes
+from .families import heads_of
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
 from .gguf_forms import FORMS, GgufForm
 from .gguf_model import load_gguf, names_of, settings_folder
@@ -179,7 +180,7 @@ def _form_of(config: Any, folder: Path) -> GgufForm:
 
 
 def _add_settings(writer: Any, config: Any, file_type: int) -> None:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = heads_of(config).width
     writer.add_file_type(file_type)
     for key, field in FIELDS.items():
         value = getattr(config, field)

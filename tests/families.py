@@ -40,24 +40,24 @@ _SIZE: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
-_GROUPED: dict[str, Any] = {**_SIZE, "num_key_value_heads": 2}
+GROUPED: dict[str, Any] = {**_SIZE, "num_key_value_heads": 2}
 _BY_LAYER = ["sliding_attention", "full_attention"] * 2
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_GROUPED),
-    "mistral": MistralConfig(**_GROUPED, sliding_window=None),
-    "mistral-window": MistralConfig(**_GROUPED, sliding_window=WINDOW),
-    "qwen2": Qwen2Config(**_GROUPED),
+    "llama": LlamaConfig(**GROUPED),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "mistral-window": MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "qwen2": Qwen2Config(**GROUPED),
     "qwen2-window": Qwen2Config(
-        **_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, layer_types=_BY_LAYER
+        **GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, layer_types=_BY_LAYER
     ),
-    "qwen3": Qwen3Config(**_GROUPED, head_dim=16),
-    "gemma3": Gemma3TextConfig(**_GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "gemma3": Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER),
     "gemma3-softcap": Gemma3TextConfig(
-        **_GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER, final_logit_softcapping=3.0
+        **GROUPED, head_dim=16, sliding_window=WINDOW, layer_types=_BY_LAYER, final_logit_softcapping=3.0
     ),
-    "phi3": Phi3Config(**_GROUPED, sliding_window=None),
-    "phi3-window": Phi3Config(**_GROUPED, sliding_window=WINDOW),
+    "phi3": Phi3Config(**GROUPED, sliding_window=None),
+    "phi3-window": Phi3Config(**GROUPED, sliding_window=WINDOW),
     "gpt2": GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -89,7 +89,7 @@ _GRANITE_4: dict[str, Any] = {
     "layer_types": ["full_attention"] * 4,
 }
 
-# Types of models whose layers are attention and one MLP: how each differs from `_GROUPED`; the first variant of a type
+# Types of models whose layers are attention and one MLP: how each differs from `GROUPED`; the first variant of a type
 # has most of its mechanisms.
 DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
@@ -198,7 +198,7 @@ def dense_config(variant: str) -> PreTrainedConfig:
     model_type = variant.partition(":")[0]
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no type {model_type}")
-    return AutoConfig.for_model(model_type, **{**_GROUPED, **DENSE[variant]})
+    return AutoConfig.for_model(model_type, **{**GROUPED, **DENSE[variant]})
 
 
 def dense_variants() -> list[Any]:

@@ -9,23 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from families import VOCAB, WINDOW
+from families import GROUPED, WINDOW
 from safetensors.torch import save_file
 from tiny_files import save_words
 from torch import Tensor
 
-_TEXT: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
 _LAYERS: dict[str, Any] = dict(hidden_size=16, intermediate_size=16)
 _IMAGES: dict[str, Any] = dict(**_LAYERS, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 _QWEN_IMAGES: dict[str, Any] = dict(depth=1, num_heads=2, patch_size=4)
@@ -41,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {
-            **_TEXT,
+            **GROUPED,
             "head_dim": 16,
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -50,14 +38,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": (
         "Mistral3",
-        {"model_type": "mistral", **_TEXT, "head_dim": 16, "sliding_window": None},
+        {"model_type": "mistral", **GROUPED, "head_dim": 16, "sliding_window": None},
         {"model_type": "pixtral", **_IMAGES, "head_dim": 8},
     ),
     "mistral3:ministral3": (
         "Mistral3",
         {
             "model_type": "ministral3",
-            **_TEXT,
+            **GROUPED,
             "head_dim": 16,
             "rope_parameters": {
                 "rope_type": "yarn",
@@ -71,13 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2_vl": (
         "Qwen2VL",
-        {**_TEXT, "rope_parameters": _axes(2, 1, 1)},
+        {**GROUPED, "rope_parameters": _axes(2, 1, 1)},
         {**_QWEN_IMAGES, "embed_dim": 16, "hidden_size": 32},
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {
-            **_TEXT,
+            **GROUPED,
             "rope_parameters": _axes(2, 1, 1),
             "use_sliding_window": True,
             "sliding_window": WINDOW,
@@ -87,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_vl": (
         "Qwen3VL",
-        {**_TEXT, "head_dim": 16, "rope_parameters": _axes(4, 2, 2, mrope_interleaved=True)},
+        {**GROUPED, "head_dim": 16, "rope_parameters": _axes(4, 2, 2, mrope_interleaved=True)},
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
     ),
 }

@@ -40,14 +40,17 @@ def maps_of(experts: Any, dtype: torch.dtype, halves: bool) -> tuple[list[layout
     if not plain or not _is_stack(into, dtype) or not _is_stack(out, dtype):
         raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
     n_experts, n_hidden, n_inner = out.shape
-    if into.shape != (n_experts, 2 * n_inner, n_hidden) or n_experts >= MOST_EXPERTS:
-        raise Unsupported(f"{n_experts} experts of such a form are computed by torch")
+    if into.shape != (n_experts, 2 * n_inner, n_hidden):
+        raise Unsupported("experts of such a form are computed by torch")
     parts = into.detach().view(2 * n_experts, n_inner, n_hidden) if halves else into.detach()
     return [_map_of(one) for one in parts], [_map_of(one) for one in out.detach()]
 
 
 def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> layout.Choosing:
-    """Describe how a router chooses experts, by the settings of its modules, else by the config's."""
+    """Describe how a router chooses experts, by the settings of its modules, else by the config's.
+
+    Raises: Unsupported: there are more experts than the kernels have room for, or rows choose more than there are.
+    """
     parent, _, _ = named.router.rpartition(".")
     owners = (mlp.get_submodule(named.router), mlp.get_submodule(parent), config)
 
@@ -56,9 +59,12 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
 
     scores = named.scores if named.scores != "configured" else config.expert_selection_fn
     normalised = named.normalised or (scores == "softmax" and named.scores == "configured")
+    n_chosen = int(setting("top_k", "num_experts_per_tok", "moe_topk", default=1))
+    if not 0 < n_chosen <= n_experts < MOST_EXPERTS:
+        raise Unsupported(f"a choice of {n_chosen} from {n_experts} experts is computed by torch")
     return layout.Choosing(
         n_experts,
-        setting("top_k", "num_experts_per_tok", "moe_topk", default=1),
+        n_chosen,
         setting("num_group", "n_group", default=1) or 1,
         setting("topk_group", default=1) or 1,
         scores == "sigmoid",

@@ -132,11 +132,15 @@ class NativePasses:
             places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
             places = (0, groups * width, heads * width, width, (heads + kv_heads) * width, width)
-        whole = block.head_norm == "whole"
+
+        def head_norm(module: Any, n_heads: int) -> layout.Norm:
+            is_whole = block.head_norm == "whole"
+            return self._norm_of(module, n_heads * width) if is_whole else self._norm_of(module, width, n_heads)
+
         return layout.Attention(
             *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
-            self._norm_of(parts.q_norm, width, 0 if whole else heads, heads * width),
-            self._norm_of(parts.k_norm, width, 0 if whole else kv_heads, kv_heads * width),
+            head_norm(parts.q_norm, heads),
+            head_norm(parts.k_norm, kv_heads),
             self._norm_of(parts.inner_norm, heads * width),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
@@ -231,15 +235,15 @@ class NativePasses:
                 numbers = [float(positive), beta + float(negative), beta, eps]
         return (ctypes.c_float * 4)(*numbers)
 
-    def _norm_of(self, module: Any, width: int | None = None, n_heads: int = 0, whole: int = 0) -> layout.Norm:
+    def _norm_of(self, module: Any, width: int | None = None, n_heads: int = 0) -> layout.Norm:
         """Describe a norm of `width` values, None: as many as a hidden state has.
 
-        Args: n_heads: of a norm by head, which may have weights of its own for each; 0: it is one of `whole` values.
+        Args: n_heads: of a norm by head, which may have weights of its own for each; 0: it is of all values together.
         """
         if module is None:
             return layout.Norm(None, None, 0.0, layout.NO_NORM)
         refuse_hooks(module)
-        width = (width or self._n_hidden) if n_heads or not whole else whole
+        width = width or self._n_hidden
         form = known_form(module, width, self.runtime.dtype, self.runtime.device, n_heads)
         self._norms.append(form)  # Keep the form alive: it may hold the only reference to the weight.
         bias = None if form.bias is None else self._address(form.bias)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from families import DENSE, MIXTURES, dense_variants, tiny_runtime
-from native import native, words
+from native import library, native, words
 from torch import Tensor
 
 from swiftopt.core.settings import SwiftSettings
@@ -18,6 +18,7 @@ from swiftopt.decoding.draft_tree import ancestor_mask
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.models.families import FAMILIES
+from swiftopt.models.kernels.native import NativePasses, Unsupported
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -122,3 +123,13 @@ def test_drafts_give_the_tokens_of_plain_decoding(variant: str) -> None:
 def test_every_type_has_a_variant() -> None:
     old = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
     assert {type_of(variant) for variant in DENSE} | old == set(FAMILIES)
+
+
+@pytest.mark.parametrize("n_chosen", [0, 7])
+def test_choice_of_more_experts_than_there_are_is_left_to_torch(n_chosen: int) -> None:
+    """The kernels would write beside what they have room for."""
+    runtime = tiny_runtime("qwen3_moe", torch.float32)
+    mlp = cast(Any, runtime.blocks[1].parts.mlp)
+    mlp.gate.top_k = n_chosen
+    with pytest.raises(Unsupported, match=f"a choice of {n_chosen} from 6 experts"):
+        NativePasses(runtime, library())
