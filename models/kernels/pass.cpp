@@ -480,10 +480,17 @@ template <class T> class Runner {
             }
         });
         if (norm.kind == NO_NORM) return;
-        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-            T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
-            normed(norm, delta, n, delta);
-            along(n, to, to, [&](vf h, int at) { return h + scaled(part_of(delta, at, n)); });
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add(norm, scale, list, i); });
+    }
+
+    // Add the norm of what lies in the last input's row, times `scale`, to a listed row.
+    void add(const Norm& norm, float scale, const RowList& list, int64_t i) {
+        const int n = pass_.n_hidden;
+        T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
+        normed(norm, delta, n, delta);
+        along(n, to, to, [&](vf h, int at) {
+            const vf own = part_of(delta, at, n);
+            return h + (scale == 1 ? own : as_stored<T>(own * scale));
         });
     }
 
@@ -810,7 +817,7 @@ template <class T> class Runner {
     // Add what a row's experts give, in their order.
     void gather(const Mixture& part, const RowList& list, int64_t i, int n_chosen) {
         const int n = pass_.n_hidden;
-        T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
+        T* delta = inputs_.last().rows + i * n;
         const Choice* choices = choices_ + i * n_chosen;
         const int64_t* places = places_of_ + i * n_chosen;
         for (int at = 0; at < n; at += LANES) {
@@ -820,12 +827,7 @@ template <class T> class Runner {
             store(last_ones, total);
             memcpy(delta + at, last_ones, std::min(LANES, n - at) * sizeof(T));
         }
-        normed(part.after, delta, n, delta);
-        const float scale = part.added_scale;
-        along(n, to, to, [&](vf h, int at) {
-            const vf own = part_of(delta, at, n);
-            return h + (scale == 1 ? own : as_stored<T>(own * scale));
-        });
+        add(part.after, part.added_scale, list, i);
     }
 
     // List which rows each expert computes, experts in ascending order.
