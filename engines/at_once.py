@@ -45,20 +45,21 @@ def swiftopt(options: Values) -> Decoder:
     def answer(line: Values) -> Values:
         begun, engine, requests = perf_counter(), Engine(at_once=options["at_once"]), []
         times: list[list[float]] = [[] for _ in line["requests"]]
-        for asked, own in zip(line["requests"], times, strict=True):
+        for asked, request_times in zip(line["requests"], times, strict=True):
             method = planner.drafting_for(asked["task"]) if options.get("best") else PLAIN
             ending = session.ending(asked["max_new_tokens"])
 
-            def note(event: WorkEvent, own: list[float] = own) -> None:
+            def note(event: WorkEvent, request_times: list[float] = request_times) -> None:
                 if isinstance(event, Prefilled | Round):
-                    own.append(perf_counter() - begun)
+                    request_times.append(perf_counter() - begun)
 
             work = decoding(runtime, asked["prompt_ids"], method, session.rule(), ending)
             requests.append(engine.add(subscribed(work, note)))
         while engine.requests:
             list(engine.step())
-        done = [(list(request.result.token_ids), own) for request, own in zip(requests, times, strict=True)]
-        return {"answers": [_answered(token_ids, own[0], own[-1]) for token_ids, own in done]}
+        results = [list(request.result.token_ids) for request in requests]
+        answers = [_answered(ids, stamps[0], stamps[-1]) for ids, stamps in zip(results, times, strict=True)]
+        return {"answers": answers}
 
     return answer
 
@@ -120,17 +121,17 @@ def ik_llama_cpp(options: Values) -> Decoder:
         raise RuntimeError(f"ik_llama.cpp has no room for {params.n_ctx} tokens")
     batch = api.llama_batch_init(BATCH, 0, 1)
 
-    def decoded(rows: list[tuple[int, int, int]], wanted: list[int]) -> list[int]:
-        """Run rows of (token, position, sequence); return the likeliest token behind those at `wanted`."""
+    def argmaxes(rows: list[tuple[int, int, int]], read_rows: list[int]) -> list[int]:
+        """Run rows of (token, position, sequence); return the likeliest next token of each of `read_rows`."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
-            batch.logits[i] = i in wanted
+            batch.logits[i] = i in read_rows
         if code := api.llama_decode(context, batch):
             raise RuntimeError(f"ik_llama.cpp cannot decode {len(rows)} rows (code {code})")
         size = ctypes.POINTER(ctypes.c_float * n_vocab)
-        logits = (ctypes.cast(api.llama_get_logits_ith(context, i), size).contents for i in wanted)
-        return [int(np.frombuffer(own, np.float32).argmax()) for own in logits]
+        logits = (ctypes.cast(api.llama_get_logits_ith(context, i), size).contents for i in read_rows)
+        return [int(np.frombuffer(row, np.float32).argmax()) for row in logits]
 
     def answer(line: Values) -> Values:
         begun, asked = perf_counter(), line["requests"]
@@ -142,19 +143,19 @@ def ik_llama_cpp(options: Values) -> Decoder:
             for at in range(0, len(prompt), BATCH):
                 rows = [(token, position, sequence) for position, token in prompt[at : at + BATCH]]
                 is_last = at + BATCH >= len(prompt)
-                found = decoded(rows, [len(rows) - 1] if is_last else [])
-            token_ids.append(found)
+                first_ids = argmaxes(rows, [len(rows) - 1] if is_last else [])
+            token_ids.append(first_ids)
             firsts.append(perf_counter() - begun)
         while True:
-            going = [i for i, own in enumerate(token_ids) if len(own) < asked[i]["max_new_tokens"]]
+            running = [i for i, ids in enumerate(token_ids) if len(ids) < asked[i]["max_new_tokens"]]
             now = perf_counter() - begun
-            lasts = [lasts[i] or (0.0 if i in going else now) for i in range(len(asked))]
-            if not going:
+            lasts = [lasts[i] or (0.0 if i in running else now) for i in range(len(asked))]
+            if not running:
                 break
-            rows = [(token_ids[i][-1], len(asked[i]["prompt_ids"]) + len(token_ids[i]) - 1, i) for i in going]
-            for i, token in zip(going, decoded(rows, list(range(len(rows)))), strict=True):
+            rows = [(token_ids[i][-1], len(asked[i]["prompt_ids"]) + len(token_ids[i]) - 1, i) for i in running]
+            for i, token in zip(running, argmaxes(rows, list(range(len(rows)))), strict=True):
                 token_ids[i].append(token)
-        return {"answers": [_answered(*own) for own in zip(token_ids, firsts, lasts, strict=True)]}
+        return {"answers": [_answered(*answer) for answer in zip(token_ids, firsts, lasts, strict=True)]}
 
     return answer
 

@@ -147,10 +147,10 @@ def report_of(
 
     If `base` was not measured, ratios are to llama.cpp's faster plain row, else to the first measured row.
     """
-    measured = {own.row.name: own for own in runs if own.turns}
+    measured = {run.row.name: run for run in runs if run.turns}
     llama = [measured[name] for name in BASES if name in measured]
-    compared = measured.get(base or "") or max(llama, key=lambda own: speed(own.timed), default=None)
-    compared = compared or next(iter(measured.values()), None)
+    base_run = measured.get(base or "") or max(llama, key=lambda run: speed(run.timed), default=None)
+    base_run = base_run or next(iter(measured.values()), None)
     return {
         "schema": SCHEMA,
         "model": request.model,
@@ -160,48 +160,48 @@ def report_of(
         "prompts": len(questions),
         "max_new_tokens": max(question.max_new_tokens for question in questions),
         "ignore_eos": True,
-        "base": compared.row.name if compared else None,
+        "base": base_run.row.name if base_run else None,
         "interrupted": interrupted,
-        "results": [_result(own, compared, measured) for own in runs],
+        "results": [_result(run, base_run, measured) for run in runs],
     }
 
 
-def _result(own: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns]) -> dict[str, Any]:
-    row = own.row
-    named = {
+def _result(runs: RowRuns, base: RowRuns | None, measured: Mapping[str, RowRuns]) -> dict[str, Any]:
+    row = runs.row
+    identity = {
         "row": row.name,
         "rival": row.engine.title,
-        "weights": own.weights,
+        "weights": runs.weights,
         "same_weights": row.same_weights,
-        "reason": own.reason or None,
+        "reason": runs.reason or None,
     }
-    if not own.turns or base is None:
-        return {**named, "tok_s": None}
-    interval = speed_interval(own.timed, base.timed)
+    if not runs.turns or base is None:
+        return {**identity, "tok_s": None}
+    interval = speed_interval(runs.timed, base.timed)
     # Seconds can be compared directly: every row generates the same number of tokens.
-    ratios = [one.seconds / mine.seconds for mine, one in zip(own.timed, base.timed, strict=True)]
+    ratios = [base_turn.seconds / turn.seconds for turn, base_turn in zip(runs.timed, base.timed, strict=True)]
     reference = _reference(row, measured)
-    same = zip(own.turns, reference.turns, strict=True) if reference else ()
-    drafted, accepted = own.drafts or (None, None)
+    same = zip(runs.turns, reference.turns, strict=True) if reference else ()
+    drafted, accepted = runs.drafts or (None, None)
     return {
-        **named,
-        "tokens": sum(run.tokens for run in own.timed),
-        "seconds": round(sum(run.seconds for run in own.timed), 3),
-        "tok_s": round(speed(own.timed), 3),
-        "decode_tok_s": _rounded(own.decode_speed(), 3),
-        "ratio": round(speed_ratio(own.timed, base.timed), 4),
+        **identity,
+        "tokens": sum(run.tokens for run in runs.timed),
+        "seconds": round(sum(run.seconds for run in runs.timed), 3),
+        "tok_s": round(speed(runs.timed), 3),
+        "decode_tok_s": _rounded(runs.decode_speed(), 3),
+        "ratio": round(speed_ratio(runs.timed, base.timed), 4),
         "ratio_interval": interval and [round(end, 4) for end in interval],
         "ratio_median": round(statistics.median(ratios), 4),
-        "peak_bytes": own.peak_bytes,
+        "peak_bytes": runs.peak_bytes,
         "equal_to": reference.row.name if reference else None,
         "identical": sum(a.token_ids == b.token_ids for a, b in same) if reference else None,
-        "of": len(own.turns),
-        "decoded_with": sorted(own.methods),
+        "of": len(runs.turns),
+        "decoded_with": sorted(runs.methods),
         "drafted": drafted,
         "accepted": accepted,
-        "acceptance": _rounded(own.acceptance, 4),
+        "acceptance": _rounded(runs.acceptance, 4),
         "turns": [
-            {"seconds": round(turn.seconds, 4), **{key: getattr(turn, key) for key in TURN_KEYS}} for turn in own.turns
+            {"seconds": round(turn.seconds, 4), **{key: getattr(turn, key) for key in TURN_KEYS}} for turn in runs.turns
         ],
     }
 

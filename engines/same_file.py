@@ -91,24 +91,24 @@ class CellRuns:
     @property
     def tok_s(self) -> float | None:
         """Tokens of all requests per second, with reading their prompts; None where nothing was measured."""
-        n_tokens = sum(len(own["token_ids"]) for run in self.answers for own in run)
+        n_tokens = sum(len(answer["token_ids"]) for run in self.answers for answer in run)
         return n_tokens / sum(self.seconds) if self.seconds else None
 
     @property
     def decode_tok_s(self) -> float | None:
-        """The requests' speeds behind their first tokens, added up; the mean of the runs."""
+        """Sum of the requests' speeds after their first tokens; the mean of the runs."""
         speeds = [sum(speed for speed in map(_decode_speed, run)) for run in self.answers]
         return statistics.mean(speeds) if speeds and min(speeds) > 0 else None
 
     @property
     def first_token_s(self) -> float | None:
         """Mean seconds to a request's first token, with waiting for others' prompts."""
-        firsts = [own["first_s"] for run in self.answers for own in run]
+        firsts = [answer["first_s"] for run in self.answers for answer in run]
         return statistics.mean(firsts) if firsts else None
 
     @property
     def token_ids(self) -> list[list[int]]:
-        return [own["token_ids"] for own in self.answers[0]] if self.answers else []
+        return [answer["token_ids"] for answer in self.answers[0]] if self.answers else []
 
 
 def _decode_speed(answer: dict[str, Any]) -> float:
@@ -241,9 +241,11 @@ class SameFile:
             child = self._child(row, max(cell.depth, LEAST_TOKENS) + n_new + ROOM, n)
             child.ask({"requests": self._requests(0, n, WARM_TOKENS)}, self.request.timeout_s)
         answer = child.ask({"requests": self._requests(cell.depth, n, n_new)}, self.request.timeout_s)
-        for own in answer["answers"]:
-            if len(own["token_ids"]) != n_new:
-                raise EngineFailed(f"it gave {len(own['token_ids'])} tokens for a request that asks for {n_new}")
+        for request_answer in answer["answers"]:
+            if len(request_answer["token_ids"]) != n_new:
+                raise EngineFailed(
+                    f"it gave {len(request_answer['token_ids'])} tokens for a request that asks for {n_new}"
+                )
         cell.seconds.append(float(answer["seconds"]))
         cell.answers.append(answer["answers"])
         cell.peak_bytes = max(cell.peak_bytes, child.memory().peak)
@@ -292,9 +294,9 @@ class SameFile:
         }
 
     def _result(self, cell: CellRuns) -> dict[str, Any]:
-        beside = {own.row: own for own in self.cells if (own.depth, own.at_once) == (cell.depth, cell.at_once)}
-        base = max((beside[name].tok_s or 0.0 for name in LLAMA_CPP if name in beside), default=0.0)
-        ours = beside[OURS].token_ids if OURS in beside and cell.row != OURS else []
+        rows = {other.row: other for other in self.cells if (other.depth, other.at_once) == (cell.depth, cell.at_once)}
+        base = max((rows[name].tok_s or 0.0 for name in LLAMA_CPP if name in rows), default=0.0)
+        ours = rows[OURS].token_ids if OURS in rows and cell.row != OURS else []
         return {
             **{"row": cell.row, "depth": cell.depth, "at_once": cell.at_once, "reason": cell.reason or None},
             "tok_s": _rounded(cell.tok_s),
@@ -314,34 +316,34 @@ def same_file_view(report: Mapping[str, Any]) -> list[RenderableType]:
     title = f"{name}, {report['bytes'] / 1e9:.2f} GB, {report['device']}, {report['threads']} threads"
     failed: dict[str, list[str]] = {}
 
-    def remark(own: Mapping[str, Any], where: str) -> str:
-        if not own["reason"]:
+    def remark(result: Mapping[str, Any], where: str) -> str:
+        if not result["reason"]:
             return ""
-        failed.setdefault(own["reason"], []).append(where)
-        return f"not run ({list(failed).index(own['reason']) + 1})"
+        failed.setdefault(result["reason"], []).append(where)
+        return f"not run ({list(failed).index(result['reason']) + 1})"
 
     starts = [
         (
-            own["row"],
-            *(number(own[key], 2, " s") for key in ("cold_s", "warm_s")),
-            _memory(own),
-            remark(own, own["row"]),
+            start["row"],
+            *(number(start[key], 2, " s") for key in ("cold_s", "warm_s")),
+            _memory(start),
+            remark(start, start["row"]),
         )
-        for own in report["starts"]
+        for start in report["starts"]
     ]
     cells = []
-    for own in report["results"]:
-        where = f"{own['row']} at depth {own['depth']}, {own['at_once']} at once"
-        speeds = (number(own["tok_s"], 1), number(own["decode_tok_s"], 1), number(own["ratio"], unit="x"))
-        equal = "" if own["equal"] is None else f"{own['equal']}/{own['at_once']}"
-        figures = (*speeds, number(own["first_token_s"], 2, " s"), _memory(own), equal)
-        cells.append((str(own["depth"]), str(own["at_once"]), own["row"], *figures, remark(own, where)))
+    for result in report["results"]:
+        where = f"{result['row']} at depth {result['depth']}, {result['at_once']} at once"
+        speeds = (number(result["tok_s"], 1), number(result["decode_tok_s"], 1), number(result["ratio"], unit="x"))
+        equal = "" if result["equal"] is None else f"{result['equal']}/{result['at_once']}"
+        figures = (*speeds, number(result["first_token_s"], 2, " s"), _memory(result), equal)
+        cells.append((str(result["depth"]), str(result["at_once"]), result["row"], *figures, remark(result, where)))
     start_headings = ("cold", "warm", "memory")
     headings = ("tok/s", "decode", "ratio", "first token", "memory", "equal")
     caption = (
         f"{report['max_new_tokens']} tokens a request, {report['rounds']} times; tok/s: of all requests, with reading"
-        " their prompts; decode: behind the first tokens; ratio: of tok/s to llama.cpp's faster build; equal: requests"
-        " whose tokens are swiftopt/plain's. Engines round differently."
+        " their prompts; decode: after the first tokens, summed over requests; ratio: of tok/s to llama.cpp's faster"
+        " build; equal: requests whose tokens are swiftopt/plain's. Engines round differently."
     )
     views: list[RenderableType] = [
         table(
@@ -359,8 +361,8 @@ def same_file_view(report: Mapping[str, Any]) -> list[RenderableType]:
     return [*views, *map(Text, notes)]
 
 
-def _memory(own: Mapping[str, Any]) -> str:
-    return number(own["peak_bytes"] and own["peak_bytes"] / 1e9, 2, " GB")
+def _memory(result: Mapping[str, Any]) -> str:
+    return number(result["peak_bytes"] and result["peak_bytes"] / 1e9, 2, " GB")
 
 
 def _rounded(value: float | None) -> float | None:
