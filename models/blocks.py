@@ -66,7 +66,8 @@ class RowGroup:
     """Rows of one sequence that a sub-layer runs on, and the slots they attend to; shared by all layers of a pass.
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
-    values go. `mask`: as for `attend`, over [start, end).
+    values go. `mask`: as for `attend`, over [start, end). `before`: int64 (rows, n), the slots of the last n tokens
+    that a convolution reads for a row, its own last; -1 before the text.
     """
 
     rotation: RotaryTables | None
@@ -74,6 +75,7 @@ class RowGroup:
     start: int
     end: int
     mask: Tensor | None
+    before: Tensor | None = None
 
     @property
     def n_rows(self) -> int:
@@ -90,6 +92,13 @@ class LayerRows(Protocol):
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the rows' keys and values; return the attention heads' outputs, (rows, heads * width)."""
+        ...
+
+    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
+        """Write the rows' inputs (rows, values); return those that each row reads, (rows, taps, values), oldest first.
+
+        There are zeros before the text.
+        """
         ...
 
 
@@ -114,6 +123,7 @@ class LayerModules:
     mlp_norm: Any
     mlp: Any
     mlp_post: Any
+    conv: Any = None
 
     def modules(self) -> Iterator[Any]:
         """Yield every module; None where the layer lacks it."""
@@ -150,6 +160,18 @@ def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
+def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
+    """Return what a gated short convolution gives for normed states (rows, hidden_size)."""
+    into_gate, out_gate, values = parts.qkv[0](normed).chunk(3, dim=-1)
+    inputs = rows.convolution_inputs(block, into_gate * values)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    mixed = (inputs.to(wide) * parts.conv.weight[:, 0].t().to(wide)).sum(dim=1)
+    if parts.conv.bias is not None:
+        mixed = mixed + parts.conv.bias
+    out = cast(Tensor, parts.out(out_gate * mixed.to(inputs.dtype)))
+    return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+
+
 def has_experts(mlp: nn.Module) -> bool:
     """Tell whether a layer's MLP is a mixture of experts."""
     return isinstance(getattr(mlp, "experts", None), nn.Module)
@@ -182,37 +204,41 @@ class LayersMaps(nn.Module):
 class Block:
     """The two sub-layers of one decoder layer, each with the norms around it.
 
-    `clip`: what the projections give lies between it and its negative; None: no bound. `head_norm`: as in `Family`.
-    `layer_type`: of its rotation, None without one. `softcap` bounds scores; None: no bound. `added_scale`: what a
-    sub-layer adds is multiplied by it.
+    `n_taps`: tokens that a short convolution reads for a row, its own among them, where the layer has one in place of
+    attention; 0: it has attention. `clip`: what the projections give lies between it and its negative; None: no bound.
+    `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one. `softcap` bounds scores; None: no
+    bound. `added_scale`: what a sub-layer adds is multiplied by it.
     """
 
     def __init__(
         self, layer: nn.Module, index: int, config: Any, family: Family, window: int | None, layer_type: str | None
     ) -> None:
-        attn = layer.get_submodule(family.attn)
+        mixer = family.mixer if family.mixes_otherwise(config, index) else None
+        attn = layer.get_submodule(mixer.module if mixer else family.attn)
         self.index = index
         self.window = window
-        self.layer_type = layer_type
+        self.layer_type = None if mixer else layer_type
         self.heads = heads_of(config)
         self.head_norm = family.head_norm
-        self.scaling = float(getattr(attn, family.scaling))
+        self.scaling = 1.0 if mixer else float(getattr(attn, family.scaling))
         self.clip = _number(config, family.clip)
         self.softcap = _number(config, "attn_logit_softcapping")
         self.added_scale = _number(config, family.residual_scale) or 1.0
-        q_norm, k_norm = family.head_norms or (None, None)
+        q_norm, k_norm = (None, None) if mixer else family.head_norms or (None, None)
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
-            qkv=tuple(attn.get_submodule(name) for name in family.qkv),
+            qkv=tuple(attn.get_submodule(name) for name in ((mixer.into,) if mixer else family.qkv)),
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm),
-            inner_norm=submodule(attn, family.inner_norm),
-            out=attn.get_submodule(family.out),
+            inner_norm=None if mixer else submodule(attn, family.inner_norm),
+            out=attn.get_submodule(mixer.out if mixer else family.out),
             attn_post=submodule(layer, family.attn_post_norm),
             mlp_norm=submodule(layer, family.mlp_norm),
             mlp=layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family),
             mlp_post=submodule(layer, family.mlp_post_norm),
+            conv=attn.get_submodule(mixer.conv) if mixer else None,
         )
+        self.n_taps = self.parts.conv.kernel_size[0] if mixer else 0
         self.device = next(attn.parameters()).device
 
     def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
@@ -221,6 +247,8 @@ class Block:
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
+        if self.n_taps:
+            return self.added(convolved(self, parts, normed, rows))
         query, key, value = queries_keys_values(self, parts, normed, rows.rotation)
         return self.added(attention_out(parts, rows.attend(self, query, key, value)))
 
@@ -282,6 +310,16 @@ class BufferRows:
         n_rows = [group.n_rows for group, _ in self.groups]
         group_parts = zip(*(torch.split(part, n_rows) for part in (query, key, value)), self.groups, strict=True)
         return torch.cat([_attended(block, *parts, *group) for *parts, group in group_parts])
+
+    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
+        read, n_rows = [], [group.n_rows for group, _ in self.groups]
+        for own, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
+            slots = buffer.keys[block.index][0]
+            for row, slot, length in group.spans:
+                slots[slot : slot + length] = own[row : row + length]
+            assert group.before is not None
+            read.append(slots[group.before] * (group.before >= 0)[..., None])
+        return torch.cat(read)
 
 
 def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | None:

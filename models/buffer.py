@@ -1,4 +1,4 @@
-"""A preallocated key/value buffer per request, shared by draft and target; its contents are never cloned."""
+"""A preallocated buffer of slots per request, shared by draft and target; its contents are never cloned."""
 
 from __future__ import annotations
 
@@ -31,34 +31,53 @@ def free_bytes(device: torch.device) -> int:
 
 
 class KVBuffer:
-    """Keys and values of every layer by slot.
+    """Keys and values of every layer by slot, or of layers with a short convolution its inputs.
 
     Slot i holds position i of the committed text. Behind the committed slots a draft writes its chain, the target
     overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
     Layers on one device share one block of shape (2, layers, kv_heads, capacity, head_dim), so that moving a row
-    is one copy per device. Zero-filled: a masked slot that was never written must not hold a NaN.
+    is one copy per device, and one of (layers, capacity, values) for convolutions. Zero-filled: a masked slot that was
+    never written must not hold a NaN.
+
+    Args: conv_inputs: per layer the values of a convolution's input, 0 for attention; of one size (default: all 0).
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
+        self,
+        devices: Sequence[torch.device],
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        conv_inputs: Sequence[int] = (),
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self.head_stride = capacity, capacity * head_dim
+        conv_inputs = conv_inputs or (0,) * len(devices)
         self._blocks: dict[torch.device, Tensor] = {}
-        self.keys: list[Tensor] = []  # One tensor (kv_heads, capacity, head_dim) per layer.
+        self._inputs: dict[torch.device, Tensor] = {}
+        # One tensor (kv_heads, capacity, head_dim) per layer, or twice the (1, capacity, values) of a convolution.
+        self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for device in dict.fromkeys(devices):
-            shape = (2, sum(d == device for d in devices), kv_heads, capacity, head_dim)
+            widths = [width for width, place in zip(conv_inputs, devices, strict=True) if place == device]
+            shape = (2, widths.count(0), kv_heads, capacity, head_dim)
             self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
-        taken = dict.fromkeys(devices, 0)
-        for device in devices:
-            block = self._blocks[device]
-            self.keys.append(block[0, taken[device]])
-            self.values.append(block[1, taken[device]])
-            taken[device] += 1
+            if any(widths):
+                n_convolutions = len(widths) - widths.count(0)
+                self._inputs[device] = torch.zeros((n_convolutions, capacity, max(widths)), dtype=dtype, device=device)
+        layers = {device: iter(block.transpose(0, 1)) for device, block in self._blocks.items()}
+        convolutions = {device: iter(inputs[:, None]) for device, inputs in self._inputs.items()}
+        self._has_keys = [not width for width in conv_inputs]
+        for device, has_keys in zip(devices, self._has_keys, strict=True):
+            keys, values = next(layers[device]) if has_keys else [next(convolutions[device])] * 2
+            self.keys.append(keys)
+            self.values.append(values)
 
     def between(self, start: int, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Views of the keys and the values at slots start … end - 1, per layer (kv_heads, end - start, head_dim).
+
+        Of a convolution both are of its inputs: (1, end - start, values).
 
         The views of all layers are created together and cached: creating them one by one takes several times as long.
         """
@@ -70,7 +89,11 @@ class KVBuffer:
                 device: zip(*(part.unbind() for part in block[:, :, :, start:end].unbind()), strict=True)
                 for device, block in self._blocks.items()
             }
-            keys, values = zip(*(next(per_device[part.device]) for part in self.keys), strict=True)
+            layers = zip(self.keys, self._has_keys, strict=True)
+            keys, values = zip(
+                *(next(per_device[part.device]) if has_keys else [part[:, start:end]] * 2 for part, has_keys in layers),
+                strict=True,
+            )
             views = self._views[start, end] = keys, values
         return views
 
@@ -86,11 +109,14 @@ class KVBuffer:
     def copy_from(self, other: KVBuffer, n: int) -> None:
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
+        for device, inputs in self._inputs.items():
+            inputs[:, :n] = other._inputs[device][:, :n]
 
     def move(self, source: int | Tensor, target: int) -> None:
         """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""
-        for device, block in self._blocks.items():
+        for device, block in (*self._blocks.items(), *self._inputs.items()):
+            slots = block.movedim(-2, 0)
             if isinstance(source, int):
-                block[:, :, :, target] = block[:, :, :, source]
+                slots[target] = slots[source]
             else:
-                block[:, :, :, target : target + len(source)] = block.index_select(3, source.to(device))
+                slots[target : target + len(source)] = slots.index_select(0, source.to(device))

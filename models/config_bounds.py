@@ -40,6 +40,7 @@ class Bounds:
 
 TINY = 1e-30  # Floats that must be above 0 are at least this.
 LAYERS, HEADS, WIDTH = Bounds(1, 1 << 10), Bounds(1, 1 << 12), Bounds(1, 1 << 20)
+TAPS = Bounds(1, 1 << 6)
 VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 << 30)
 EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
 THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
@@ -53,6 +54,7 @@ BOUNDS: dict[str, Bounds] = {
     "vocab_size": VOCAB,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), POSITIONS),
     "original_max_position_embeddings": POSITIONS,
+    "conv_L_cache": TAPS,
     **dict.fromkeys(("sliding_window", "max_window_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import Experts, Family, differences
+from .family import Experts, Family, ShortConv, differences
 from .gguf_forms import FORMS
 from .text_parts import MULTIMODAL, NAMES
 
@@ -61,6 +61,18 @@ _COHERE: dict[str, Any] = dict(
     logit_scale="logit_scale",
 )
 
+_LFM2: dict[str, Any] = dict(
+    norm="model.embedding_norm",
+    attn_norm="operator_norm",
+    out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    mixer=ShortConv(),
+    mlp="feed_forward",
+    mlp_norm="ffn_norm",
+    hidden_act="silu",
+    mlp_in=("w1", "w3"),
+    mlp_out="w2",
+)
 _SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
 
 FAMILIES: dict[str, Family] = {
@@ -327,6 +339,8 @@ FAMILIES: dict[str, Family] = {
         unrotated="windowless",
         experts=Experts(shared="shared_experts?", scores="configured"),
     ),
+    "lfm2": Family(models="LFM2, LFM2.5", **_LFM2),
+    "lfm2_moe": Family(models="LFM2 8B-A1B", **_LFM2, rotary="model.pos_emb", experts=Experts(scores="sigmoid")),
 }
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
@@ -338,7 +352,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "alibi": (bool, "a bias of scores by distance"),
     "do_layer_norm_before": (lambda value: value is False, "a norm of the residual stream itself"),
     "_remove_final_layer_norm": (bool, "a head without a norm before it"),
-    "layer_types": (lambda kinds: set(kinds or ()) - ATTENTION_TYPES, "a layer of another type than attention"),
 }
 
 
@@ -380,12 +393,15 @@ def family_of(config: Any) -> Family:
         raise UnsupportedModel(
             f"model type {model_type!r} is not supported: use one of those that `swiftopt models --types` lists"
         )
-    for name, (is_refused, words) in REFUSED.items():
+    row = FAMILIES[model_type]
+    types = ATTENTION_TYPES | ({row.mixer.layer_type} if row.mixer else set())
+    known_types = {"layer_types": (lambda kinds: set(kinds or ()) - types, "a layer of another type than attention")}
+    for name, (is_refused, words) in {**REFUSED, **known_types}.items():
         if is_refused(value := getattr(config, name, None)):
             raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
-    if FAMILIES[model_type].experts is None and getattr(config, "num_local_experts", None):
+    if row.experts is None and getattr(config, "num_local_experts", None):
         raise UnsupportedModel(f"this {model_type} model has experts beside an MLP, which is not supported")
-    return FAMILIES[model_type]
+    return row
 
 
 def is_parallel(config: Any) -> bool:
@@ -419,6 +435,16 @@ def heads_of(config: Any) -> HeadLayout:
         return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
     n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
     return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped")
+
+
+def slot_values(config: Any) -> list[int]:
+    """Return per layer how many values each slot of a sequence has: of a key and a value, or a convolution's input."""
+    heads, family, n_layers = heads_of(config), FAMILIES[config.model_type], int(config.num_hidden_layers)
+    keys_and_values = 2 * heads.n_kv_heads * heads.width
+    return [
+        int(config.hidden_size) if family.mixes_otherwise(config, layer) else keys_and_values
+        for layer in range(n_layers)
+    ]
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:

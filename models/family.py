@@ -32,6 +32,21 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated short convolution in place of attention, in layers of `layer_type`: its names in the layer.
+
+    `into` maps a row to a gate, a second gate and values. What is convolved are the values times the first gate; what
+    comes out is multiplied by the second, and goes through `out`. `conv` has a filter of a few taps for each channel.
+    """
+
+    layer_type: str = "conv"
+    module: str = "conv"
+    into: str = "in_proj"
+    conv: str = "conv"
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
@@ -61,6 +76,9 @@ class Family:
     `activation`. With `gated`, the output map reads the product of two halves, one of them behind the activation;
     `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
     `transposed` are stored as (inputs, outputs).
+
+    `mixer` is what layers of its type have in place of attention. `hidden_act`: the activation, where configs do not
+    name it.
 
     `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
     config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
@@ -104,7 +122,9 @@ class Family:
     scaling: str = "scaling"
     inner_norm: str | None = None
     out: str = "o_proj"
+    mixer: ShortConv | None = None
     experts: Experts | None = None
+    hidden_act: str | None = None
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_inner_norm: str | None = None
     activation: str | None = None
@@ -119,9 +139,13 @@ class Family:
         """Return a field of a config by its usual name; None: the config has none."""
         return getattr(config, self.fields.get(name, name), None)
 
+    def mixes_otherwise(self, config: Any, layer: int) -> bool:
+        """Tell whether a layer has the family's other mixer in place of attention."""
+        return self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
+
     def modules_of(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of a sub-layer's modules in a decoder layer. A norm that both read is attention's."""
-        attn = (self.attn, self.attn_norm, self.attn_post_norm)
+        attn = (self.attn, self.attn_norm, self.attn_post_norm, self.mixer and self.mixer.module)
         mlp = (*((self.mlp,) if self.mlp else (*self.mlp_in, self.mlp_out)), self.mlp_norm, self.mlp_post_norm)
         names = tuple(one for name in {"attn": attn, "mlp": mlp}[kind] if name for one in names_in(name))
         return names if kind == "attn" else tuple(name for name in names if name not in self.modules_of("attn"))
@@ -157,6 +181,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.projection in ("grouped", "multi_query"), "q, k and v in one map, by key head"),
     (lambda row: row.projection == "fused", "q, k and v in one map"),
     (lambda row: not row.gated, "ungated MLP"),
+    (lambda row: row.mixer is not None, "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
 )

@@ -13,7 +13,7 @@ import torch
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from .config_bounds import ADVICE
-from .families import family_of, heads_of
+from .families import family_of, heads_of, slot_values
 from .fingerprint import plain_name
 from .gguf_model import held_bytes
 from .gguf_reader import GgufFile
@@ -125,8 +125,7 @@ def memory_plan(
         n_stored = stored_bytes // stored.itemsize
         sizes = [(n_stored * dtype_asked.itemsize, n_stored)]
     _refuse_more_values(config, sum(n_values for _, n_values in sizes), folder)
-    heads = heads_of(config)
-    slot_bytes = 2 * config.num_hidden_layers * heads.n_kv_heads * heads.width * dtype_asked.itemsize
+    slot_bytes = sum(slot_values(config)) * dtype_asked.itemsize
     n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
     weights = sum(n_bytes for n_bytes, _ in sizes)
     return MemoryPlan(folder, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)

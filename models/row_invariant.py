@@ -36,6 +36,8 @@ def make_row_invariant(runtime: Runtime) -> str | None:
         return f"the model lies on {' and '.join(places)}"
     if any(has_experts(block.parts.mlp) for block in runtime.blocks):
         return "torch computes its experts"
+    if not runtime.has_only_attention:
+        return "torch computes its short convolutions"
     modules: dict[Any, Callable[[Tensor], Tensor]] = {}
     try:
         for norm, width, place in norms_of(runtime):

@@ -142,7 +142,7 @@ class PassPlan:
         self.every = frozenset(range(max(1, len(rows.variants))))
         self.share = self.n // len(self.every)
         self.kept = keepers(runtime.n_layers, rows.variants)
-        self._groups: dict[tuple[int | None, str | None, torch.device, frozenset[int]], RowGroup] = {}
+        self._groups: dict[Hashable, RowGroup] = {}
         self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
 
     def row_index(self, variants: frozenset[int], device: torch.device) -> Tensor:
@@ -159,7 +159,7 @@ class PassPlan:
         return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        key = (block.window, block.layer_type, block.device, variants)
+        key = (block.window, block.layer_type, block.n_taps, block.device, variants)
         if key not in self._groups:
             self._groups[key] = self._make_group(block, variants)
         return self._groups[key]
@@ -173,14 +173,26 @@ class PassPlan:
                 slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
             )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
-        start, mask = self._mask(block)
+        start, mask = (0, None) if block.n_taps else self._mask(block)
+        before = self.slots_before(block.n_taps, block.device) if block.n_taps else None
         if variants != self.every:
             index = self.row_index(variants, block.device)
+            before = None if before is None else before[index]
             rotation = None if rotation is None else rotation.of_rows(index)
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
         mask = None if mask is None else of_groups(block.heads, mask)
-        return RowGroup(rotation, spans, start, self.end, mask)
+        return RowGroup(rotation, spans, start, self.end, mask, before)
+
+    def slots_before(self, n: int, device: torch.device) -> Tensor:
+        """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1 before all."""
+        own = torch.arange(self.rows.first_slot, self.end)[:, None]
+        if self.rows.visible is None:
+            return (own + torch.arange(1 - n, 1)).clamp(min=-1).to(device)
+        seen = cast(Tensor, self.rows.seen()) & (torch.arange(self.end) <= own)
+        slots = torch.where(seen, torch.arange(self.end), -1)
+        padded = torch.nn.functional.pad(slots, (max(0, n - self.end), 0), value=-1)
+        return padded.topk(n, dim=1).values.flip(1).to(device)
 
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
@@ -394,6 +406,9 @@ class TableRows:
         rotated_late = block.head_norm == "rotated" and block.parts.q_norm is not None
         if self._tables is not None and (rotated_late or not self._tables.is_usual(runtime.dtype)):
             self.rotation, self._tables = self._tables.at(data[kernels.POSITION].long()), None
+
+    def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
+        raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         table, devices, block_device = self._table, self._devices, block.device

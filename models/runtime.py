@@ -18,7 +18,15 @@ from ..core.types import KINDS, Kind, LayerSet
 from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
-from .families import context_limit, family_of, is_parallel, query_scales, rotation_types, windows_of
+from .families import (
+    context_limit,
+    family_of,
+    is_parallel,
+    query_scales,
+    rotation_types,
+    slot_values,
+    windows_of,
+)
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
@@ -94,6 +102,7 @@ class Runtime:
         self.windows = windows_of(config, family, self.n_layers)
         types = rotation_types(config, family, self.windows)
         self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]
+        self._slot_values = slot_values(config)
         self.max_positions = context_limit(config)
         self._embed = submodule(hf_model, family.embed)
         self._embed_scale = getattr(config, family.embed_scale or "", None)
@@ -141,13 +150,19 @@ class Runtime:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one KV buffer slot: a key and a value per layer."""
-        heads = self.blocks[0].heads
-        return 2 * self.n_layers * heads.n_kv_heads * heads.width * self.dtype.itemsize
+        """Bytes of one KV buffer slot: per layer a key and a value, or a convolution's input."""
+        return sum(self._slot_values) * self.dtype.itemsize
+
+    @property
+    def has_only_attention(self) -> bool:
+        """Whether attention mixes the tokens in every layer."""
+        return not any(block.n_taps for block in self.blocks)
 
     def new_buffer(self, capacity: int) -> KVBuffer:
-        heads = self.blocks[0].heads
-        return KVBuffer([block.device for block in self.blocks], heads.n_kv_heads, heads.width, capacity, self.dtype)
+        heads, sizes = self.blocks[0].heads, zip(self.blocks, self._slot_values, strict=True)
+        conv_inputs = [size if block.n_taps else 0 for block, size in sizes]
+        devices = [block.device for block in self.blocks]
+        return KVBuffer(devices, heads.n_kv_heads, heads.width, capacity, self.dtype, conv_inputs)
 
     def weights_moved(self) -> None:
         """Drop the captured passes: they hold addresses of weights that have moved or been freed."""

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 
+START_S = 60
 MODEL, TASK = "org/tiny", "notes"
 LOOKUP = "/v1/layer-sets/org%2Ftiny/notes"
 RECORD = LayerSetRecord(MODEL, TASK, LayerSet(6, frozenset({2}), frozenset({1, 3})), "f" * 16, verdict="use")
@@ -73,6 +75,14 @@ class Served:
         """For raw sockets."""
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
+
+
+def until_ready(served: Served) -> None:
+    """Wait until the engine takes requests."""
+    until = time.monotonic() + START_S
+    while served.client.get("/health").status_code != 200:
+        assert time.monotonic() < until, served.log.read_text()
+        time.sleep(0.1)
 
 
 @contextmanager

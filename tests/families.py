@@ -89,8 +89,10 @@ _GRANITE_4: dict[str, Any] = {
     "layer_types": ["full_attention"] * 4,
 }
 
-# Types of models whose layers are attention and one MLP: how each differs from `GROUPED`; the first variant of a type
-# has most of its mechanisms.
+_CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+
+# Types of models whose layers are attention, or what stands for it, and one MLP: how each differs from `GROUPED`; the
+# first variant of a type has most of its mechanisms.
 DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOWS, **_CAPS, "head_dim": 16, "query_pre_attn_scalar": 20},
@@ -144,6 +146,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
     "gpt_bigcode": {"multi_query": True, "n_inner": 48},
     "gpt_bigcode:heads": {"multi_query": False, "n_inner": 48},
+    "lfm2": {**_CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+    "lfm2:longer": {"layer_types": ["full_attention", "conv", "conv", "conv"], "conv_L_cache": 5},
 }
 
 
@@ -180,6 +184,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16},
     "mellum": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE, "mlp_layer_types": _SPARSE, "head_dim": 16},
     "granitemoe": _MULTIPLIERS,
+    "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "use_expert_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
     "cohere2_moe": {

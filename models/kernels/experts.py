@@ -11,6 +11,7 @@ from ..block_experts import PARTS, BlockExperts
 from ..family import Experts
 from . import layout
 
+CORRECTIONS = ("correction_bias", "expert_bias")  # Names of what is added to scores where experts are chosen.
 MOST_EXPERTS = 1024  # Of a layer, its shared ones among them.
 
 
@@ -81,5 +82,5 @@ def is_mean(config: Any) -> bool:
 
 def correction_of(mlp: nn.Module) -> Tensor | None:
     """Return what is added to scores where experts are chosen: (experts,), None where there is nothing."""
-    found = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if "correction_bias" in name]
+    found = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if name.endswith(CORRECTIONS)]
     return found[0].reshape(-1) if found else None

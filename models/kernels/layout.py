@@ -8,7 +8,7 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU = range(6)
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
-ATTENTION, MLP, KEEP, LOGITS, MIXTURE = range(5)
+ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION = range(6)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
@@ -39,6 +39,16 @@ class Attention(Structure):
         *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
         *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm"),
         *_fields(c_float, "scaling softcap clip added_scale"),
+    ]
+
+
+class Convolution(Structure):
+    _fields_ = [
+        *_fields(Norm, "before after"),
+        *_fields(Map, "into out"),
+        *_fields(c_void_p, "taps bias"),
+        ("n_taps", c_int32),
+        ("added_scale", c_float),
     ]
 
 
@@ -110,4 +120,4 @@ class Call(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution)

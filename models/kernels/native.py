@@ -46,8 +46,14 @@ ACTIVATIONS = {
     "xielu": layout.XIELU,
 }
 HEAD_NORMS = {"by_head": layout.BY_HEAD, "whole": layout.WHOLE, "rotated": layout.ROTATED}
-STEPS: dict[Kind, int] = {"attn": layout.ATTENTION, "mlp": layout.MLP}
+STEPS: dict[type[ctypes.Structure], int] = {
+    layout.Attention: layout.ATTENTION,
+    layout.Convolution: layout.CONVOLUTION,
+    layout.Mlp: layout.MLP,
+    layout.Mixture: layout.MIXTURE,
+}
 MOST_PROGRAMS = 64
+MOST_TAPS = 64  # Most tokens that a short convolution reads.
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
 FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
 
@@ -87,7 +93,7 @@ class NativePasses:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
             raise Unsupported(f"weights of {runtime.dtype} are computed by torch; ask for float32 or bfloat16")
-        name = runtime.family.setting(runtime.config, "hidden_act")
+        name = runtime.family.hidden_act or runtime.family.setting(runtime.config, "hidden_act")
         if name not in ACTIVATIONS:
             raise Unsupported(f"the activation {name} is computed by torch")
         self._activation = ACTIVATIONS[name]
@@ -116,7 +122,7 @@ class NativePasses:
             block = self.runtime.blocks[layer]
             parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
             if kind == "attn":
-                self._parts[key] = self._attention_of(block, parts)
+                self._parts[key] = (self._convolution_of if block.n_taps else self._attention_of)(block, parts)
             else:
                 self._parts[key] = (self._mixture_of if has_experts(parts.mlp) else self._mlp_of)(block, parts)
         return self._parts[key]
@@ -153,6 +159,22 @@ class NativePasses:
             block.scaling,
             block.softcap or 0.0,
             block.clip or 0.0,
+            block.added_scale,
+        )
+
+    def _convolution_of(self, block: Block, parts: LayerModules) -> layout.Convolution:
+        conv, n_hidden = parts.conv, self._n_hidden
+        refuse_hooks(conv)
+        if block.n_taps > MOST_TAPS or conv.weight.shape != (n_hidden, 1, block.n_taps):
+            raise Unsupported(f"a convolution of {tuple(conv.weight.shape)} is computed by torch")
+        bias = self._kept(None if conv.bias is None else conv.bias.detach().float())
+        return layout.Convolution(
+            *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
+            self._map_of(parts.qkv[0]),
+            self._map_of(parts.out),
+            self._kept(conv.weight.detach()[:, 0].t().float().contiguous()).data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            block.n_taps,
             block.added_scale,
         )
 
@@ -312,7 +334,7 @@ class NativePasses:
             seen_at = None if seen is None else seen.data_ptr()
             keys, values = pass_.buffer.addresses
             keys_at, values_at = ctypes.addressof(keys), ctypes.addressof(values)
-            stride = pass_.buffer.keys[0].stride(0)
+            stride = pass_.buffer.head_stride
             sequences.append(layout.Sequence(seen_at, keys_at, values_at, stride, n_rows_of_pass, rows.first_slot))
             sets = rows.variants or (self._whole,)
             for i, layer_set in enumerate(sets):
@@ -388,10 +410,10 @@ class NativePasses:
             from_kept = runtime.parallel and bool(members_by_kind["attn"])
             if from_kept and members_by_kind["mlp"]:
                 add(layout.KEEP, block, None, everyone)
-            for kind, step in STEPS.items():
+            for kind in KINDS:
                 for name, members in members_by_kind[kind]:
                     part = self._part(kind, block.index, name)
-                    add(layout.MIXTURE if isinstance(part, layout.Mixture) else step, block, part, members)
+                    add(STEPS[type(part)], block, part, members)
                     steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
 

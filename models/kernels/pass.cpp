@@ -36,6 +36,14 @@ struct Attention {
     float added_scale;             // of what the residual stream gets
 };
 
+struct Convolution {  // gated and short, in place of attention; `mixers.h`
+    Norm before, after;
+    Map into, out;            // to a gate, a second gate and values, one behind the other
+    const float *taps, *bias;  // (n_taps, n_hidden), the newest token's last; bias null: none
+    int32_t n_taps;
+    float added_scale;
+};
+
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU };
 struct Mlp {
     Norm before, after, inner;
@@ -58,9 +66,9 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE };
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION };
 struct Step {
-    const void* part;                   // Attention, Mlp, Map or Mixture
+    const void* part;                   // Attention, Mlp, Map, Mixture or Convolution
     int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
     int32_t rotation;                   // which of the pass's tables, -1: none
     int32_t from_kept;                  // an MLP that reads what KEEP kept
@@ -80,7 +88,7 @@ struct RowList {
 
 struct Sequence {  // consecutive rows of a pass that have keys and values of their own
     const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
-    void *const *keys, *const *values;  // per layer (kv_heads, capacity, width)
+    void *const *keys, *const *values;  // per layer (kv_heads, capacity, width), or inputs of a convolution
     int64_t head_stride;                // between the key/value heads of its buffer
     int32_t n_rows, first_slot;
 };
@@ -244,6 +252,9 @@ template <class T> class Runner {
                 widest(*(const Map*)steps[s].part);
             } else if (steps[s].kind == MIXTURE) {
                 mixed.count(*(const Mixture*)steps[s].part, widest);
+            } else if (steps[s].kind == CONVOLUTION) {
+                const auto& part = *(const Convolution*)steps[s].part;
+                widest(part.into), widest(part.out), inner = std::max<size_t>(inner, part.into.n_out);
             } else {
                 keeps = true;
             }
@@ -339,6 +350,7 @@ template <class T> class Runner {
             if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
             if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
             if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
+            if (step.kind == CONVOLUTION) convolution(step, *(const Convolution*)step.part, list, thread);
             if (step.kind == KEEP)
                 team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
                     memcpy(kept_ + from * pass_.n_hidden, hidden(int(from)), (to - from) * pass_.n_hidden * sizeof(T));
@@ -580,6 +592,8 @@ template <class T> class Runner {
         norm_rows(part.inner, inner_, q_size, q_size, list.n, thread);
         leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
     }
+
+    void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
 
     // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
     void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
@@ -894,6 +908,8 @@ template <class T> class Runner {
     static inline List<List<float>> tiles, scratch;  // per thread
 };
 
+#include "mixers.h"
+
 // The first of the largest of `n` values and, if it is wanted, the logarithm of its share of the sum of their
 // exponentials, NaN where one is no number.
 template <class T> void likeliest(const T* scores, int64_t n, int64_t* token_id, double* logprob) {
@@ -1005,5 +1021,5 @@ extern "C" void swiftopt_likeliest(
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
-    sizes[8] = sizeof(Mixture);
+    sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution);
 }

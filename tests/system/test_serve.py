@@ -31,7 +31,7 @@ import httpx2
 import openai
 import psutil
 import pytest
-from api import Served, serving
+from api import Served, serving, until_ready
 from fakes import READY, letter_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
 from tiny_files import save
@@ -137,14 +137,6 @@ def client(server: Served) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> swiftopt.Model:
     return swiftopt.Model("tiny", swiftopt.load(str(folder), dtype="float32").runtime, None)
-
-
-def until_ready(served: Served) -> None:
-    """Wait until the engine takes requests."""
-    until = time.monotonic() + START_S
-    while served.client.get("/health").status_code != 200:
-        assert time.monotonic() < until, served.log.read_text()
-        time.sleep(0.1)
 
 
 def engine_of(served: Served) -> psutil.Process:

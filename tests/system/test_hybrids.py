@@ -1,0 +1,144 @@
+"""Models that mix attention with other layers: what a sequence keeps for these, through all that may happen to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api import Served, serving, until_ready
+from native import native, repeating, words
+from tiny_files import CHAT_TEMPLATE, save
+
+from swiftopt.core.settings import SwiftSettings
+from swiftopt.core.types import Completion, LayerSet, Sampling
+from swiftopt.decoding.context import Ending, ResumePoint, TokenRule
+from swiftopt.decoding.engine import Engine, Request, alone
+from swiftopt.decoding.events import Round
+from swiftopt.decoding.loop import decoding
+from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
+from swiftopt.decoding.work import Work
+from swiftopt.optimizer.evaluation import score_window
+
+N_NEW, PLENTY = 24, 1 << 30
+SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
+MOST = LayerSet(4, frozenset({1, 2}), frozenset({1, 2}))
+TREES = SwiftSettings(stop_threshold=0.02, max_draft_length=5, branching=((0.03, 4), (0.06, 2), (1.0, 1)))
+VARIANTS = ["lfm2", pytest.param("lfm2:longer", marks=pytest.mark.families)]
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def methods(variant: str) -> list[Method]:
+    resources = Resources(native(variant), SKIPPING)
+    return [PLAIN, swift(SKIPPING, TREES), build("prompt-lookup", resources)]
+
+
+def request(variant: str, ids: Sequence[int], method: Method, n_new: int = N_NEW, **options: Any) -> Work[Completion]:
+    rule = TokenRule.of(Sampling(), None)
+    return decoding(native(variant), ids, method, rule, Ending(n_new), **options)
+
+
+def plain(variant: str, ids: Sequence[int], n_new: int = N_NEW) -> tuple[int, ...]:
+    return alone(request(variant, ids, PLAIN, n_new)).token_ids
+
+
+def finish(engine: Engine) -> None:
+    while engine.requests:
+        list(engine.step())
+
+
+@each_variant
+def test_requests_beside_one_another_some_of_them_cancelled_are_plain_decoding(variant: str) -> None:
+    engine, running = Engine(by_time=False), list[tuple[Request[Completion], list[int]]]()
+    for number, method in enumerate(methods(variant) * 3):
+        ids = repeating(number)[: 7 + number]
+        running.append((engine.add(request(variant, ids, method)), ids))
+    for _ in range(4):
+        list(engine.step())
+    for number in (1, 5):
+        engine.cancel(running[number][0])
+    finish(engine)
+    for number, (one, ids) in enumerate(running):
+        assert number in (1, 5) or one.result.token_ids == plain(variant, ids)
+
+
+@each_variant
+def test_request_whose_memory_is_taken_or_that_is_resumed_elsewhere_goes_on(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 4)
+    for number, method in enumerate(methods(variant)):
+        ids, points = repeating(number), list[ResumePoint]()
+        slot_bytes = native(variant).slot_bytes
+        engine = Engine(slot_bytes * (len(ids) + N_NEW + 40))  # Room for one at its end, so that others are evicted.
+        asked = [ids, words(number, 20), ids[:9]]
+        running = [engine.add(request(variant, own, method)) for own in asked]
+        while engine.requests:
+            for event in engine.step():
+                if isinstance(event, Round) and event.context.token_ids[: len(ids)] == ids:
+                    points.append(event.context.resume_point())
+        assert [one.result.token_ids for one in running] == [plain(variant, own) for own in asked]
+        for point in points[::3]:
+            assert alone(request(variant, ids, method, resume_from=point)).token_ids == running[0].result.token_ids
+
+
+@each_variant
+def test_next_turn_of_a_chat_reads_only_what_is_new(variant: str) -> None:
+    for number, method in enumerate(methods(variant)):
+        engine, ids = Engine(PLENTY), repeating(number)
+        first = engine.add(request(variant, ids, method))
+        finish(engine)
+        for n_kept in (len(ids) + N_NEW - 1, len(ids) - 4):  # The whole answer, and none of it nor of the prompt's end.
+            longer = [*(*ids, *first.result.token_ids)[:n_kept], *words(number, 9)]
+            again = engine.add(request(variant, longer, method))
+            finish(engine)
+            assert again.result.token_ids == plain(variant, longer)
+            assert again.result.n_cached == n_kept
+
+
+@each_variant
+def test_candidate_that_leaves_nothing_out_predicts_every_token_of_a_window(variant: str) -> None:
+    """Candidates begin before the end of the text, several of them side by side."""
+    work = request(variant, words(3, 11), PLAIN, 16, scratch_rows=24)
+
+    def scored() -> Work[list[float]]:
+        found: list[float] = []
+        event = next(work)
+        answer: Any = None
+        while True:
+            if isinstance(event, Round) and len(event.context.generated) == 14:
+                scores = yield from score_window(event.context, [MOST, LayerSet(4)], 12)
+                found.append(scores[1].matchness)
+            try:
+                answer = (yield event) if not isinstance(event, Round) else None
+                event = work.send(answer)
+            except StopIteration as end:
+                assert end.value.token_ids == plain(variant, words(3, 11), 16)
+                return found
+
+    assert alone(scored()) == [1.0]
+
+
+def chat(served: Served, **way: Any) -> list[str]:
+    """The answers of a chat of three turns, and that each turn after the first goes on from the one before."""
+    messages: list[dict[str, str]] = []
+    for turn in range(3):
+        messages.append({"role": "user", "content": " ".join(f"w{word}" for word in repeating(turn))})
+        body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **way}
+        answer = served.client.post("/v1/chat/completions", json=body).json()
+        usage, [choice] = answer["usage"], answer["choices"]
+        messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        assert not turn or usage["prompt_tokens_details"]["cached_tokens"] > 24 * turn
+    return [message["content"] for message in messages[1::2]]
+
+
+@pytest.mark.parametrize("variant", ["lfm2"])
+def test_chat_of_three_turns_has_the_same_bytes_with_drafts_and_without(variant: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny", variant, chat_template=CHAT_TEMPLATE)
+    options = ["--model", f"tiny={folder}", "--rate", "0", "--threads", "1", "--no-tune", "--dtype", "bfloat16"]
+    with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
+        until_ready(served)
+        without = chat(served, swiftopt={"plan": "plain"})
+        drafted = chat(served, swiftopt={"method": "prompt-lookup"})
+        assert without == drafted and all(without)
