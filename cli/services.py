@@ -76,6 +76,13 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
 @requests("--concurrency", default=8, type=positive, help="Completions at once, per model.")
 @requests("--max-waiting", default=128, type=natural, help="Completions that may wait.")
 @requests("--memory-gb", type=FloatRange(min=0.01), help="For keys and values.  [default: half of what is free]")
+@requests(
+    "--keep-prefixes",
+    metavar="DIR",
+    type=value_types.FOLDER,
+    help="Store keys and values of texts in this folder, too, for the next start.  [default: they are kept in memory]",
+)
+@requests("--prefixes-gb", default=10.0, type=FloatRange(min=0.01), help="Disk space for these, per model.")
 @requests("--timeout", "timeout_s", default=600, type=positive, help="Seconds for one completion.")
 @requests(
     "--load-wait",
@@ -91,6 +98,18 @@ requests, learning, access = (partial(option, heading) for heading in ("Requests
     "--keep-prompts",
     type=value_types.FILE,
     help="Append prompts to this file, a stream for `swiftopt tune`.  [default: they are kept in memory only]",
+)
+@learning(
+    "--corpus-mb",
+    default=64,
+    type=natural,
+    help="Memory for finished answers, per model, that drafts may repeat, in MiB; 0 keeps none.",
+)
+@learning(
+    "--keep-corpus",
+    metavar="DIR",
+    type=value_types.FOLDER,
+    help="Store finished answers in this folder, too, for the next start.  [default: they are kept in memory only]",
 )
 @access("--new-key", metavar="NAME", help="Print a new API key and its entry, and do nothing else.")
 @access(

@@ -392,13 +392,31 @@ class CostStatus(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTexts(Record):
+    """What an engine keeps of the texts that it served.
+
+    Keys and values of `prefix_tokens` take `prefix_bytes` of memory and, where they are stored, too, `disk_bytes`;
+    `disk_tokens` were read back from there since the start. Finished answers, for drafts, are `corpus_tokens` in
+    `corpus_bytes` of memory.
+    """
+
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    disk_bytes: int = 0
+    disk_tokens: int = 0
+    corpus_tokens: int = 0
+    corpus_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTuning(Record):
-    """The tasks of one model, and its costs; `unavailable` says why its engine cannot tell."""
+    """The tasks of one model, its costs and what it keeps; `unavailable` says why its engine cannot tell."""
 
     paused: bool = False
     tasks: tuple[TaskTuning, ...] = ()
     unavailable: str | None = None
     costs: CostStatus | None = None
+    kept: KeptTexts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from .rounds import NO_ROUNDS, RequestRounds
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource, VerdictWord
 
-VERSION = 4  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 5  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
 
 # A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
@@ -87,8 +87,15 @@ class Steer(Record):
     request_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Keys(Record):
+    """Names of the API keys in force, again whenever they change: what is kept for other keys is forgotten."""
+
+    names: tuple[str, ...]
+
+
 Question = Decode | Tokenize | Detokenize | Steer
-FromServer = Serve | Question | Cancel
+FromServer = Serve | Question | Cancel | Keys
 
 
 # --- messages from the engine to the server

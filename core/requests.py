@@ -158,6 +158,12 @@ class CompletionRequest(Settings):
     salt: str = ""
 
 
+def owner_of(salt: str) -> str:
+    """Return the name of the API key that a salt begins with; "" where there are no keys."""
+    name, colon, _ = salt.partition(":")
+    return name if colon else ""
+
+
 def settled_length(text: str, stop_strings: Sequence[str], n_free: int = 0) -> int:
     """Return the length of the part of `text` that no stop string, found or begun at its end, can cut.
 
@@ -184,7 +190,9 @@ class ServedModel(Record):
 
     `path` is what is loaded, `name` what clients call it; `concurrency` requests run at once, their keys and values in
     `memory` bytes (None: half of what is free); with `tune` the engine learns from what it serves. `keep_prompts` is a
-    file that prompts are appended to, as lines of a stream.
+    file that prompts are appended to, as lines of a stream. Finished answers, which drafts may repeat, take up to
+    `corpus_mb` MiB; `keep_corpus` is a folder where they are stored, too. `keep_prefixes` is a folder where keys and
+    values of texts are stored, up to `prefixes_gb` GB.
     """
 
     name: str
@@ -197,6 +205,10 @@ class ServedModel(Record):
     memory: int | None = None
     tune: bool = True
     keep_prompts: str | None = None
+    corpus_mb: int = 64
+    keep_corpus: str | None = None
+    keep_prefixes: str | None = None
+    prefixes_gb: float = 10.0
 
 
 # --- jobs, as the queue, workers, API and terminal exchange them; their states:

@@ -262,15 +262,15 @@ class TokenLogprob(Record):
     top: tuple[tuple[int, float], ...] = ()
 
 
-TokenSource = Literal["target", "draft", "text", "prediction", "grammar"]
+TokenSource = Literal["target", "draft", "text", "corpus", "prediction", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedToken:
     """A committed token: where it came from, and the tokens that were drafted in its place and rejected.
 
-    A source "target" is the model itself; the others drafted it: what the method drafts with, earlier text, the text
-    that the request predicts, or a grammar that leaves no choice.
+    A source "target" is the model itself; the others drafted it: what the method drafts with, earlier text, finished
+    answers of the task, the text that the request predicts, or a grammar that leaves no choice.
     """
 
     token_id: int

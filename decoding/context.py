@@ -30,6 +30,7 @@ from ..core.types import FinishReason, Sampling
 from ..models.buffer import KVBuffer
 from ..models.rows import uploaded
 from ..models.runtime import Runtime
+from .corpus import TaskCorpus
 from .grammar import GrammarMask
 from .load import Load
 
@@ -351,8 +352,8 @@ class Context:
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
     draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
     are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
-    not even that. `prediction` are tokens that the caller expects behind the prompt. `looks_back`: how many committed
-    tokens a search will look at again.
+    not even that. `prediction` are tokens that the caller expects behind the prompt. `corpus`: finished answers that
+    drafts may repeat. `looks_back`: how many committed tokens a search will look at again.
     """
 
     runtime: Runtime
@@ -364,6 +365,7 @@ class Context:
     load: Load = field(default_factory=Load)  # Load of the engine that runs the request.
     logprobs: int | None = None
     prediction: Sequence[int] = ()
+    corpus: TaskCorpus | None = None
     searched: bool = False
     finish: FinishReason | None = None
     n_learnt: int = 0

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.errors import ContextOverflow
@@ -30,7 +29,11 @@ from .draft_trials import DraftTrials
 from .events import WorkEvent
 from .load import Load
 from .pass_clock import PassClock
+from .prefixes import Match, Prefix, PrefixCache
 from .work import Answer, Demand, Free, Granted, PassGenerator, ReadLogits, ReadPass, Slots, Work
+
+if TYPE_CHECKING:
+    from .prefix_files import PrefixFolder
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -86,6 +89,9 @@ class Request(Generic[T_co]):
         self.held: dict[Slots, KVBuffer] = {}
         self.is_new = True
         self.waits = False  # True while another request reads the same beginning of the text.
+        # Answer to a demand for slots, while stored blocks of the text are read into its buffer.
+        self.granted: Granted | None = None
+        self.stored_blocks: Iterator[tuple[int, Tensor | None]] = iter(())
         self.error: Exception | None = None
         self._result: list[T_co] = []
 
@@ -107,12 +113,12 @@ class Request(Generic[T_co]):
         return demand if isinstance(demand, Pass) else None
 
     @property
-    def texts(self) -> Iterator[tuple[_Prefix, int]]:
+    def texts(self) -> Iterator[tuple[Prefix, int]]:
         """The texts in the request's buffers, each with its number of tokens read so far."""
         if (pass_ := self.pass_) is not None:
             for slots, buffer in self.held.items():
                 n_read = pass_.rows.first_slot if pass_.buffer is buffer else len(slots.tokens)
-                yield _Prefix(slots, buffer, slots.tokens), n_read
+                yield Prefix(slots, buffer, slots.tokens), n_read
 
     def send(self, answer: Answer) -> Iterator[WorkEvent]:
         """Send the answer to the pending demand (None to start), and run up to the next demand."""
@@ -149,24 +155,9 @@ class Request(Generic[T_co]):
 Waiting = tuple[Request[object], Pass]
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """A text whose keys and values other requests can reuse."""
-
-    slots: Slots
-    buffer: KVBuffer
-    token_ids: NDArray[np.int64]
-
-    def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
-        """Return the length of the common prefix with `token_ids`, whose keys and values can be reused."""
-        if self.slots.runtime is not slots.runtime or self.slots.salt != slots.salt:
-            return 0
-        n_compared = min(len(self.token_ids), len(token_ids))
-        is_same = self.token_ids[:n_compared] == token_ids[:n_compared]
-        return n_compared if is_same.all() else int(is_same.argmin())
-
-
+NO_MATCH = Match(0, None)
 MIN_SHARED_TOKENS = 32  # Minimum shared tokens for which a request waits while another one reads them.
+READ_S = 0.05  # Seconds of a step after which no further stored block is read: other requests wait meanwhile.
 MIN_SHARED_FRACTION = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
 # Maximum share of the memory for spare slots. They can delay other requests or evict kept texts.
 MAX_SPARE_FRACTION = 1 / 8
@@ -182,17 +173,25 @@ class Engine:
           at_once: most requests that run together, started in the order of arrival; None: all.
           by_time: whether drafts beside others stop where measured time says that they do not pay. Tokens do not depend
           on it; what is drafted does, and so is not the same in every run.
+          folder: where what requests read is stored, too; used only where memory is limited.
     """
 
-    def __init__(self, memory: int | None = None, at_once: int | None = None, by_time: bool = True) -> None:
+    def __init__(
+        self,
+        memory: int | None = None,
+        at_once: int | None = None,
+        by_time: bool = True,
+        folder: PrefixFolder | None = None,
+    ) -> None:
         self.requests: list[Request[object]] = []
         self.memory, self.at_once, self.by_time = memory, at_once, by_time
+        self.folder = folder
         self.load = Load()
         self._clock = PassClock(self.load)
         self._trials: dict[int, DraftTrials] = {}  # Trials by number of concurrent sequences.
         # State since the latest target pass: whether anything was drafted, and the load and time at that pass.
         self._has_drafted, self._checked = False, (Load(checked=0), 0.0)
-        self._kept: list[_Prefix] = []  # Kept texts, least recently used first.
+        self.prefixes = PrefixCache()
 
     @property
     def n_bytes(self) -> int:
@@ -200,7 +199,7 @@ class Engine:
 
     @property
     def kept_bytes(self) -> int:
-        return sum(prefix.buffer.capacity * prefix.slots.runtime.slot_bytes for prefix in self._kept)
+        return self.prefixes.n_bytes
 
     @property
     def _held_buffers(self) -> Iterator[tuple[Slots, KVBuffer]]:
@@ -262,20 +261,21 @@ class Engine:
         return bool(waiting_passes) and not draft_passes
 
     def _run_group(self, group: list[Waiting]) -> Iterator[WorkEvent]:
-        answers, evictable = None, self._kept
+        answers, has_evictable = None, len(self.prefixes) > 0
         passes, runtime = [pass_ for _, pass_ in group], group[0][1].runtime
         started, paused_s, n_first_before = perf_counter(), 0.0, runtime.n_first
         try:
             answers = _pair_answers(group, runtime.forward_together(passes))
         except Exception as error:
-            evictable = evictable if is_out_of_memory(error) else []
-            if len(group) == 1 and not evictable:
+            has_evictable = has_evictable and is_out_of_memory(error)
+            if len(group) == 1 and not has_evictable:
                 yield from group[0][0].throw(error)
                 return
         if answers is None:  # Retry outside the `except` block: the exception keeps the failed pass's tensors alive.
             # Retry without the kept texts, or pass by pass, so that only the request that cannot run fails.
-            retry_groups = [group] if evictable else [[member] for member in group]
-            evictable.clear()
+            retry_groups = [group] if has_evictable else [[member] for member in group]
+            if has_evictable:
+                self.prefixes.clear()
             for retry_group in retry_groups:
                 yield from self._run_group(retry_group)
             return
@@ -286,7 +286,9 @@ class Engine:
                     yield event
                     paused_s += perf_counter() - paused_at
             if pass_index == 0:  # Time the passes at the first answer: reading it waits for all of them.
-                self._clock.add(passes, started, perf_counter() - paused_s, runtime.n_first == n_first_before)
+                ended = perf_counter() - paused_s
+                self._clock.add(passes, started, ended, runtime.n_first == n_first_before)
+                self.prefixes.costs.learn(passes, ended - started)
 
     def _time_round(self) -> None:
         """Time the round that ends here, if it only decoded, and decide whether the next one may draft."""
@@ -309,6 +311,12 @@ class Engine:
             yield from request.send(None)
             n_running += not request.is_done
 
+    def forget_owners(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what was read for owners that are gone, on disk, too."""
+        self.prefixes.forget_owners(is_gone)
+        if self.folder is not None:
+            self.folder.forget_owners(is_gone)
+
     def close(self) -> None:
         while self.requests:
             self.cancel(self.requests[-1])
@@ -324,6 +332,10 @@ class Engine:
                 if isinstance(demand, Free):
                     self._keep(demand, request.held.pop(demand.slots))
                     yield from request.send(None)
+                elif demand in request.held:
+                    if (granted := self._read_stored(request)) is None:
+                        break
+                    yield from request.send(granted)
                 elif self.memory is not None and demand.n_bytes > self.memory:
                     yield from request.throw(_too_long_error(demand, self.memory))
                 elif is_full or not self._fits(promised_bytes + demand.bytes_of(demand.first)):
@@ -339,7 +351,26 @@ class Engine:
                         yield from request.throw(error)
                         continue
                     request.held[demand] = buffer
-                    yield from request.send(Granted(buffer, n_read, state, self.load))
+                    request.granted = Granted(buffer, n_read, state, self.load)
+                    request.stored_blocks = self._stored_blocks(demand, buffer, n_read)
+
+    def _stored_blocks(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
+        """Return what reads the text's blocks from disk, if they hold more than a buffer does."""
+        folder = self.folder
+        if folder is None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
+            return iter(())
+        return folder.reading(slots, buffer, n_filled)
+
+    def _read_stored(self, request: Request[object]) -> Granted | None:
+        """Read a request's stored blocks for a moment; return the answer to its demand once all are read."""
+        assert request.granted is not None
+        until = perf_counter() + READ_S
+        for n_read, state in request.stored_blocks:
+            self.load.n_beside += 1
+            request.granted = request.granted._replace(n_read=n_read, state=state)
+            if perf_counter() > until:
+                return None
+        return request.granted
 
     def _fits(self, n_bytes: int) -> bool:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory
@@ -373,7 +404,7 @@ class Engine:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-        self._kept.clear()  # Evict kept texts before letting the request fail.
+        self.prefixes.clear()  # Evict kept texts before letting the request fail.
         return self._new_buffer(slots, min_capacity)
 
     def _spare_slots(self, slots: Slots, promised_bytes: int) -> int:
@@ -392,25 +423,25 @@ class Engine:
             ),
         )
 
-    def _longest_prefix(self, slots: Slots) -> tuple[int, _Prefix | None]:
+    def _longest_prefix(self, slots: Slots) -> Match:
         """Return the longest prefix of a text that some buffer holds, and the most recently used such buffer.
 
         The latest is taken because a prefix that many texts share must not make an old text look recently used.
         """
         tokens = slots.tokens[:-1]  # The last token is always read again, for its logits.
-        prefixes = [(prefix.common(slots, tokens), prefix) for prefix in self._kept]
+        prefixes = [Match(prefix.common(slots, tokens), prefix) for prefix in self.prefixes]
         if self.memory is not None:
             running_texts = (text for request in self.requests for text in request.texts)
-            prefixes += [(min(n_read, text.common(slots, tokens)), text) for text, n_read in running_texts]
-        n_common, longest = max(reversed(prefixes), key=itemgetter(0), default=(0, None))
-        return n_common, longest if n_common else None
+            prefixes += [Match(min(n_read, text.common(slots, tokens)), text) for text, n_read in running_texts]
+        longest = max(reversed(prefixes), key=itemgetter(0), default=NO_MATCH)
+        return longest if longest.n_tokens else NO_MATCH
 
     def _new_buffer(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
         n_filled, prefix = self._longest_prefix(slots)
         n_bytes = slots.bytes_of(capacity)
-        # Mark the prefix in use as the most recently used.
-        self._kept.sort(key=lambda kept_prefix: kept_prefix is prefix)
-        self._make_room(n_bytes, keep=sum(kept_prefix is prefix for kept_prefix in self._kept))
+        if prefix is not None:
+            self.prefixes.use(prefix, n_filled)
+        self._make_room(n_bytes, keep=prefix)
         buffer = slots.runtime.new_buffer(capacity)
         if prefix is None:
             return buffer, 0, None
@@ -422,22 +453,18 @@ class Engine:
         """Keep a freed buffer for reuse, and drop kept texts that are prefixes of it."""
         if self.memory is None:
             return
-        new_prefix = _Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
-        self._kept = [
-            prefix
-            for prefix in self._kept
-            if prefix.common(new_prefix.slots, new_prefix.token_ids) < len(prefix.token_ids)
-        ]
-        self._kept.append(new_prefix)
+        if freed.token_ids:
+            prefix = Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
+            self.prefixes.add(prefix)
+            if self.folder is not None:
+                self.folder.store(prefix)
         self._make_room(0)
 
-    def _make_room(self, n_bytes: int, keep: int = 0) -> None:
-        """Evict the least recently used texts, except the last `keep`, until `n_bytes` fit in the memory."""
-        assert self.memory is not None or not self._kept
-        while len(self._kept) > keep:
-            if self.n_bytes + self.kept_bytes + n_bytes <= (self.memory or 0):
-                return
-            del self._kept[0]
+    def _make_room(self, n_bytes: int, keep: Prefix | None = None) -> None:
+        """Evict the least valuable texts, never `keep`, until `n_bytes` fit in the memory."""
+        assert self.memory is not None or not len(self.prefixes)
+        while self.n_bytes + self.kept_bytes + n_bytes > (self.memory or 0) and self.prefixes.evict(keep):
+            pass
 
 
 def _pair_answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:

@@ -1,22 +1,22 @@
 """Predictions from earlier text: what followed the longest suffix that occurred before, and how often it is right.
 
-A drafted token costs a row of the target's pass, so a draft should be only as long as it is likely to be accepted. How
-likely is learnt from the text itself: at each of its tokens, the prompt's included, the match before it predicted one.
+Earlier text is the request's own, and the finished answers of its task (`corpus.py`). A drafted token costs a row of
+the target's pass, so a draft should be only as long as it is likely to be accepted. How likely is learnt from the text
+itself: at each of its tokens, the prompt's included, the match before it predicted one. Matches with finished answers
+are rated at the tokens of the completion only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from ..core.types import TokenSource
+from .corpus import MAX_DRAFT_CANDIDATES, MAX_MATCH, CorpusPlace, Occurrence, TaskCorpus
+from .hit_rates import MAX_RATED_LENGTH, HitRates
 
-MAX_RATED_LENGTH = 8  # Longest match length with a hit rate of its own; longer matches share it.
-PRIOR_TOKENS = 2  # Weight of the prior hit rate, in observed tokens.
-EARLIER_TOKENS = 8  # Weight of the hit rate from earlier texts, in observed tokens.
-MAX_SEEN = 1024.0  # Observations per match length above which the counts are halved.
 _MAX_UPDATED_STATES = 8  # Maximum states per token whose latest occurrence is updated; bounds the time per token.
 
 
@@ -93,60 +93,35 @@ class SuffixAutomaton:
             self.n_moves += 1
 
 
-@dataclass(slots=True, eq=False)
-class HitRates:
-    """How often the token after an earlier match came again, by the length of the match.
-
-    The prior for a match of m tokens is m / (m + 1), or the rate of `earlier` texts, which is updated, too.
-    """
-
-    earlier: HitRates | None = None
-    seen: list[float] = field(default_factory=lambda: [0.0] * (MAX_RATED_LENGTH + 1))
-    hits: list[float] = field(default_factory=lambda: [0.0] * (MAX_RATED_LENGTH + 1))
-
-    def alone(self) -> HitRates:
-        """Return these rates without `earlier`, so that later observations do not update the earlier texts' rates."""
-        return HitRates(None, self.seen, self.hits)
-
-    def learn(self, match_length: int, hit: bool) -> None:
-        length = min(match_length, MAX_RATED_LENGTH)
-        if self.seen[length] >= MAX_SEEN:  # Halve old counts so that recent tokens weigh more.
-            self.seen[length], self.hits[length] = self.seen[length] / 2, self.hits[length] / 2
-        self.seen[length] += 1
-        self.hits[length] += hit
-        if self.earlier is not None:
-            self.earlier.learn(match_length, hit)
-
-    def rate(self, match_length: int) -> float:
-        length = min(match_length, MAX_RATED_LENGTH)
-        if self.earlier is None:
-            prior, weight = length / (length + 1), PRIOR_TOKENS
-        else:
-            prior, weight = self.earlier.rate(match_length), EARLIER_TOKENS
-        return (self.hits[length] + weight * prior) / (self.seen[length] + weight)
-
-
 class Guess(NamedTuple):
-    """A predicted token, its chance to be right, and the text that it comes from."""
+    """A predicted token, its chance to be right, and the text that it comes from; of a corpus, the place there."""
 
     token_id: int
     chance: float
     source: TokenSource
+    occurrence: Occurrence | None = None
 
 
 class Matches:
     """The committed text with its matches, and hit rates by length of match.
 
     Args: prediction: what the caller expects behind the prompt. It is read as earlier text, behind the prompt's last
-          tokens; other texts' rates learn nothing from it.
+          tokens; other texts' rates learn nothing from it. corpus: finished answers that the completion may repeat.
     """
 
     def __init__(
-        self, earlier: HitRates | None = None, prompt_ids: Sequence[int] = (), prediction: Sequence[int] = ()
+        self,
+        earlier: HitRates | None = None,
+        prompt_ids: Sequence[int] = (),
+        prediction: Sequence[int] = (),
+        corpus: TaskCorpus | None = None,
     ) -> None:
         self.text = SuffixAutomaton()
         self.rates = HitRates(earlier)
         self.pairs: dict[tuple[int, int], int] = {}  # Token pair -> index after its latest occurrence.
+        self.corpus_rates = HitRates(None if corpus is None else corpus.rates)
+        self.corpus_place = None if corpus is None else CorpusPlace(corpus, list(prompt_ids[-MAX_MATCH:]))
+        self._n_prompt = len(prompt_ids)
         preceding_ids = [*prompt_ids[-MAX_RATED_LENGTH:], *prediction] if prediction else []
         # Indices of the prediction's tokens in the text.
         self.predicted = range(len(preceding_ids) - len(prediction), len(preceding_ids))
@@ -162,7 +137,10 @@ class Matches:
 
         Args: known: whether an earlier process has read it, so that earlier texts' rates have learnt it.
         """
-        self.extend(token_ids[self.n_read :], known)
+        n_read = self.n_read
+        self.extend(token_ids[n_read:], known)
+        if self.corpus_place is not None:
+            self._follow(self.corpus_place, token_ids[max(n_read, self._n_prompt) :], known)
 
     def extend(self, token_ids: Iterable[int], known: bool = False) -> None:
         """Append tokens to the text; see `read`."""
@@ -174,42 +152,73 @@ class Matches:
             if len(text.token_ids) > 2:  # Do not store the last pair yet: it would match itself.
                 self.pairs[text.token_ids[-3], text.token_ids[-2]] = len(text.token_ids) - 1
 
+    def _follow(self, place: CorpusPlace, token_ids: Iterable[int], known: bool) -> None:
+        """Move the place in the corpus along the completion's tokens, and rate its matches."""
+        rates = self.corpus_rates.alone() if known else self.corpus_rates
+        for token_id in token_ids:
+            if (expected_id := place.token_id) is not None:
+                rates.learn(place.length, expected_id == token_id)
+            place.move(token_id)
+
     def at_end(self) -> Cursor:
-        """Return a cursor after the earlier occurrence of the committed text's suffix."""
-        return Cursor(self, self.text.match_end, self.text.match_length, self.text.token_ids[-1])
+        """Return a cursor after the earlier occurrences of the committed text's suffix."""
+        text, corpus_place = self.text, self.corpus_place
+        return Cursor(self, text.match_end, text.match_length, text.token_ids[-1], corpus_place and corpus_place.copy())
 
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """A position in the earlier text that matches the end of the draft; advanced with each drafted token."""
+    """Positions in the earlier text and in the corpus that match the draft's end; advanced with each drafted token."""
 
     matches: Matches
     place: int
-    length: int  # Number of tokens that match.
+    length: int  # Number of tokens that match in the text.
     last: int  # Token after which the next one is predicted.
+    corpus_place: CorpusPlace | None = None
+
+    @property
+    def match_length(self) -> int:
+        """Length of the longer match."""
+        return max(self.length, 0 if self.corpus_place is None else self.corpus_place.length)
 
     @property
     def token_id(self) -> int | None:
-        """The token that followed the match; None without a match."""
+        """The token that followed the match in the text; None without a match."""
         token_ids = self.matches.text.token_ids
         return token_ids[self.place] if self.length and self.place < len(token_ids) else None
 
+    @property
+    def guess(self) -> Guess | None:
+        """The prediction that is likelier to be right, of text and corpus; None without a match."""
+        guess = None
+        if (token_id := self.token_id) is not None:
+            source: TokenSource = "prediction" if self.place in self.matches.predicted else "text"
+            guess = Guess(token_id, self.matches.rates.rate(self.length), source)
+        corpus_place = self.corpus_place
+        if corpus_place is not None and (token_id := corpus_place.token_id) is not None:
+            chance = self.matches.corpus_rates.rate(corpus_place.length)
+            if guess is None or chance > guess.chance:
+                return Guess(token_id, chance, "corpus", corpus_place.occurrence)
+        return guess
+
     def move(self, token_id: int) -> None:
-        """Advance by a token: along the match, or to the latest occurrence of the last two tokens."""
+        """Advance by a token: along the matches, or to the latest occurrence of the last tokens."""
         if self.token_id == token_id:
             self.place, self.length = self.place + 1, self.length + 1
         else:
             pair_end = self.matches.pairs.get((self.last, token_id))
             self.place, self.length = (0, 0) if pair_end is None else (pair_end, 2)
         self.last = token_id
+        if self.corpus_place is not None:
+            self.corpus_place.move(token_id, MAX_DRAFT_CANDIDATES)
 
     def ahead(self) -> Iterator[Guess]:
         """Yield the predicted tokens, each with its chance to be right if all before it are."""
-        copied_cursor = Cursor(self.matches, self.place, self.length, self.last)
-        while (token_id := copied_cursor.token_id) is not None:
-            source: TokenSource = "prediction" if copied_cursor.place in self.matches.predicted else "text"
-            yield Guess(token_id, self.matches.rates.rate(copied_cursor.length), source)
-            copied_cursor.move(token_id)
+        corpus_place = self.corpus_place and self.corpus_place.copy()
+        copied_cursor = Cursor(self.matches, self.place, self.length, self.last, corpus_place)
+        while (guess := copied_cursor.guess) is not None:
+            yield guess
+            copied_cursor.move(guess.token_id)
 
     def guesses(self, max_guesses: int, min_chance: float) -> list[Guess]:
         """Return up to `max_guesses` predicted tokens, while the chance that all are right is at least `min_chance`."""

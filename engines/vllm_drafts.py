@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..decoding.text_matches import HitRates, Matches
+from ..decoding.hit_rates import HitRates
+from ..decoding.text_matches import Matches
 
 Ids = npt.NDArray[np.int32]  # Token ids of one request, or of all by batch position.
 

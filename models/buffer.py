@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
@@ -111,6 +113,21 @@ class KVBuffer:
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
         for device, inputs in self._inputs.items():
             inputs[:, :n] = other._inputs[device][:, :n]
+
+    def saved(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Return a copy of the bytes of slots start … end - 1, of all layers, for `restore` of a buffer of its kind."""
+        parts = (block[..., start:end, :].cpu().contiguous() for block in self._blocks.values())
+        return torch.cat([part.flatten().view(torch.uint8) for part in parts]).numpy()
+
+    def restore(self, start: int, end: int, saved: NDArray[np.uint8]) -> None:
+        """Write what `saved` returned into slots start … end - 1."""
+        place = 0
+        for block in self._blocks.values():
+            slots = block[..., start:end, :]
+            n_bytes = slots.numel() * slots.element_size()
+            part = torch.from_numpy(saved[place : place + n_bytes].copy())
+            slots.copy_(part.view(block.dtype).view(slots.shape))
+            place += n_bytes
 
     def move(self, source: int | Tensor, target: int) -> None:
         """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""

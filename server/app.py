@@ -127,7 +127,7 @@ def serve(
     Raises: SettingsError: the Redis URL cannot be used.
     """
     queue = RedisQueue(redis_url) if redis_url else None
-    engines = Engines(models, settings.max_waiting, on_state)
+    engines = Engines(models, settings.max_waiting, on_state, settings.keys.names)
     traces = provider_from_environment()
     app = create_app(store, JobService(store, queue, models), settings, queue, engines, traces)
     config = uvicorn.Config(

@@ -28,6 +28,7 @@ from ..core.messages import (
     Failed,
     FromEngine,
     FromServer,
+    Keys,
     Loading,
     Question,
     Ready,
@@ -48,6 +49,7 @@ TUNING_S = 0.5  # Timeout for the engines' tuning status when metrics are scrape
 MOST_RESTARTS = 2  # Crashes that a request survives: after more, it is failed as their likely cause.
 LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
 END_S = 5.0  # Seconds for a process to exit before it is killed.
+KEYS_S = 5.0  # Seconds between two looks at the API keys in force.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
 # What usually ends a process by a signal.
@@ -111,6 +113,7 @@ class EngineProcess:
         self._replies: dict[int, Reply] = {}
         # Latest verb per pinned task (None: for all tasks). A restarted process gets them again.
         self._verbs: dict[str | None, Steer] = {}
+        self._keys: Keys | None = None  # API keys in force, if there are any.
         self._numbers = count(1)
         self.tuning = ModelTuning()  # Last tuning status that the engine sent.
         self._stdin: asyncio.StreamWriter | None = None
@@ -215,6 +218,13 @@ class EngineProcess:
         await self.call(steer, TuningNow)
         self._verbs[steer.task if steer.verb == "pin" else None] = steer
 
+    def tell_keys(self, names: tuple[str, ...]) -> None:
+        """Have the engine, and restarted ones, forget what is kept for API keys other than these."""
+        if self._keys is None or self._keys.names != names:
+            self._keys = Keys(names)
+            if self.about is not None:
+                self._write(self._keys)
+
     def drop(self, reply: Reply) -> None:
         """Forget a request that has ended, or cancel it."""
         if self._replies.pop(reply.question.id, None) is not None:
@@ -290,6 +300,8 @@ class EngineProcess:
                 self._load_ended.set()
                 logger.info("engine=ready model=%s", self.served.name)
                 self._on_state(self.served.name, self.state)
+                if self._keys is not None:
+                    self._write(self._keys)
                 for steer in self._verbs.values():
                     self._write(steer)
                 for unanswered in self._replies.values():
@@ -358,8 +370,11 @@ class Engines:
         models: Sequence[ServedModel] = (),
         most_waiting: int = 0,
         on_state: OnState = lambda name, state: None,
+        key_names: Callable[[], tuple[str, ...] | None] = lambda: None,
     ) -> None:
+        """Args: key_names: gives the names of the API keys in force; None: requests need no key."""
         self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in models}
+        self._key_names = key_names
         self.metrics, self.requests = EngineMetrics(self.of), RequestLog()
 
     def all(self) -> list[EngineProcess]:
@@ -397,9 +412,18 @@ class Engines:
     async def running(self, app: object) -> AsyncIterator[None]:
         """Keep the processes alive while the app is served."""
         tasks = [asyncio.create_task(engine.keep(), name=f"engine {name}") for name, engine in self.of.items()]
+        tasks.append(asyncio.create_task(self._follow_keys(), name="keys"))
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow_keys(self) -> None:
+        """Tell the engines the names of the API keys whenever they change, until this is cancelled."""
+        while True:
+            if (names := self._key_names()) is not None:
+                for engine in self.of.values():
+                    engine.tell_keys(names)
+            await asyncio.sleep(KEYS_S)

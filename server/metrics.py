@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..core.events import ModelTuning, TaskTuning
+from ..core.events import KeptTexts, ModelTuning, TaskTuning
 from ..core.requests import ServedModel
 from ..core.rounds import NO_ROUNDS, RequestRounds
 from ..core.types import Completion, Timings
@@ -55,6 +55,16 @@ TASK_COUNTERS: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
     ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
     ("search_seconds", "Seconds that the search has taken beside these.", lambda of: of.search.seconds),
 )
+
+# Gauges of what an engine keeps: (name, help text, value).
+KEPT_GAUGES: tuple[tuple[str, str, Callable[[KeptTexts], float]], ...] = (
+    ("prefix_cache_tokens", "Tokens whose keys and values are kept.", lambda of: of.prefix_tokens),
+    ("prefix_cache_bytes", "Memory that these take.", lambda of: of.prefix_bytes),
+    ("prefix_cache_disk_bytes", "Disk space of stored keys and values.", lambda of: of.disk_bytes),
+    ("corpus_tokens", "Tokens of finished answers that drafts may repeat.", lambda of: of.corpus_tokens),
+    ("corpus_bytes", "Memory that these take.", lambda of: of.corpus_bytes),
+)
+DISK_HITS = "swiftopt_prefix_cache_disk_tokens", "Tokens of prompts that were read from disk."
 
 PERIOD_S = 10  # Length of a period of the history, in seconds.
 NOW_S = 60  # Time window of `History.now`, in seconds.
@@ -317,6 +327,12 @@ class EngineMetrics(Collector):
                 values = [([name, task.task], value_of(task)) for name, task in tasks]
                 samples = [(labels, float(value)) for labels, value in values if value is not None]
                 yield metric(kind, f"swiftopt_serving_{figure_name}", help, ["model_name", "task"], samples)
+        kept = [([name], engine.tuning.kept) for name, engine in engines]
+        for name, help, kept_of in KEPT_GAUGES:
+            samples = [(labels, float(kept_of(texts))) for labels, texts in kept if texts is not None]
+            yield metric(GaugeMetricFamily, f"swiftopt_{name}", help, label, samples)
+        disk_samples = [(labels, float(texts.disk_tokens)) for labels, texts in kept if texts is not None]
+        yield metric(CounterMetricFamily, *DISK_HITS, label, disk_samples)
         totals = [(name, self.history.total(name)) for name in self._engines]
         for name, help, field_name in COUNTERS:
             samples_of_sum = [([model], float(getattr(total, field_name))) for model, total in totals]

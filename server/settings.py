@@ -81,6 +81,10 @@ class KeyRing:
         """Whether there is no key at all."""
         return not self._variable_keys and not self._file_keys
 
+    def names(self) -> tuple[str, ...] | None:
+        """Return the names of all keys in force; None if requests need no key."""
+        return tuple(dict.fromkeys(entry.name for entry in self._entries())) if self.required else None
+
     def owner(self, key: str) -> str | None:
         """Return the name of the key's entry, None for a wrong key, after the same time in either case."""
         key_hash, owner_name = _hash(key), None

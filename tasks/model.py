@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,12 +21,13 @@ from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
 from ..core.errors import SettingsError, StreamError
-from ..core.events import Event
+from ..core.events import Event, KeptTexts
 from ..core.requests import MAX_NEW_TOKENS, GenerateRequest, Speed, TuneRequest
 from ..core.types import DEFAULT_TASK, Completion, Prompt, Sampling, check_task
 from ..decoding.engine import Engine, Request, side_by_side
 from ..decoding.events import Generated, GenerateInfo, Shown, TextAdded, WorkEvent
 from ..decoding.methods import Method
+from ..decoding.prefix_files import PrefixFolder
 from ..decoding.session import Session
 from ..decoding.work import Work, subscribed
 from ..models import loading
@@ -142,15 +144,16 @@ class Model(AbstractContextManager["Model"]):
             if isinstance(event, TextAdded):
                 yield event.text
 
-    def engine(self, concurrency: int = 8, memory: int | None = None) -> LiveEngine:
+    def engine(self, concurrency: int = 8, memory: int | None = None, folder: PrefixFolder | None = None) -> LiveEngine:
         """Start a thread that decodes requests side by side; to be closed, or used as a context manager.
 
         Args:   concurrency: most requests at a time. memory: most bytes of keys and values; None: half of what is free.
+                folder: where what requests read is stored, too.
         Raises: SettingsError: `concurrency` is below 1.
         """
         if concurrency < 1:
             raise SettingsError(f"concurrency {concurrency} is out of range: use 1 or more", "concurrency")
-        return LiveEngine(self, concurrency, memory_for_texts(self.runtime) if memory is None else memory)
+        return LiveEngine(self, concurrency, memory_for_texts(self.runtime) if memory is None else memory, folder)
 
     def work(
         self,
@@ -255,9 +258,9 @@ class Ticket:
 class LiveEngine(AbstractContextManager["LiveEngine"]):
     """Decodes requests of any threads side by side in one thread, which alone uses the model, or grants turns."""
 
-    def __init__(self, model: Model, concurrency: int, memory: int) -> None:
+    def __init__(self, model: Model, concurrency: int, memory: int, folder: PrefixFolder | None = None) -> None:
         self.model = model
-        self._engine = Engine(memory, concurrency)
+        self._engine = Engine(memory, concurrency, folder=folder)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         self._requests: dict[Ticket, Request[None]] = {}
@@ -324,6 +327,17 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
     @property
     def n_waiting(self) -> int:
         return sum(request.is_new for request in self._engine.requests)
+
+    def forget_owners(self, is_gone: Callable[[str], bool]) -> None:
+        """See `Engine.forget_owners`; call it in the engine's thread."""
+        self._engine.forget_owners(is_gone)
+
+    @property
+    def kept(self) -> KeptTexts:
+        """What is kept of texts that were read."""
+        prefixes, folder = self._engine.prefixes, self._engine.folder
+        in_memory = KeptTexts(prefix_tokens=prefixes.n_tokens, prefix_bytes=prefixes.n_bytes)
+        return in_memory if folder is None else replace(in_memory, disk_bytes=folder.n_bytes, disk_tokens=folder.n_read)
 
     def close(self) -> None:
         """Cancel all requests and end the thread."""

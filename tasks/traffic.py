@@ -29,6 +29,7 @@ from ..core.rounds import RoundLog
 from ..core.settings import SwiftSettings, TuningSettings
 from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
+from ..decoding.corpus import LEAD_TOKENS, Corpora
 from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Turn, WorkEvent
 from ..decoding.load import Load
@@ -50,6 +51,7 @@ from .served_task import RoundTimings, TaskTraffic
 DRAFT_FORMAT = "int4"
 LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a third of this time.
 SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the database.
+CORPUS_BYTES = 64 << 20  # Memory for finished answers where nothing else is said.
 KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
 REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
 # Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
@@ -96,14 +98,23 @@ class ServedRequest:
     Its task is known once its prompt was read, where the request names none: `handle` of `Prefilled` begins its rounds.
 
     Args: task: whose drafts to use; None: the task with the most similar prompts. learns: whether comparisons and the
-          search may use the request. counts: whether its rounds count in the task's figures.
+          search may use the request, and drafts its answer. counts: whether its rounds count in the task's figures.
+          salt: only requests of the same one draft from its answer.
     """
 
     def __init__(
-        self, traffic: Traffic, session: Session, prompt: Prompt, task: str | None, learns: bool, counts: bool
+        self,
+        traffic: Traffic,
+        session: Session,
+        prompt: Prompt,
+        task: str | None,
+        learns: bool,
+        counts: bool,
+        salt: str = "",
     ) -> None:
         self._traffic, self._prompt_id, self._name = traffic, prompt.id, task
-        self._learns, self._counts = learns, counts
+        self._learns, self._counts, self._salt = learns, counts, salt
+        self._lead: Sequence[int] = ()  # The last tokens of the prompt.
         self._text, self._log = GrowingText(session, prompt), RoundLog()
         self._task = traffic.task(task or DEFAULT_TASK)
         self._rounds: RoundTimings | None = None
@@ -148,6 +159,9 @@ class ServedRequest:
 
     def _begin(self, prefilled: Prefilled) -> None:
         self._task = self._traffic.task(self._name or self._traffic.nearest_task(prefilled))
+        context = prefilled.context
+        context.corpus = self._traffic.corpora.of(self._salt, self._task.name)
+        self._lead = context.token_ids[max(0, context.n_prompt - LEAD_TOKENS) : context.n_prompt]
         if self._learns:
             self._read = self._task.add_prompt(prefilled)
         self._rounds = self._traffic.begin(self._task, self._learns, prefilled.context.load)
@@ -161,6 +175,7 @@ class ServedRequest:
         saved_s = task.saved_by(rounds)
         if self._learns:
             self._traffic.learn(task, rounds, turn.completion, self._read)
+            self._traffic.corpora.add(self._salt, task.name, self._lead, turn.completion.token_ids)
         method = "adaptive" if rounds.drafts else "plain"
         verdict_and_rounds: dict[str, Any] = {"verdict": task.word, "rounds": self._log.total()}
         decoding = GenerateInfo(method, version=task.version, saved_s=saved_s, **verdict_and_rounds)
@@ -179,8 +194,11 @@ class Traffic:
         settings: SwiftSettings | None = None,
         on_step: OnStep = no_step,
         is_busy: Callable[[], bool] = lambda: False,
+        corpora: Corpora | None = None,
     ) -> None:
+        """Args: corpora: what drafts may repeat of finished answers; None: those of this process, in memory."""
         self.model, self.runtime, self.store = model, runtime, store
+        self.corpora = Corpora(CORPUS_BYTES) if corpora is None else corpora
         self.settings = settings or TuningSettings(draft_format=DRAFT_FORMAT)
         # Store the name under which the model is served, so that look-ups by it find the model's plans.
         if store is not None:
@@ -242,14 +260,15 @@ class Traffic:
         task: str | None,
         learn: bool = True,
         counts: bool = True,
+        salt: str = "",
         **options: Any,
     ) -> Work[None]:
         """Decode one request; also report `TextAdded` and `Generated`. Arguments as for `ServedRequest`."""
-        served_request = ServedRequest(self, session, prompt, task, learn, counts)
+        served_request = ServedRequest(self, session, prompt, task, learn, counts, salt)
         n_scratch_rows = max(each_task.search.scratch_rows for each_task in self._tasks.values()) if learn else 0
         method, decode_options = (
             Method("adaptive", served_request.drafter),
-            {**options, "scratch_rows": n_scratch_rows, "with_state": True},
+            {**options, "salt": salt, "scratch_rows": n_scratch_rows, "with_state": True},
         )
         try:
             yield from subscribed(session.request(prompt, method, **decode_options), served_request.handle)

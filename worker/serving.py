@@ -49,6 +49,7 @@ from ..core.messages import (
     Failed,
     FromEngine,
     FromServer,
+    Keys,
     Loading,
     PieceLogprob,
     PromptRead,
@@ -65,12 +66,15 @@ from ..core.messages import (
 from ..core.requests import CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
+from ..decoding.corpus import BYTES_PER_TOKEN, Corpora
 from ..decoding.events import Generated, Shown, TextAdded
 from ..decoding.grammar import Grammar
+from ..decoding.prefix_files import PrefixFolder
 from ..decoding.session import MAX_CHARS_PER_TOKEN, Session
 from ..decoding.work import Work
 from ..models.costs import machine_name
 from ..models.measuring import measuring_turn
+from ..models.runtime import Runtime
 from ..tasks import model as models
 from ..tasks.generate import decode_as_planned
 from ..tasks.model import Ticket
@@ -190,6 +194,19 @@ def _not_counted(event: Generated) -> None:
     """Ignore an ended request: a model served without tuning keeps no figures per task."""
 
 
+def corpora_of(model: ServedModel, runtime: Runtime) -> Corpora:
+    """Return what is kept of a served model's answers.
+
+    Raises: SettingsError: another server uses the folder. OutputError: it cannot be written to.
+    """
+    max_bytes, folder = model.corpus_mb << 20, None
+    if model.keep_corpus is not None and max_bytes:
+        from ..decoding.corpus_files import CorpusFolder
+
+        folder = CorpusFolder(Path(model.keep_corpus), runtime.info.fingerprint, max_bytes // BYTES_PER_TOKEN)
+    return Corpora(max_bytes, folder)
+
+
 class EngineHost:
     """Serves one model to the process that writes the lines."""
 
@@ -208,13 +225,17 @@ class EngineHost:
             self.model = models.load(model.path, model.dtype, model.device, loading, model.speed, model.db)
             runtime, store = self.model.runtime, self.model.store
             if model.tune:
-                self.traffic = Traffic(model.name, runtime, store, None, loading, lambda: self.engine.n_waiting > 0)
+                corpora = corpora_of(model, runtime)
+                self.traffic = Traffic(model.name, runtime, store, None, loading, self._has_waiting, corpora)
         # Compile a JSON grammar before the first request, because the first one is slow. Requests report errors.
         with suppress(InvalidInput):
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
         if not model.tune:
             threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
-        self.engine = self.model.engine(model.concurrency, model.memory)
+        self._folder = None
+        if model.keep_prefixes is not None:
+            self._folder = PrefixFolder(Path(model.keep_prefixes), runtime, int(1e9 * model.prefixes_gb))
+        self.engine = self.model.engine(model.concurrency, model.memory, self._folder)
         self.model.turn = self.engine.turn
         self._jobs = EngineJobs(model, store, runtime, self.engine.turn) if model.tune and store is not None else None
         self._tokens = Tokens(runtime.tokenizer)
@@ -255,6 +276,8 @@ class EngineHost:
                 self._jobs.close()
             if self.traffic is not None:
                 self.traffic.close()
+            if self._folder is not None:
+                self._folder.close()
 
     def _handle(self, message: FromServer, is_long: bool) -> None:
         match message:
@@ -272,12 +295,23 @@ class EngineHost:
                 self._read(number, is_long, partial(self._tokenize, number, request))
             case Detokenize(token_ids, number):
                 self._read(number, is_long, partial(self._detokenize, number, token_ids))
+            case Keys(names):
+                self.engine.call(partial(self._forget_keys, frozenset(names)))
             case Steer(verb, _, _, number):
                 if verb is not None and self.traffic is None:
                     problem = "this server learns nothing: start it without --no-tune to steer it"
                     self._messages.fail(number, Conflict(problem))
                 else:
                     self.engine.call(partial(self._send_tuning, message))
+
+    def _has_waiting(self) -> bool:
+        return self.engine.n_waiting > 0
+
+    def _forget_keys(self, names: frozenset[str]) -> None:
+        """Forget what is kept for API keys other than these; runs in the engine's thread."""
+        self.engine.forget_owners(lambda owner: owner not in names)
+        if self.traffic is not None:
+            self.traffic.corpora.forget_owners(lambda owner: owner not in names)
 
     def _read(self, number: int, is_long: bool, tokenize: Callable[[], None]) -> None:
         """Tokenize a text; long texts in sequence in a separate thread, so that other requests do not wait."""
@@ -319,6 +353,11 @@ class EngineHost:
                 if steer.verb is not None:
                     self.traffic.steer(steer.verb, steer.task, steer.way)
                 tuning = self.traffic.status()
+            kept = self.engine.kept
+            if self.traffic is not None:
+                corpora = self.traffic.corpora
+                kept = replace(kept, corpus_tokens=corpora.n_tokens, corpus_bytes=corpora.n_bytes)
+            tuning = replace(tuning, kept=kept)
         except Exception as error:
             self._messages.fail(steer.id, error)
         else:

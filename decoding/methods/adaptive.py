@@ -32,7 +32,8 @@ from ...core.settings import Format
 from ...core.types import LayerSet, TokenSource
 from ..draft import Draft, Drafter, DraftModel, Outcome
 from ..draft_tree import DraftTree
-from ..text_matches import Cursor, Guess, HitRates, Matches
+from ..hit_rates import HitRates
+from ..text_matches import Cursor, Guess, Matches
 from ..verify import TargetWalk, Verifier
 from . import Method, Resources, method
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...core.costs import CostProfile, CostSource
+    from ..corpus import Occurrence
     from ..work import PassGenerator
 
 PROBE_LENGTH = 4  # Maximum draft steps of a round that only probes the draft model.
@@ -288,7 +290,8 @@ class _Chain:
     """A chain as it grows: tokens, the confidence of those that the model gave (None: text's), and second candidates.
 
     `alive` is the chance that the whole chain is accepted; `drafting` is the cost of the draft's passes so far, `spent`
-    that with the time of sequences that waited for them. `sources`: see `Draft`.
+    that with the time of sequences that waited for them. `sources`: see `Draft`. `occurrences` are the places in the
+    corpus that nodes' tokens come from.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -298,11 +301,18 @@ class _Chain:
     drafting: float = 0.0
     spent: float = 0.0
     sources: dict[int, TokenSource] = field(default_factory=dict)
+    occurrences: dict[int, Occurrence] = field(default_factory=dict)
 
     def add(self, token_id: int, chance: float, confidence: float | None = None) -> None:
         self.token_ids.append(token_id)
         self.confidences.append(confidence)
         self.alive *= chance
+
+    def add_guess(self, guess: Guess) -> None:
+        self.add(guess.token_id, guess.chance)
+        self.sources[len(self.token_ids)] = guess.source
+        if guess.occurrence is not None:
+            self.occurrences[len(self.token_ids)] = guess.occurrence
 
     @property
     def n_rows(self) -> int:
@@ -328,7 +338,8 @@ class AdaptiveDrafter(Drafter):
 
     def start(self) -> None:
         context = self.context
-        self.matches = Matches(self.learned.matched, context.token_ids[: context.n_prompt], context.prediction)
+        prompt_ids = context.token_ids[: context.n_prompt]
+        self.matches = Matches(self.learned.matched, prompt_ids, context.prediction, context.corpus)
         self.matches.read(context.token_ids[: context.n_learnt], known=True)
         self.chain, self.estimated = _Chain(), 0.0
 
@@ -362,6 +373,9 @@ class AdaptiveDrafter(Drafter):
         for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
             if confidence is not None:
                 learned.acceptance.learn(confidence, i < n_accepted)
+        for depth, occurrence in chain.occurrences.items():
+            if depth <= n_accepted + 1:  # The target has not judged the tokens behind a refused one.
+                occurrence.judge(depth <= n_accepted)
         if n_accepted < len(chain.token_ids) and n_accepted in chain.seconds:
             learned.second.learn(len(path) > n_accepted)
         learned.throughput.add(len(outcome.walk.token_ids), self.estimated)
@@ -392,8 +406,7 @@ class AdaptiveDrafter(Drafter):
         for guess in self._guesses_ahead(cursor, max_length - len(chain.token_ids)):
             if chain.alive * guess.chance < rate * self._row_cost(chain):
                 break
-            chain.add(guess.token_id, guess.chance)
-            chain.sources[len(chain.token_ids)] = guess.source
+            chain.add_guess(guess)
         return None
 
     def _guesses_ahead(self, cursor: Cursor, max_guesses: int) -> Iterator[Guess]:

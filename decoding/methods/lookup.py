@@ -47,14 +47,15 @@ class LookupDrafter(Drafter):
 
     def start(self) -> None:
         context = self.context
-        self.matches = Matches(prompt_ids=context.token_ids[: context.n_prompt], prediction=context.prediction)
+        prompt_ids = context.token_ids[: context.n_prompt]
+        self.matches = Matches(prompt_ids=prompt_ids, prediction=context.prediction, corpus=context.corpus)
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Draft from the text. New tokens are indexed here, so that indexing counts as drafting time."""
         yield from ()
         self.matches.read(self.context.token_ids)
         cursor = self.matches.at_end()
-        is_long_enough = cursor.length >= self.min_match
+        is_long_enough = cursor.match_length >= self.min_match
         guesses = cursor.guesses(min(room, self.max_depth), MIN_CHANCE) if is_long_enough else []
         tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in guesses)])
         return Draft(tree, sources={node: guess.source for node, guess in enumerate(guesses, 1)})

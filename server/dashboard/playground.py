@@ -41,6 +41,7 @@ SOURCES: Mapping[TokenSource, str] = {
     "target": "the model itself",
     "draft": "its draft",
     "text": "earlier text",
+    "corpus": "earlier answers",
     "prediction": "the prediction",
     "grammar": "the grammar",
 }

@@ -25,6 +25,7 @@ BAR_WIDTH, GAP, STRIP_HEIGHT, PER_STRIP = 8, 3, 48, 56  # Of a strip of rounds: 
 MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what drafted: colour alone tells nothing.
     "draft": "",
     "text": "h8",
+    "corpus": "h2m2 0h2m2 0h2",
     "prediction": "h3m2 0h3",
     "grammar": "m0 3h8m0 -3h-8",
     "target": "",

@@ -16,10 +16,11 @@ from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Round
+from swiftopt.decoding.hit_rates import HitRates
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
-from swiftopt.decoding.text_matches import HitRates, Matches
+from swiftopt.decoding.text_matches import Matches
 from swiftopt.models.runtime import Runtime
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]

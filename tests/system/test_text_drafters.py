@@ -18,11 +18,12 @@ from swiftopt.decoding.draft import Draft, Drafter, Outcome, Walk
 from swiftopt.decoding.draft_tree import DraftTree, ancestor_mask, tree_rows
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
+from swiftopt.decoding.hit_rates import HitRates
 from swiftopt.decoding.loop import _trace_sources, decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.methods.lookup import LookupDrafter, LookupSettings
-from swiftopt.decoding.text_matches import HitRates, SuffixAutomaton
+from swiftopt.decoding.text_matches import SuffixAutomaton
 from swiftopt.decoding.work import PassGenerator
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime

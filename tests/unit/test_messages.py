@@ -23,6 +23,7 @@ from swiftopt.core.messages import (
     Failed,
     FromEngine,
     FromServer,
+    Keys,
     Loading,
     PromptRead,
     PromptTokens,
@@ -84,6 +85,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     Steer: st.builds(
         Steer, st.sampled_from([None, "pause", "pin"]), st.none() | TEXT, st.sampled_from([None, "best"]), IDS
     ),
+    Keys: st.builds(Keys, st.lists(TEXT).map(tuple)),
     Loading: st.builds(Loading, TEXT),
     Ready: st.just(READY),
     Failed: st.builds(Failed, st.none() | IDS, TEXT, TEXT, st.none() | TEXT),

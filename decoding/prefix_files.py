@@ -1,0 +1,234 @@
+"""A second tier of kept prefixes, on disk: keys and values in the model's dtype, for later and for the next start.
+
+Texts are stored in blocks of BLOCK_TOKENS tokens. A block is named by a hash over the salt and all tokens up to its
+end, so that texts that begin alike share blocks, and only a text of the same salt and tokens finds one. The folder is
+that of one model, machine and version of the software: what is read back has the bits of reading the prompt anew.
+
+Source: blocks named by the hash of their prefix are those of vLLM's prefix cache (arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..core.requests import owner_of
+from ..models.buffer import KVBuffer
+from ..models.costs import machine_name, software_of
+from ..models.runtime import Runtime
+from .corpus_files import OwnerFolders
+from .prefixes import Prefix
+from .work import Slots
+
+BLOCK_TOKENS = 128
+HEADER = struct.Struct("<4sIIQ")  # Of a block: MARK, CRC-32 of the rest, number of state values, bytes of the slots.
+MARK = b"SwP1"
+SUFFIX, UNFINISHED = ".block", ".tmp"
+
+logger = logging.getLogger(__name__)
+
+
+def identity_of(runtime: Runtime) -> str:
+    """Return what the bits of keys and values depend on."""
+    parts = runtime.info.fingerprint, machine_name(runtime), software_of(runtime), runtime.dtype_name
+    return "\0".join((*parts, str(runtime.exact)))
+
+
+class StoredBlock(NamedTuple):
+    """A stored block: its file and size."""
+
+    path: Path
+    n_bytes: int
+
+
+class PrefixFolder(OwnerFolders):
+    """Blocks of the texts of one runtime in a folder; a thread writes them, so that no request waits for the disk.
+
+    Args:   root: may hold other models' blocks, too. max_bytes: of all blocks in it when it is opened, and of this
+            runtime's from then on; the least recently used ones are removed.
+    Raises: SettingsError: another process uses the folder. OutputError: it cannot be written to.
+    """
+
+    def __init__(self, root: Path, runtime: Runtime, max_bytes: int) -> None:
+        super().__init__(root, identity_of(runtime), "--keep-prefixes")
+        self.runtime, self.max_bytes = runtime, max_bytes
+        self.n_read = 0  # Tokens read from disk since the start.
+        self._lock_index = threading.Lock()
+        self._blocks = self._index()  # Least recently used first.
+        self._texts: Queue[Prefix | None] = Queue()
+        self._writer = threading.Thread(target=self._write_texts, name="prefixes", daemon=True)
+        self._writer.start()
+
+    @property
+    def n_bytes(self) -> int:
+        with self._lock_index:
+            return sum(block.n_bytes for block in self._blocks.values())
+
+    def _index(self) -> OrderedDict[bytes, StoredBlock]:
+        """Return this runtime's blocks, after removing the oldest of all until they fit."""
+        for unfinished in self.model.glob(f"*/*{UNFINISHED}"):
+            unfinished.unlink(missing_ok=True)
+        stats = [(path, path.stat()) for path in self.root.glob(f"*/*/*{SUFFIX}")]
+        stats.sort(key=lambda path_and_stat: path_and_stat[1].st_mtime_ns, reverse=True)
+        n_bytes, kept = 0, list[tuple[bytes, StoredBlock]]()
+        for path, stat in stats:
+            n_bytes += stat.st_size
+            if n_bytes > self.max_bytes:
+                path.unlink(missing_ok=True)
+            elif path.parent.parent == self.model:
+                kept.append((bytes.fromhex(path.stem), StoredBlock(path, stat.st_size)))
+        return OrderedDict(reversed(kept))
+
+    def store(self, prefix: Prefix) -> None:
+        """Store a kept text soon, as far as it is kept by then."""
+        if prefix.slots.runtime is self.runtime and len(prefix.token_ids) >= BLOCK_TOKENS:
+            self._texts.put(prefix)
+
+    def n_stored(self, slots: Slots) -> int:
+        """Return how many of a text's first tokens are stored, less than all of them."""
+        if slots.runtime is not self.runtime:
+            return 0
+        return BLOCK_TOKENS * len(self._stored(_names(slots.salt, slots.tokens[:-1])))
+
+    def _stored(self, names: Sequence[bytes]) -> list[bytes]:
+        with self._lock_index:
+            n_stored = next((n for n, name in enumerate(names) if name not in self._blocks), len(names))
+        return list(names[:n_stored])
+
+    def reading(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
+        """Read a text's stored blocks behind its first `n_filled` tokens into a buffer, one with each step.
+
+        Yields the number of tokens that the buffer holds by then, and the state of their text. It ends before a block
+        that is missing or damaged.
+        """
+        names = self._stored(_names(slots.salt, slots.tokens[:-1]))
+        self._touch(names)
+        for number in range(n_filled // BLOCK_TOKENS, len(names)):
+            start = number * BLOCK_TOKENS
+            try:
+                state = self._read(names[number], buffer, start)
+            except (OSError, ValueError) as error:
+                logger.warning("prefix=lost reason=%r", str(error))
+                self._remove(names[number])
+                return
+            self.n_read += start + BLOCK_TOKENS - max(start, n_filled)
+            yield start + BLOCK_TOKENS, state
+
+    def _touch(self, names: Sequence[bytes]) -> None:
+        """Mark blocks as the latest used, the first of a text last: the others are worth nothing without it."""
+        now_ns = time.time_ns()
+        with self._lock_index:
+            for number, name in enumerate(reversed(names)):
+                if (block := self._blocks.get(name)) is not None:
+                    self._blocks.move_to_end(name)
+                    with suppress(OSError):
+                        # Times of their own: the system's clock gives several files the same one.
+                        os.utime(block.path, ns=(now_ns + number, now_ns + number))
+
+    def _read(self, name: bytes, buffer: KVBuffer, start: int) -> Tensor | None:
+        with self._lock_index:
+            block = self._blocks.get(name)
+        if block is None:
+            raise ValueError("a block was removed meanwhile")
+        content: Any = np.fromfile(block.path, np.uint8)
+        if len(content) < HEADER.size:
+            raise ValueError(f"the file {block.path} is damaged")
+        mark, checksum, n_state, n_slot_bytes = HEADER.unpack_from(content)
+        body = content[HEADER.size :]
+        if mark != MARK or len(body) != 4 * n_state + n_slot_bytes or zlib.crc32(body) != checksum:
+            raise ValueError(f"the file {block.path} is damaged")
+        buffer.restore(start, start + BLOCK_TOKENS, body[4 * n_state :])
+        return torch.from_numpy(body[: 4 * n_state].view("<f4").copy()) if n_state else None
+
+    def _write_texts(self) -> None:
+        while (prefix := self._texts.get()) is not None:
+            try:
+                self._write(prefix)
+            except OSError as error:
+                logger.warning("prefix=not stored reason=%r", str(error))
+            finally:
+                self._texts.task_done()
+            del prefix  # It may be evicted meanwhile, and this thread must not keep its memory.
+
+    def _write(self, prefix: Prefix) -> None:
+        names = _names(prefix.slots.salt, prefix.token_ids)
+        folder = self.of(owner_of(prefix.slots.salt))
+        for number, name in enumerate(names):
+            with self._lock_index:
+                is_stored = name in self._blocks
+            if not prefix.is_kept:
+                return
+            if not is_stored:
+                self._write_block(prefix, number, name, folder)
+        self._touch(names)
+
+    def _write_block(self, prefix: Prefix, number: int, name: bytes, folder: Path) -> None:
+        start = number * BLOCK_TOKENS
+        slot_bytes = prefix.buffer.saved(start, start + BLOCK_TOKENS).tobytes()
+        state = prefix.slots.state
+        state_bytes = b"" if state is None else state.float().cpu().numpy().astype("<f4").tobytes()
+        checksum = zlib.crc32(slot_bytes, zlib.crc32(state_bytes))
+        header = HEADER.pack(MARK, checksum, len(state_bytes) // 4, len(slot_bytes))
+        n_bytes = len(header) + len(state_bytes) + len(slot_bytes)
+        if n_bytes > self.max_bytes:
+            return
+        path = folder / f"{name.hex()}{SUFFIX}"
+        unfinished = path.with_suffix(UNFINISHED)
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            for part in (header, state_bytes, slot_bytes):
+                file.write(part)
+        os.replace(unfinished, path)
+        with self._lock_index:
+            self._blocks[name] = StoredBlock(path, n_bytes)
+            total = sum(block.n_bytes for block in self._blocks.values())
+            while total > self.max_bytes:
+                _, oldest = self._blocks.popitem(last=False)
+                oldest.path.unlink(missing_ok=True)
+                total -= oldest.n_bytes
+
+    def _remove(self, name: bytes) -> None:
+        with self._lock_index:
+            block = self._blocks.pop(name, None)
+        if block is not None:
+            block.path.unlink(missing_ok=True)
+
+    def forget_owners(self, is_gone: Callable[[str], bool]) -> None:
+        super().forget_owners(is_gone)
+        with self._lock_index:
+            self._blocks = OrderedDict((name, block) for name, block in self._blocks.items() if block.path.exists())
+
+    def wait(self) -> None:
+        """Wait until the texts to be stored are."""
+        self._texts.join()
+
+    def close(self) -> None:
+        """Store what is still to be stored, and let another process use the folder."""
+        self._texts.put(None)
+        self._writer.join()
+        super().close()
+
+
+def _names(salt: str, token_ids: NDArray[np.int64]) -> list[bytes]:
+    """Return the names of a text's whole blocks, in their order."""
+    digest, names = hashlib.sha256(salt.encode()).digest(), list[bytes]()
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        block_ids = np.ascontiguousarray(token_ids[start : start + BLOCK_TOKENS], "<i8")
+        digest = hashlib.sha256(digest + block_ids.tobytes()).digest()
+        names.append(digest)
+    return names
