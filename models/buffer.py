@@ -114,15 +114,20 @@ class KVBuffer:
         for device, inputs in self._inputs.items():
             inputs[:, :n] = other._inputs[device][:, :n]
 
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        """All that the slots hold: tensors (…, capacity, values)."""
+        return *self._blocks.values(), *self._inputs.values()
+
     def saved(self, start: int, end: int) -> NDArray[np.uint8]:
         """Return a copy of the bytes of slots start … end - 1, of all layers, for `restore` of a buffer of its kind."""
-        parts = (block[..., start:end, :].cpu().contiguous() for block in self._blocks.values())
+        parts = (block[..., start:end, :].cpu().contiguous() for block in self._stored)
         return torch.cat([part.flatten().view(torch.uint8) for part in parts]).numpy()
 
     def restore(self, start: int, end: int, saved: NDArray[np.uint8]) -> None:
         """Write what `saved` returned into slots start … end - 1."""
         place = 0
-        for block in self._blocks.values():
+        for block in self._stored:
             slots = block[..., start:end, :]
             n_bytes = slots.numel() * slots.element_size()
             part = torch.from_numpy(saved[place : place + n_bytes].copy())

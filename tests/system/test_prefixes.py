@@ -28,6 +28,7 @@ from swiftopt.models.runtime import Runtime
 FAMILIES = [
     "llama",
     "gemma3",
+    "lfm2",
     *(pytest.param(family, marks=pytest.mark.families) for family in ("gpt2", "phi3-window", "qwen2-window")),
 ]
 BLOCK, PLENTY = 16, 1 << 30
