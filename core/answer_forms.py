@@ -13,10 +13,11 @@ from typing import Literal
 
 # The parser of what stands between the marks of a call:
 # json       an object, or a list of them, with name and arguments
-# named      a name between marks, and an object of arguments: `AnswerForm.items` shows how
+# named      a name between marks, and an object of arguments: `AnswerForm.items` shows how; with a `quote` its keys are
+#            bare, and its texts stand between two of these marks
 # keyed      a list of objects, each with the name as its only key and the arguments as its value
 # tags       <function=name> or <invoke name="name"> with a <parameter> per argument
-# arguments  a name, then <arg_key> and <arg_value> per argument
+# arguments  a name, then <arg_key> and <arg_value> per argument; or several of these, each within <tool_call>
 # pythonic   calls as in Python: f(x=1), in a list or on lines
 Body = Literal["json", "named", "keyed", "tags", "arguments", "pythonic"]
 
@@ -28,8 +29,8 @@ class AnswerForm:
     """Marks of thoughts, of answers and of calls. A row may leave thoughts or calls to another row.
 
     `signs` all stand in a template of this form. A thought begins with one of `thinks` and ends with one of
-    `thought_ends`; where the form `rethinks`, it may come again behind other text. `hidden` marks are no part of the
-    answer's text.
+    `thought_ends`; where the form `rethinks`, it may come again behind other text. With `calls_in_thoughts` a call ends
+    it, too. `hidden` marks are no part of the answer's text.
 
     A call begins with one of `calls` and ends with `calls_end` ("": with its body). A mark with a tool's name is part
     of the body. `items` show how a named call is written, the likeliest first. `turn_ends` are tokens that end a turn
@@ -41,16 +42,18 @@ class AnswerForm:
     thinks: tuple[str, ...] = ()
     thought_ends: tuple[str, ...] = ()
     rethinks: bool = False
+    calls_in_thoughts: bool = False
     hidden: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     calls_end: str = ""
     body: Body = "json"
     items: tuple[str, ...] = ()
+    quote: str = ""
     turn_ends: tuple[str, ...] = ()
 
     def marks(self, with_calls: bool = True) -> str:
         """Return all marks in one text: a special token that occurs in it must not be left out of completions."""
-        calls = (*self.calls, self.calls_end, *self.items) if with_calls else ()
+        calls = (*self.calls, self.calls_end, *self.items, self.quote) if with_calls else ()
         return "\n".join((*self.thinks, *self.thought_ends, *self.hidden, *calls))
 
 
@@ -60,6 +63,22 @@ _THINK = AnswerForm(thinks=("<think>",), thought_ends=("</think>",))
 _ANSWER = replace(_THINK, hidden=("<answer>", "</answer>"))
 _RESPONSE = replace(_THINK, hidden=("<response>", "</response>"))
 _TOOL_CALL = AnswerForm(calls=("<tool_call>",), calls_end="</tool_call>")
+
+
+def _hunyuan_3(models: str, signs: tuple[str, ...], suffix: str = "") -> AnswerForm:
+    """Return the form of Hunyuan 3; `suffix`: what all marks of a checkpoint end with."""
+    key, value = (f"<arg_{part}{suffix}>{{{part}}}</arg_{part}{suffix}>" for part in ("key", "value"))
+    return AnswerForm(
+        models=models,
+        signs=signs,
+        thinks=(f"<think{suffix}>",),
+        thought_ends=(f"</think{suffix}>",),
+        calls=(f"<tool_calls{suffix}>",),
+        calls_end=f"</tool_calls{suffix}>",
+        body="arguments",
+        items=(f"<tool_call{suffix}>{{name}}<tool_sep{suffix}>{key}{value}</tool_call{suffix}>",),
+    )
+
 
 # Of the rows that a template has the signs of, the first with thoughts and the first with calls count.
 FORMS: Mapping[str, AnswerForm] = {
@@ -112,9 +131,37 @@ FORMS: Mapping[str, AnswerForm] = {
         thinks=("<|inner_prefix|>",),
         thought_ends=("<|inner_suffix|>",),
         rethinks=True,
+        calls_in_thoughts=True,
+        hidden=("<|inner_suffix|>",),  # The answer behind a call's result may begin with it.
         calls=("<|tools_prefix|>",),
         calls_end="<|tools_suffix|>",
         body="keyed",
+    ),
+    "gemma 4": AnswerForm(
+        models="Gemma 4",
+        signs=("<|channel>", "<|tool_call>call:"),
+        thinks=("<|channel>thought",),
+        thought_ends=("<channel|>",),
+        calls=("<|tool_call>",),
+        calls_end="<tool_call|>",
+        body="named",
+        items=("call:{name}{arguments}",),
+        quote='<|"|>',
+        turn_ends=("<|tool_response>",),
+    ),
+    "hunyuan 3": _hunyuan_3("Hunyuan 3", ("<tool_sep{}>", ":opensource"), ":opensource"),
+    "hunyuan 3 preview": _hunyuan_3("Hunyuan 3 preview", ("<tool_sep>",)),
+    "solar": AnswerForm(
+        models="Solar Open",
+        signs=("<|think|>", "<|tool_call:begin|>"),
+        thinks=("<|think|>",),
+        thought_ends=("<|end|>",),
+        rethinks=True,
+        hidden=("<|begin|>assistant", "<|content|>", "<|end|>", "<|tool_calls|>", "<|calls|>", "<|flush|>"),
+        calls=("<|tool_call:begin|>",),
+        body="named",
+        items=("{id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>",),
+        turn_ends=("<|calls|>", "<|flush|>"),
     ),
     # --- thoughts
     "mistral thoughts": AnswerForm(
@@ -197,8 +244,24 @@ FORMS: Mapping[str, AnswerForm] = {
         calls=("<TOOLCALL>",),
         calls_end="</TOOLCALL>",
     ),
+    "function gemma": AnswerForm(
+        models="FunctionGemma",
+        signs=("<start_function_call>",),
+        calls=("<start_function_call>",),
+        calls_end="<end_function_call>",
+        body="named",
+        items=("call:{name}{arguments}",),
+        quote="<escape>",
+        turn_ends=("<start_function_response>",),
+    ),
+    "internlm": AnswerForm(
+        models="InternLM 2.5, 3",
+        signs=("<|action_start|>",),
+        calls=("<|action_start|><|plugin|>",),
+        calls_end="<|action_end|>",
+    ),
     "hunyuan": AnswerForm(
-        models="Hunyuan",
+        models="Hunyuan, Jamba, MiniMax-M1",
         signs=("<tool_calls>",),
         calls=("<tool_calls>",),
         calls_end="</tool_calls>",
@@ -289,6 +352,7 @@ def merged(names: Iterable[str]) -> AnswerForm:
         thinks=thoughts.thinks,
         thought_ends=thoughts.thought_ends,
         rethinks=thoughts.rethinks,
+        calls_in_thoughts=thoughts.calls_in_thoughts,
         hidden=tuple(dict.fromkeys((*thoughts.hidden, *calls.hidden))),
         turn_ends=tuple(dict.fromkeys((*thoughts.turn_ends, *calls.turn_ends))),
     )

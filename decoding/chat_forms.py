@@ -33,6 +33,7 @@ REFUSALS = (TemplateError, TypeError, ValueError)
 # Fields that templates read an earlier answer's thought from.
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 _THOUGHT_PARTS = re.compile(r"==\s*['\"]thinking['\"]")  # Templates that read thoughts as parts of the content.
+_THOUGHT_BLOCKS = re.compile(r"==\s*['\"]thoughts['\"]")  # Apertus: as blocks of the content.
 WRITTEN = FORMS["tool_call"]  # How calls are written for templates without tool calls.
 MAY_BE_EMPTY = ("system", "developer")  # Roles whose empty messages may be dropped: they carry no request.
 
@@ -217,7 +218,7 @@ def has_text(message: Message) -> bool:
 
 
 def _is_empty(message: Message) -> bool:
-    return not (has_text(message) or _calls(message) or isinstance(message.get("content"), list))
+    return not (has_text(message) or _calls(message) or isinstance(message.get("content"), list | Mapping))
 
 
 def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
@@ -343,16 +344,31 @@ CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
 # --- thoughts
 
 
-def with_read_thought(message: Message, template: str) -> Message:
-    """Return an assistant's message with its thought in the fields that the template reads."""
-    thought = next((message[field] for field in THOUGHT_FIELDS if isinstance(message.get(field), str)), None)
-    if message["role"] != "assistant" or thought is None:
-        return message
-    content = message.get("content")
-    if _THOUGHT_PARTS.search(template) and isinstance(content, str):
-        parts = [{"type": "thinking", "thinking": thought}, *([{"type": "text", "text": content}] if content else ())]
-        return {**message, "content": parts}
-    return {**message, **{field: thought for field in THOUGHT_FIELDS if _reads(field).search(template)}}
+def with_read_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
+    """Return messages with the thoughts of earlier answers where the template reads them."""
+    thoughts = [_thought_of(message) for message in messages]
+    fields = [field for field in THOUGHT_FIELDS if _reads(field).search(template)]
+    # Such a template refuses answers with blocks beside answers that are texts.
+    in_blocks = any(thought is not None for thought in thoughts) and not fields and _THOUGHT_BLOCKS.search(template)
+    changed = list[Message]()
+    for message, thought in zip(messages, thoughts, strict=True):
+        content = message.get("content")
+        if in_blocks and message["role"] == "assistant" and isinstance(content, str | None):
+            blocks = [{"type": "thoughts", "text": thought}] if thought else []
+            blocks += [{"type": "response", "text": content}] if content else []
+            changed.append({**message, "content": {"blocks": blocks}})
+        elif thought is not None and _THOUGHT_PARTS.search(template) and isinstance(content, str):
+            text_part = [{"type": "text", "text": content}] if content else []
+            changed.append({**message, "content": [{"type": "thinking", "thinking": thought}, *text_part]})
+        else:
+            changed.append(message if thought is None else {**message, **dict.fromkeys(fields, thought)})
+    return changed
+
+
+def _thought_of(message: Message) -> str | None:
+    if message["role"] != "assistant":
+        return None
+    return next((message[field] for field in THOUGHT_FIELDS if isinstance(message.get(field), str)), None)
 
 
 @cache

@@ -18,7 +18,7 @@ from .chat_forms import (
     has_text,
     remembered_form,
     with_arguments,
-    with_read_thought,
+    with_read_thoughts,
 )
 from .control_tokens import Literals, encode
 from .template_limits import LimitExceeded
@@ -38,7 +38,7 @@ class ChatPrompt:
         template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise no_template("this")
-        messages = [with_read_thought(with_arguments(message, _parse_arguments), str(template)) for message in messages]
+        messages = with_read_thoughts([with_arguments(each, _parse_arguments) for each in messages], str(template))
         if "developer" not in str(template):
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages

@@ -221,8 +221,9 @@ def _arguments_json(arguments: Any) -> str:
 class ThoughtParser:
     """Splits a growing completion into its thoughts and the answer, both without the marks of the form.
 
-    A thought stands at the beginning; where the form `rethinks`, further ones come behind other text. `is_open`: the
-    prompt has begun the thought. Line breaks next to marks are dropped.
+    A thought stands at the beginning; where the form `rethinks`, further ones come behind other text. Where it has
+    `calls_in_thoughts`, a call ends the thought, and its mark is of the answer. `is_open`: the prompt has begun the
+    thought. Line breaks next to marks are dropped.
     """
 
     def __init__(self, is_open: bool, form: AnswerForm = FORMS["think"]) -> None:
@@ -265,7 +266,8 @@ class ThoughtParser:
         while True:
             self._strip()
             begins = () if self.is_open or not form.rethinks else form.thinks
-            marks = form.thought_ends if self.is_open else (*begins, *form.hidden)
+            calls = form.calls if form.calls_in_thoughts else ()
+            marks = (*form.thought_ends, *calls) if self.is_open else (*begins, *form.hidden)
             n_settled = settled_length(self._pending_text, marks)
             part = self._pending_text[:n_settled]
             rest = self._pending_text[n_settled:]
@@ -277,7 +279,7 @@ class ThoughtParser:
                 yield self.is_open, part
                 return
             yield self.is_open, part.rstrip("\n") if self.is_open or mark in form.hidden else part
-            self._pending_text = rest.removeprefix(mark)
+            self._pending_text = rest if self.is_open and mark in calls else rest.removeprefix(mark)
             self.is_open, self._strips = mark in begins, True
             self.has_begun = self.has_begun or self.is_open
 

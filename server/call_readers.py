@@ -101,7 +101,7 @@ def _read_named(text: str, start: int, form: AnswerForm, tools: Schemas) -> tupl
     patterns = _item_patterns(form.items, tuple(tools))
     while (found := next(_heads(patterns, text, end), None)) is not None:
         head, tail = found
-        arguments, end = decoded(text, head.end())
+        arguments, end = _unquoted(text, head.end(), form.quote) if form.quote else decoded(text, head.end())
         behind = tail.match(text, end)
         if behind is None:
             raise ValueError("the call has no end")
@@ -147,8 +147,10 @@ _FUNCTION_END = re.compile(r"\s*</(?:function|invoke)>")
 _PARAMETER = re.compile(
     r'\s*<parameter(?:=| name=")([^">]+)"?>(.*?)</parameter>(?=\s*(?:<parameter[= ]|</(?:function|invoke)>))', re.DOTALL
 )
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_ARGUMENTS_OF = re.compile(r"\s*([^\s<]+)\s*(?=<|$)")
+_END = r"(?::[\w-]+)?>"  # The end of a mark, which a checkpoint may have given a suffix.
+_ARGUMENT = re.compile(rf"\s*<arg_key{_END}(.*?)</arg_key{_END}\s*<arg_value{_END}(.*?)</arg_value{_END}", re.DOTALL)
+_ARGUMENTS_OF = re.compile(rf"\s*([^\s<]+)\s*(?=<|$)(?:<tool_sep{_END})?")
+_CALL, _CALL_END = re.compile(rf"\s*<tool_call{_END}"), re.compile(rf"\s*</tool_call{_END}|\s*$")
 
 
 def _read_tags(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple[list[Call], int]:
@@ -164,13 +166,22 @@ def _read_tags(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple
 
 
 def _read_arguments(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple[list[Call], int]:
-    head = _ARGUMENTS_OF.match(text, start)
-    if head is None:
-        raise ValueError("no name")
-    arguments, end = _pairs(_ARGUMENT, text, head.end(), tools.get(head[1]))
-    if text.startswith("<arg_key>", _skip(_BLANKS, text, end)):
-        raise Incomplete("the argument has no end")
-    return [(head[1], arguments)], end
+    """Read one call whose marks are the form's, or calls that stand within marks of their own."""
+    calls, end = list[Call](), start
+    while (opening := _CALL.match(text, end)) is not None or not calls:
+        head = _ARGUMENTS_OF.match(text, end if opening is None else opening.end())
+        if head is None:
+            raise ValueError("no name")
+        arguments, end = _pairs(_ARGUMENT, text, head.end(), tools.get(head[1]))
+        if text.startswith("<arg_key", _skip(_BLANKS, text, end)):
+            raise Incomplete("the argument has no end")
+        calls.append((head[1], arguments))
+        if opening is not None:
+            behind = _CALL_END.match(text, end)
+            if behind is None:
+                raise ValueError("the call has no end")
+            end = behind.end()
+    return calls, end
 
 
 def _pairs(pattern: re.Pattern[str], text: str, start: int, schema: Any) -> tuple[dict[str, Any], int]:
@@ -287,7 +298,7 @@ class _Python:
             return int(number) if number.lstrip("-").isdigit() and len(number) < 1000 else _finite(number)
         word = self._match(self._WORD)
         if word is None or word not in self._VALUES:
-            raise ValueError(f"{word!r} is no value")
+            raise self._unexpected(f"{word!r} is no value")
         return self._VALUES[word]
 
     def _items(self, end: str) -> list[Any]:
@@ -300,11 +311,14 @@ class _Python:
     def _object(self) -> dict[str, Any]:
         found = dict[str, Any]()
         while not self._take("}"):
-            key = self.value()
+            key = self._key()
             self._expect(":")
             found[key if isinstance(key, str) else json.dumps(key)] = self.value()
             self._expect_or_peek("}")
         return found
+
+    def _key(self) -> Any:
+        return self.value()
 
     def _string(self, quote: str) -> str:
         """Read a text. A quote within it that nothing follows which could follow a text is part of it."""
@@ -349,14 +363,53 @@ class _Python:
         self.position += is_there
         return is_there
 
+    def _unexpected(self, words: str) -> ValueError:
+        """Return the error where something else is expected; more text may still bring it where this one ends."""
+        return (ValueError if self.text[self.position :].strip() else Incomplete)(words)
+
     def _expect(self, letter: str) -> None:
         if not self._take(letter):
-            raise ValueError(f"{letter} is expected")
+            raise self._unexpected(f"{letter} is expected")
 
     def _expect_or_peek(self, end: str) -> None:
         """Take the comma behind a part; the last part may have none."""
         if not self._take(",") and not self.text.startswith(end, self.position):
-            raise ValueError(f"a comma or {end} is expected")
+            raise self._unexpected(f"a comma or {end} is expected")
+
+
+class _Unquoted(_Python):
+    """Reads objects whose keys are bare, and whose texts stand as they are between two equal marks."""
+
+    _BARE_KEY = re.compile(r"[^:,{}\[\]]+")
+
+    def __init__(self, text: str, position: int, quote: str) -> None:
+        super().__init__(text, position)
+        self.quote = quote
+
+    def value(self) -> Any:
+        self._skip()
+        if not self.text.startswith(self.quote, self.position):
+            if self.quote.startswith(self.text[self.position :]):
+                raise Incomplete("a text may begin")
+            return super().value()
+        start = self.position + len(self.quote)
+        end = self.text.find(self.quote, start)
+        if end < 0:
+            raise Incomplete("a text has no end")
+        self.position = end + len(self.quote)
+        return self.text[start:end]
+
+    def _key(self) -> Any:
+        self._skip()
+        is_bare = not self.text.startswith((self.quote, '"', "'"), self.position)
+        key = self._match(self._BARE_KEY) if is_bare else self.value()
+        return key.strip() if isinstance(key, str) else key
+
+
+def _unquoted(text: str, start: int, quote: str) -> tuple[Any, int]:
+    """Return the object at a place, and the place behind it; see `_Unquoted`."""
+    reader = _Unquoted(text, start, quote)
+    return reader.value(), reader.position
 
 
 def python_value(text: str) -> Any:

@@ -48,9 +48,12 @@ class Family:
     thinks: bool = True
     turn_end: str = ""
     prefix: str = ""
+    whole: str = ""  # The template where it is none of turns, one after the other.
 
     @property
     def template(self) -> str:
+        if self.whole:
+            return self.whole
         turn = f"{{{{- {self.user!r} + m.content + {self.end!r} }}}}"
         return (
             f"{self.prefix}{{%- for m in messages %}}{{%- if m.role == 'assistant' %}}{{{{- {self.assistant!r} }}}}"
@@ -169,6 +172,51 @@ COHERE_TOKENS = tuple(
         *("START_OF_TURN_TOKEN", "END_OF_TURN_TOKEN", "CHATBOT_TOKEN", "USER_TOKEN", "START_THINKING", "END_THINKING"),
         *("START_ACTION", "END_ACTION", "START_RESPONSE", "END_RESPONSE"),
     )
+)
+
+GEMMA_VALUE = (
+    "{%- macro value(v) -%}{%- if v is string -%}{{- '@QUOTE@' + v + '@QUOTE@' -}}{%- elif v is boolean -%}"
+    "{{- 'true' if v else 'false' -}}{%- elif v is mapping -%}{{- '{' -}}{%- for key, inner in v | dictsort -%}"
+    "{{- key + ':' -}}{{- value(inner) -}}{{- ',' if not loop.last else '' -}}{%- endfor -%}{{- '}' -}}"
+    "{%- elif v is sequence -%}{{- '[' -}}{%- for inner in v -%}{{- value(inner) -}}"
+    "{{- ',' if not loop.last else '' -}}{%- endfor -%}{{- ']' -}}{%- else -%}{{- v -}}{%- endif -%}{%- endmacro -%}"
+)
+GEMMA_CALLS = "{{- '@BEGIN@call:' + f.name }}{{- value(f.arguments) }}{{- '@END@' }}"
+HUNYUAN_MARKS = ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value", "think")
+HUNYUAN_TAGS = (
+    "{%- if m.tool_calls %}{{- '<tool_calls>\\n' }}"
+    + tagged(
+        "<tool_call>", "' + f.name + '<tool_sep>\\n", "<arg_key>' + k + '</arg_key>\\n<arg_value>", "</tool_call>\\n"
+    ).replace("@PARAMETER_END@", "'</arg_value>\\n'")
+    + "{{- '</tool_calls>' }}{%- endif %}"
+)
+
+
+def hunyuan(row: str, suffix: str, prefix: str = "") -> Family:
+    """Hunyuan 3; `suffix` ends each mark of its checkpoint."""
+    turns = [f"<\uff5chy_{role}{suffix}\uff5c>" for role in ("User", "Assistant", "eos")]
+    answer, marks = thought("<think>", "</think>") + CONTENT + HUNYUAN_TAGS, []
+    for mark in (f"{slash}{name}" for name in HUNYUAN_MARKS for slash in ("", "/")):
+        answer = answer.replace(f"<{mark}>", f"<{mark}{suffix}>")
+        marks.append(f"<{mark}{suffix}>")
+    return Family((row,), turns[0], turns[1], turns[2], answer, (*turns, *marks), f"<think{suffix}>", prefix=prefix)
+
+
+# An answer is a text, or blocks of thoughts and responses; results of calls stand within the turn of the answer.
+APERTUS = (
+    "{%- set ns = namespace(thinks=false, results=false, answers=false) %}{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{- ']' if ns.results else '' }}{{- '<|assistant_end|>' if ns.answers else '' }}"
+    "{%- set ns.results = false %}{%- set ns.answers = false %}{{- '<|user_start|>' + m.content + '<|user_end|>' }}"
+    "{%- elif m.role == 'assistant' %}{{- ']' if ns.results else '' }}{%- set ns.results = false %}"
+    "{{- '' if ns.answers else '<|assistant_start|>' }}{%- set ns.answers = true %}"
+    "{%- if m.content is string %}{{- m.content }}{%- elif m.content is mapping %}{%- for b in m.content.blocks %}"
+    "{%- if b.type == 'thoughts' %}{{- '' if ns.thinks else '<|inner_prefix|>' }}{%- set ns.thinks = true %}"
+    "{%- elif b.type == 'response' %}{{- '<|inner_suffix|>' if ns.thinks else '' }}{%- set ns.thinks = false %}"
+    "{%- endif %}{{- b.text }}{%- endfor %}{%- endif %}"
+    + listed("<|tools_prefix|>[", "]<|tools_suffix|>", "{{- '{\"' + f.name + '\": ' + (f.arguments | tojson) + '}' }}")
+    + "{%- elif m.role == 'tool' %}{{- ', ' if ns.results else '[' }}{{- m.content }}{%- set ns.results = true %}"
+    "{%- endif %}{%- endfor %}{{- ']' if ns.results else '' }}"
+    "{{- '<|assistant_start|>' if add_generation_prompt else '' }}"
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -349,16 +397,96 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "apertus": Family(
         ("apertus",),
-        *("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>"),
-        thought("<|inner_prefix|>", "<|inner_suffix|>")
-        + CONTENT
-        + listed(
-            "<|tools_prefix|>[", "]<|tools_suffix|>", "{{- '{\"' + f.name + '\": ' + (f.arguments | tojson) + '}' }}"
-        ),
+        *("", "", "<|assistant_end|>", ""),
         (
-            *("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>", "<|inner_prefix|>", "<|inner_suffix|>"),
-            *("<|tools_prefix|>", "<|tools_suffix|>"),
+            *("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", "<|inner_prefix|>"),
+            *("<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>"),
         ),
+        whole=APERTUS,
+    ),
+    "gemma4": Family(
+        ("gemma 4",),
+        *("<|turn>user\n", "<|turn>model\n", "<turn|>\n"),
+        thought("<|channel>thought\\n", "\\n<channel|>")
+        + each(GEMMA_CALLS.replace("@BEGIN@", "<|tool_call>").replace("@END@", "<tool_call|>"))
+        + CONTENT,
+        (
+            *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+            "<|tool_response>",
+        ),
+        prefix=GEMMA_VALUE.replace("@QUOTE@", '<|"|>'),
+    ),
+    "functiongemma": Family(
+        ("function gemma",),
+        *("<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n"),
+        CONTENT + each(GEMMA_CALLS.replace("@BEGIN@", "<start_function_call>").replace("@END@", "<end_function_call>")),
+        (
+            *("<start_of_turn>", "<end_of_turn>", "<start_function_call>", "<end_function_call>", "<escape>"),
+            "<start_function_response>",
+        ),
+        thinks=False,
+        prefix=GEMMA_VALUE.replace("@QUOTE@", "<escape>"),
+    ),
+    "hunyuan3": hunyuan(
+        "hunyuan 3", ":opensource", "{%- set HYTK = ':opensource' %}{%- set sep = '<tool_sep{}>'.format(HYTK) %}"
+    ),
+    "hunyuan3-preview": hunyuan("hunyuan 3 preview", ""),
+    "solar-open": Family(
+        ("solar",),
+        *("<|begin|>user<|content|>", "<|begin|>assistant", ""),
+        thought("<|think|>", "<|end|><|begin|>assistant", "reasoning")
+        + "{%- if m.content %}{{- '<|content|>' + m.content }}"
+        + "{{- '<|end|><|begin|>assistant' if m.tool_calls else '' }}{%- endif %}"
+        + "{%- if m.tool_calls %}{{- '<|tool_calls|>' }}"
+        + each(
+            "{{- '<|tool_call:begin|>' + c.id + '<|tool_call:name|>' + f.name + '<|tool_call:args|>' +"
+            " (f.arguments | tojson) + '<|tool_call:end|>' }}"
+        )
+        + "{{- '<|calls|>' }}{%- else %}{{- '<|flush|>' if loop.last else '<|end|>' }}{%- endif %}",
+        (
+            *("<|begin|>", "<|end|>", "<|content|>", "<|think|>", "<|flush|>", "<|calls|>", "<|tool_calls|>"),
+            *(f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end")),
+        ),
+        turn_end="<|flush|>",
+    ),
+    "internlm3": Family(
+        ("internlm",),
+        *CHATML,
+        CONTENT
+        + each("{{- '<|action_start|><|plugin|>\\n' }}" + json_call("name", "parameters") + "{{- '<|action_end|>' }}"),
+        (*CHATML_TOKENS, "<|action_start|>", "<|action_end|>", "<|plugin|>"),
+        thinks=False,
+    ),
+    "jamba": Family(
+        ("hunyuan",),
+        *("<|bom|><|user|> ", "<|bom|><|assistant|> ", "<|eom|>"),
+        CONTENT + listed("<tool_calls>[\\n  ", "\\n]</tool_calls>", json_call()),
+        ("<|bom|>", "<|eom|>", "<|user|>", "<|assistant|>"),
+        thinks=False,
+    ),
+    "phi3": Family(
+        (),
+        *("<|user|>\n", "<|assistant|>\n", "<|end|>\n"),
+        CONTENT,
+        ("<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+        thinks=False,
+    ),
+    "olmo2": Family(
+        (),
+        *("<|user|>\n", "<|assistant|>\n", "\n"),
+        CONTENT + "{{- '<|endoftext|>' }}",
+        ("<|endoftext|>",),
+        thinks=False,
+        turn_end="<|endoftext|>",
+    ),
+    "aya": Family(
+        (),
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        CONTENT,
+        COHERE_TOKENS[:4],
+        thinks=False,
     ),
     "nemotron": Family(
         ("think", "nemotron"),

@@ -43,7 +43,7 @@ TAGGED = {"text": "a </parameter> b", "city": "\n", "places": None}
 ONE_CALL = ("llama3", "gpt-oss")  # Templates that take one call at a time.
 WITHOUT_TEXT = ("command-r7b", "mistral-7b")  # Templates that write no text beside calls.
 UNQUOTED = ("olmo3", "lfm2.5", "llama3.2 pythonic")  # Templates that quote nothing within a text.
-CALLING = [name for name in FAMILIES if name != "gemma3"]
+CALLING = [name for name, family in FAMILIES.items() if merged(family.rows).calls]
 THINKING = [name for name, family in FAMILIES.items() if family.thinks]
 
 
@@ -278,6 +278,18 @@ def test_completion_held_to_json_has_no_thought() -> None:
         ("seed-oss", "<seed:tool_call><function=add><parameter=a>1</parameter>", None),
         ("apertus", '<|tools_prefix|>[{"add": {"a": 1}, "more": 2}]<|tools_suffix|>', None),
         ("glm4.5", "<tool_call>add</tool_call>", {}),
+        ("hunyuan3-preview", "<tool_calls><tool_call>add<tool_sep></tool_call></tool_calls>", {}),
+        ("hunyuan3-preview", "<tool_calls><tool_call>add<tool_sep><arg_key>a</arg_key><arg_value>1</arg_value>"
+         "</tool_call></tool_calls>", {"a": 1}),
+        ("hunyuan3-preview", "<tool_calls><tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>", {"a": 1}),
+        ("hunyuan3-preview", "<tool_calls><tool_call>add<arg_key>a</arg_key>", None),
+        ("gemma4", '<|tool_call>call:add{a:1,options:{k b:[1,<|"|>x:{},y<|"|>],"q":None},text:"z"}<tool_call|>',
+         {"a": 1, "options": {"k b": [1, "x:{},y"], "q": None}, "text": "z"}),
+        ("gemma4", "<|tool_call>call:add{a:b}<tool_call|>", None),
+        ("gemma4", "<|tool_call>add{a:1}<tool_call|>", None),
+        ("gemma4", '<|tool_call>call:add{text:<|"|>x}<tool_call|>', None),
+        ("functiongemma", "<start_function_call>call:add{city:<escape>Ulm<escape>}<end_function_call>",
+         {"city": "Ulm"}),
     ],
 )  # fmt: skip
 def test_ways_that_models_write_a_call(name: str, text: str, arguments: Any) -> None:
@@ -338,6 +350,32 @@ def test_marks_of_calls_are_left_out_where_no_tool_is_given() -> None:
 def test_earlier_thoughts_are_given_in_the_field_that_the_template_reads(name: str) -> None:
     for field in ("reasoning_content", "reasoning", "thinking"):
         assert "Hm." in written(name, tool_calls=called(ARGUMENTS[0]), **{field: "Hm."})[1]
+
+
+def test_earlier_answers_of_apertus_are_all_blocks_where_one_has_a_thought() -> None:
+    tokenizer = tokenizer_of("apertus")
+    call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": called({"a": 1})}
+    messages = [QUESTION, call, {"role": "tool", "content": "3", "tool_call_id": "call_0"}]
+    messages += [{"role": "assistant", "content": "It is 3."}, QUESTION]
+    asked = f"<|user_start|>{QUESTION['content']}<|user_end|>"
+    turn = '<|assistant_start|><|inner_prefix|>Hm.<|tools_prefix|>[{"add": {"a": 1}}]<|tools_suffix|>[3]'
+    text = f"{asked}{turn}<|inner_suffix|>It is 3.<|assistant_end|>{asked}<|assistant_start|>"
+    assert ChatPrompt(tokenizer, messages, {}).text == text
+    plain = [QUESTION, {"role": "assistant", "content": "It is 3."}, QUESTION]
+    assert ChatPrompt(tokenizer, plain, {}).text.count("It is 3.<|assistant_end|>") == 1
+    choice = begun("apertus")
+    add_all(choice, iter("<|inner_suffix|>It is 3."))
+    assert told(choice) == ("", "It is 3.", [])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CALLING])
+def test_template_without_calls_is_given_earlier_calls_as_text(name: str) -> None:
+    _, completion, ids = written(name, content=TEXT, tool_calls=called({"a": 1}))
+    wrapped = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert completion.startswith(f"{TEXT}\n{wrapped}")
+    choice = begun(name)
+    add_all(choice, texts_of(session_of(name), ids), ids)
+    assert told(choice) == ("", TEXT, [{"a": 1}])
 
 
 def test_ids_of_kimis_calls_have_the_name() -> None:
