@@ -166,7 +166,9 @@ def check_kernels() -> Finding:
         level: " and ".join(f"{at_rows(speeds, level, rows):.0f}" for rows in ROWS) for level in speeds if level != READ
     }
     other_levels = [f"{level} {speed}" for level, speed in speed_words.items() if level != selected.level]
-    text = f"{selected.level}, {speed_words[selected.level]} GB/s of bfloat16 weights at 1 and 8 rows"
+    text = (
+        f"{selected.level}, {selected.origin}, {speed_words[selected.level]} GB/s of bfloat16 weights at 1 and 8 rows"
+    )
     return "ok", f"{text} ({', '.join(other_levels)}; {READ} {at_rows(speeds, READ, 1):.0f})"
 
 

@@ -18,7 +18,7 @@ from ..core.costs import CostProfile, FormatCosts
 from ..core.settings import STORED, cpu_words, measures_alone
 from ..core.types import LayerSet
 from .buffer import KVBuffer, free_bytes
-from .measuring import DisturbanceMeter, measuring_turn
+from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn
 from .rows import Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
@@ -31,7 +31,7 @@ BUDGET_S = 4.0  # After this many seconds no repetition beyond the minimum numbe
 REPEATS = (3, 15)  # Minimum and maximum number of repetitions of each pass.
 EXPENSIVE = 2.2  # Passes that cost more than this many base passes are rarely chosen, so they are timed only twice.
 AGAIN_S = 10.0  # A disturbed measurement is repeated for at most this many seconds.
-MOST_SHARE = 0.1  # Largest share of CPU time that other programs may use during a valid measurement.
+SHORTEST_S = 0.5  # The system counts time in steps of 10 ms, which tell nothing of a shorter time.
 MOST_SPREAD = 1.3  # Largest accepted ratio of the upper to the lower quartile of the base passes' times.
 # A wider pass that takes less than this share of a narrower one's time shows that one of them was disturbed.
 MOST_REVERSED = 0.93
@@ -86,7 +86,10 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         measured = _trusted(partial(_measured, runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step))
         costs = measured.costs
         pass_s = {n: measured.base_s * wider for n, wider in costs.wider.items()}
+        meter, began = DisturbanceMeter(), perf_counter()
         pass_s |= _wider(runtime, measured.bucket, *max(pass_s.items()))
+        tells = measures_alone() and perf_counter() - began > SHORTEST_S
+        doubts = dict.fromkeys((*measured.doubts, *(_doubts_of_machine(meter, ()) if tells else ())))
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=machine_name(runtime),
@@ -99,8 +102,8 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         fixed_s=costs.fixed_s,
         pass_s=pass_s,
         software=software_of(runtime),
-        quality="disturbed" if measured.doubts else "quiet",
-        remark="; ".join(measured.doubts),
+        quality="disturbed" if doubts else "quiet",
+        remark="; ".join(doubts),
     )
 
 

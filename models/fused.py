@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 from .blocks import Block, LayerModules, has_experts
 from .family import Family
 from .kernels import device, layout
-from .kernels.native import Unsupported, known_form, refuse_hooks
+from .kernels.layout import Unsupported
+from .kernels.native import known_form, refuse_hooks
 from .runtime import Runtime
 
 HEAD_NORMS = ("q_norm", "k_norm")

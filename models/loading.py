@@ -333,7 +333,8 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     if runtime.device.type != "cpu":
         return f"they are for a CPU, and the model lies on {runtime.device}"
     from .kernels.build import kernels
-    from .kernels.native import NativePasses, Unsupported
+    from .kernels.layout import Unsupported
+    from .kernels.native import NativePasses
 
     chosen = kernels()
     if isinstance(chosen, str):

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from ..core.settings import measures_alone
 from .saved import OnStep, no_step
 
+MOST_SHARE = 0.1  # Largest share of CPU time that other programs may use during a valid measurement.
 TURN_S = 120.0  # Longest wait for another process that measures on the same device.
 PROC_STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6)  # Busy-time columns of a cpu line in /proc/stat: user, nice, system, irq, softirq.

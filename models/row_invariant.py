@@ -16,7 +16,8 @@ from .blocks import has_experts
 from .coded import CodedLinear
 from .fused import FusedNorm, fuse, norms_of
 from .kernels import device
-from .kernels.native import Unsupported, refuse_group, refuse_hooks
+from .kernels.layout import Unsupported
+from .kernels.native import refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 

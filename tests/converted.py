@@ -143,30 +143,46 @@ def _rope(config: Any) -> dict[str, Any]:
     return dict(rope.get("full_attention", rope))
 
 
+# Settings that most of the converter's classes write, and their names in transformers' configs.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "block_count": ("num_hidden_layers", "n_layer"),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "feed_forward_length": ("ffn_hidden_size", "n_inner", "intermediate_size"),
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "expert_count": ("num_local_experts",),
+    "expert_used_count": ("num_experts_per_tok",),
+}
+SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+KV_HEADS, EPSILON = "attention.head_count_kv", "attention.layer_norm_epsilon"
+
+
+def _named(config: Any, *names: str) -> Settings:
+    """What a class writes one by one: sizes, and further settings of `NAMES`; without those that a config lacks."""
+    found = {name: _first(config, *NAMES[name]) for name in (*SIZES, *names)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _without(settings: Settings, *prefixes: str) -> Settings:
+    return {name: value for name, value in settings.items() if not name.startswith(prefixes)}
+
+
 def _usual(config: Any) -> Settings:
     """TextModel.set_gguf_parameters."""
-    rope = _rope(config)
-    found: Settings = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": _first(config, "num_key_value_heads"),
-        "rope.freq_base": float(rope["rope_theta"]),
-        "rope.freq_base_swa": config.rope_parameters.get("sliding_attention", {}).get("rope_theta"),
-        "attention.layer_norm_rms_epsilon": _first(config, "rms_norm_eps", "norm_eps"),
-        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-        "attention.key_length": _first(config, "head_dim"),
-        "attention.value_length": _first(config, "head_dim"),
-        "expert_count": _first(config, "num_local_experts"),
-        "expert_used_count": _first(config, "num_experts_per_tok"),
-    }
+    rope, local = _rope(config), config.rope_parameters.get("sliding_attention")
+    found = {**_named(config, *NAMES), "rope.freq_base": float(rope["rope_theta"])}
+    if local is not None:
+        found["rope.freq_base_swa"] = local["rope_theta"]
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def _like_llama(config: Any) -> Settings:
@@ -174,8 +190,7 @@ def _like_llama(config: Any) -> Settings:
 
 
 def _gemma(config: Any) -> Settings:
-    kept = ("rope.", "vocab", "expert")
-    return {name: value for name, value in _usual(config).items() if not name.startswith(kept)}
+    return _without(_usual(config), "rope.", "vocab", "expert")
 
 
 def _gemma2(config: Any) -> Settings:
@@ -193,41 +208,24 @@ def _gemma3(config: Any) -> Settings:
 
 
 def _phi3(config: Any) -> Settings:
-    kept = ("rope.scaling", "attention.key", "attention.value")
     return {
-        **{name: value for name, value in _usual(config).items() if not name.startswith(kept)},
+        **_without(_usual(config), "rope.scaling", "attention.key", "attention.value"),
         "rope.dimension_count": int(_head(config) * _rope(config).get("partial_rotary_factor", 1.0)),
         "attention.sliding_window": config.sliding_window or 0,
     }
 
 
 def _gpt2(config: Any) -> Settings:
-    return {
-        "block_count": config.n_layer,
-        "context_length": config.n_positions,
-        "embedding_length": config.n_embd,
-        "feed_forward_length": config.n_inner or 4 * config.n_embd,
-        "attention.head_count": config.n_head,
-        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-    }
+    return {**_named(config, EPSILON), "feed_forward_length": config.n_inner or 4 * config.n_embd}
 
 
 def _starcoder(config: Any) -> Settings:
-    return {
-        "context_length": config.n_positions,
-        "embedding_length": config.n_embd,
-        "feed_forward_length": config.n_inner,
-        "block_count": config.n_layer,
-        "attention.head_count": config.n_head,
-        "attention.head_count_kv": 1,
-        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-    }
+    return {**_named(config, EPSILON), KV_HEADS: 1}
 
 
 def _stablelm(config: Any) -> Settings:
-    kept = ("rope.freq", "attention.key", "attention.value")
     return {
-        **{name: value for name, value in _usual(config).items() if not name.startswith(kept)},
+        **_without(_usual(config), "rope.freq", "attention.key", "attention.value"),
         "rope.dimension_count": _rotated(config),
         "use_parallel_residual": config.use_parallel_residual,
     }
@@ -238,43 +236,18 @@ def _rotated(config: Any) -> int:
 
 
 def _phi2(config: Any) -> Settings:
-    return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_epsilon": config.layer_norm_eps,
-        "rope.dimension_count": _rotated(config),
-    }
+    return {**_named(config, KV_HEADS, EPSILON), "rope.dimension_count": _rotated(config)}
 
 
 def _gptneox(config: Any) -> Settings:
-    return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "rope.dimension_count": _rotated(config),
-        "use_parallel_residual": config.use_parallel_residual,
-        "attention.layer_norm_epsilon": config.layer_norm_eps,
-    }
+    parallel = {"use_parallel_residual": config.use_parallel_residual}
+    return {**_named(config, EPSILON), **parallel, "rope.dimension_count": _rotated(config)}
 
 
 def _falcon(config: Any) -> Settings:
-    is_new = config.new_decoder_architecture
-    return {
-        "context_length": 2048,
-        "tensor_data_layout": "jploski",
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn_hidden_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_kv_heads if is_new else 1,
-        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-    }
+    n_kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    own = {"context_length": 2048, "tensor_data_layout": "jploski"}
+    return {**_named(config, EPSILON), **own, KV_HEADS: n_kv_heads}
 
 
 def _nemotron(config: Any) -> Settings:
@@ -288,9 +261,8 @@ def _nemotron(config: Any) -> Settings:
 
 
 def _granite(config: Any) -> Settings:
-    heads = ("attention.key_length", "attention.value_length")
     return {
-        **{name: value for name, value in _like_llama(config).items() if name not in heads},
+        **_without(_like_llama(config), "attention.key_length", "attention.value_length"),
         "attention.scale": config.attention_multiplier,
         "embedding_scale": config.embedding_multiplier,
         "residual_scale": config.residual_multiplier,
@@ -315,13 +287,7 @@ def _granitehybrid(config: Any) -> Settings:
 
 def _chatglm(config: Any) -> Settings:
     return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **_named(config, KV_HEADS, "attention.layer_norm_rms_epsilon"),
         "rope.dimension_count": int(config.hidden_size // config.num_attention_heads * 0.5),
         "rope.freq_base": float(_rope(config)["rope_theta"]),
     }

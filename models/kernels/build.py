@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -46,6 +47,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "numbers": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
     "gguf_types": (ctypes.c_int, [_POINTER]),
 }
+# What compilers write into each library: GCC its name and version, clang and zig, which is a clang, theirs.
+_COMPILERS = re.compile(rb"(GCC): \([^)]*\) ([\d.]+)|(clang) version ([\d.]+)")
 Speeds = dict[str, dict[str, float]]  # Implementation -> "outputs x inputs, rows" -> GB/s.
 
 
@@ -60,6 +63,14 @@ class Kernels:
     repack: Callable[..., int]
     numbers: Callable[..., None]
     gguf_types: Callable[..., int]
+
+    @property
+    def origin(self) -> str:
+        """Where the library comes from, and which compiler made it."""
+        place = "from the package" if self.path.parent == BUILT else "compiled on this machine"
+        found = _COMPILERS.search(self.path.read_bytes()) if self.path.is_file() else None
+        compiler = [] if found is None else [part.decode() for part in found.groups() if part]
+        return f"{place} by {' '.join(compiler)}" if compiler else place
 
 
 @cache

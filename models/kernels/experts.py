@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from ..block_experts import PARTS, BlockExperts
 from ..family import Experts
 from . import layout
+from .layout import Unsupported
 
 CORRECTIONS = ("correction_bias", "expert_bias")  # Names of what is added to scores where experts are chosen.
 MOST_EXPERTS = 1024  # Of a layer, its shared ones among them.
-
-
-class Unsupported(Exception):
-    """The kernels cannot compute a part of the model; the message names it."""
 
 
 def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:

@@ -14,6 +14,10 @@ ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SU
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
 
 
+class Unsupported(Exception):
+    """A part of a model has no form here, so that the kernels cannot compute it; the message names it."""
+
+
 def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
     """Return consecutive fields of one type, as C declares them."""
     return [(name, kind) for name in names.split()]

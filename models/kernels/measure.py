@@ -10,7 +10,8 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kernels, speeds_file
+from ..measuring import MOST_SHARE, DisturbanceMeter
+from .build import ROWS, SHAPES, Kernels, Speeds, compiled_levels, kept_speeds, kernels, speeds_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +27,11 @@ READ = "memory read"
 def measured() -> Speeds:
     """The speed of each way: the levels of our kernels that are compiled, torch's own and oneDNN's; and of reading.
 
-    Measured in turns, in bfloat16, and kept for `preferred`.
+    Measured in turns, in bfloat16, and kept for `preferred`; beside other programs only where none were kept before.
     """
     import torch
 
-    ways = _ways()
+    ways, meter = _ways(), DisturbanceMeter()
     by_way: dict[str, dict[str, list[float]]] = {name: {} for name in (*ways, READ)}
     for shape in SHAPES:
         n_bytes = shape[0] * shape[1] * 2
@@ -48,6 +49,8 @@ def measured() -> Speeds:
                         speed = n_bytes * len(weights) / (perf_counter() - clock) / 1e9
                         by_way[name].setdefault(f"{shape[0]} x {shape[1]}, {rows}", []).append(speed)
     speeds = {name: {case: median(samples) for case, samples in cases.items()} for name, cases in by_way.items()}
+    if kept_speeds() and meter.read().share > MOST_SHARE:
+        return speeds
     with suppress(OSError):
         speeds_file().parent.mkdir(parents=True, exist_ok=True)
         speeds_file().write_text(json.dumps(speeds), encoding="utf-8")

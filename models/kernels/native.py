@@ -27,8 +27,8 @@ from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
-from .experts import Unsupported as Unsupported
 from .experts import choosing_of, correction_of, is_mean, maps_of
+from .layout import Unsupported
 
 if TYPE_CHECKING:
     from ..runtime import Runtime

@@ -405,6 +405,8 @@ def test_doctor_reports_and_its_code_follows_the_checks(
     assert report["ok"]
     names = {check["name"] for check in report["checks"]}
     assert {"python", "torch", "transformers", "cores", "speed", "memory", "database", "cache", "model"} <= names
+    kernels = next(check["text"] for check in report["checks"] if check["name"] == "kernels")
+    assert re.search(r"(from the package|compiled on this machine) by (GCC|clang) \d+\.", kernels)
     (home / "home.db").write_text("this is no database, and long enough to be taken for one" * 40)
     request.getfixturevalue("small_measurement")  # the real one was above
     assert run(["doctor"]) == 1

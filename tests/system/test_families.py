@@ -18,7 +18,8 @@ from swiftopt.decoding.draft_tree import ancestor_mask
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.models.families import FAMILIES
-from swiftopt.models.kernels.native import NativePasses, Unsupported
+from swiftopt.models.kernels.layout import Unsupported
+from swiftopt.models.kernels.native import NativePasses
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 

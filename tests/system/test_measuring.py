@@ -19,7 +19,8 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.core.settings import measures_alone
 from swiftopt.models import costs
 from swiftopt.models.costs import _doubts_of_machine, _doubts_of_passes, measure_costs
-from swiftopt.models.measuring import DisturbanceMeter, measuring_turn
+from swiftopt.models.kernels import build, measure
+from swiftopt.models.measuring import Disturbance, DisturbanceMeter, measuring_turn
 from swiftopt.store import Store
 from swiftopt.tasks.recipes import stored_costs
 
@@ -153,6 +154,37 @@ def test_a_disturbed_measurement_is_made_again_and_says_why_where_it_stays_so(mo
     calls.clear()
     disturbed = measure_costs(runtime, 256)
     assert disturbed.quality == "disturbed" and disturbed.remark.startswith("other programs had 40%")
+
+
+def test_costs_are_disturbed_where_only_their_widest_passes_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "other programs had 40% of the processors' time, 60% were swiftopt's"
+    monkeypatch.setattr(costs, "_doubts_of_machine", lambda meter, bases: iter([] if bases else [words]))
+    monkeypatch.setattr(costs, "_doubts_of_passes", lambda *_: iter(()))
+    monkeypatch.setattr(costs, "BUDGET_S", 0.0)
+    runtime = tiny_runtime("llama")
+    assert measure_costs(runtime, 256).quality == "quiet"  # These passes are too short to tell.
+    monkeypatch.setattr(costs, "SHORTEST_S", 0.0)
+    profile = measure_costs(runtime, 256)
+    assert (profile.quality, profile.remark) == ("disturbed", words)
+
+
+def test_speeds_of_kernels_that_were_disturbed_replace_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, shares = tmp_path / "speeds.json", [0.4, 0.05, 0.4]
+    monkeypatch.setattr(build, "SHAPES", ((64, 32),))
+    monkeypatch.setattr(build, "speeds_file", lambda: file)
+    monkeypatch.setattr(measure, "SHAPES", ((64, 32),))
+    monkeypatch.setattr(measure, "WEIGHT_BYTES", 0)
+    monkeypatch.setattr(measure, "speeds_file", lambda: file)
+    monkeypatch.setattr(DisturbanceMeter, "read", lambda meter: Disturbance(shares[0], 0.0, 0.5))
+    kept = []
+    while shares:
+        measure.measured()
+        kept.append(file.read_bytes())
+        shares.pop(0)
+    first, second, third = kept
+    assert first != second == third  # The first is better than none.
 
 
 def test_stored_costs_that_were_disturbed_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
