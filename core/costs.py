@@ -58,8 +58,9 @@ class CostProfile(Record):
 
     `attn_s`, `mlp_s`: one sub-layer on one row; `head_s`: final norm, head and reading its answer; `fixed_s`: the
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
-    draft in that format; `software`: what computed them, empty where it is not known. `quality`: how far the figures
-    can be trusted, with the reason in `remark`, empty for "quiet".
+    draft in that format, or of another draft model by the name of its costs; `software`: what computed them, empty
+    where it is not known. `quality`: how far the figures can be trusted, with the reason in `remark`, empty for
+    "quiet".
     """
 
     fingerprint: str
@@ -135,6 +136,12 @@ class CostProfile(Record):
         return cost * max(
             (_interpolate(wider, n_rows) for wider in costs_by_rows if wider), default=self.verify_cost(n_rows)
         )
+
+    def format_cost(self, name: str, n_rows: int = 1) -> float:
+        """Cost of a draft pass over `n_rows` rows of which `formats` has the parts / one-row target pass."""
+        costs = self.formats[name]
+        seconds = costs.attn_s + costs.mlp_s + costs.head_s + costs.fixed_s
+        return seconds / self.target_pass_s(1) * (_interpolate(costs.wider, n_rows) if costs.wider else n_rows)
 
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""

@@ -353,7 +353,9 @@ class Context:
     draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
     are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
     not even that. `prediction` are tokens that the caller expects behind the prompt. `corpus`: finished answers that
-    drafts may repeat. `looks_back`: how many committed tokens a search will look at again.
+    drafts may repeat. `looks_back`: how many committed tokens a search will look at again. `states`: of the newest
+    positions before the root, the target's states after its last layer, (rows, hidden_size) each, until a draft model
+    takes them; None: none are kept.
     """
 
     runtime: Runtime
@@ -370,6 +372,7 @@ class Context:
     finish: FinishReason | None = None
     n_learnt: int = 0
     looks_back: int = 0
+    states: list[Tensor] | None = None
     _text: Tensor | None = None  # Part of `token_ids` already copied to the device.
 
     @property
@@ -380,6 +383,18 @@ class Context:
     @property
     def generated(self) -> list[int]:
         return self.token_ids[self.n_prompt :]
+
+    @property
+    def capture(self) -> dict[int, list[Tensor]] | None:
+        """What passes over committed rows capture (`Pass`), so that `states` are known."""
+        return None if self.states is None else {self.runtime.n_layers: self.states}
+
+    def keep_states(self, captured: Sequence[Tensor], rows: Sequence[int]) -> None:
+        """Add the states of committed rows of a round's pass to `states`, if they are kept."""
+        if self.states is not None:
+            (of_pass,) = captured
+            is_chain = rows[-1] == len(rows) - 1
+            self.states.append(of_pass[: len(rows)] if is_chain else of_pass[uploaded(rows, of_pass.device)])
 
     @property
     def reads_late(self) -> bool:

@@ -203,13 +203,19 @@ class DraftModel(ABC):
     """Something cheaper than the target that predicts its next tokens; each request drafts with a copy.
 
     `layer_set` are the sub-layers that it leaves out of the target, if it is made of the target. `slot_bytes` is the
-    memory that it takes per slot of a request beside the target's. `context` is the request's, in a copy that `begin`
-    made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where verification only has
+    memory that it takes per slot of a request beside the target's. One that `reads_states` drafts from the target's
+    last states. `cost_name`: of its costs in a profile; None: they are those of its layer set. It `checks_guesses`
+    where one pass may run several nodes, each below the one before it. `context` is the request's, in a copy that
+    `begin` made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where verification
+    only has
     to finish them. `hidden` (1, hidden_size) is what the latest logits were read from, where a probe may see it.
     """
 
     layer_set: LayerSet | None = None
     slot_bytes: int = 0
+    reads_states = False
+    cost_name: str | None = None
+    checks_guesses = True
     context: Context
     parents: list[int]
     staged: StagedRows | None = None
@@ -233,6 +239,11 @@ class DraftModel(ABC):
     def buffer(self) -> KVBuffer:
         """The key/value buffer: the target's, which is replaced when it grows, or the draft model's own."""
         return self.context.buffer
+
+    @property
+    def n_behind(self) -> int:
+        """Rows of committed tokens that the next pass runs besides its own."""
+        return 0
 
     @property
     def room(self) -> int:
@@ -360,9 +371,17 @@ class Drafter(ABC):
         """Bytes per slot that drafting needs in addition to the target's buffer."""
         return 0 if self.model is None else self.model.slot_bytes
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether requests keep the target's last states for a draft model (`Context.states`)."""
+        return self.model is not None and self.model.reads_states
+
     def max_rows(self, room: int) -> int:
         """Return the maximum number of slots that a round writes after the committed ones, root included."""
         return 1 + min(room, self.max_depth) * self.max_width
+
+    def attach(self, runtime: Runtime) -> None:  # noqa: B027 - a hook
+        """Take from the target what all requests draft with; called before each request gets its buffer."""
 
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request; called once, after its prefill."""

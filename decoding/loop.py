@@ -67,6 +67,7 @@ def decoding(
             f"method {method.name} keeps what it searched with the model itself, and has no log probabilities of it:"
             " leave logprobs out, or decode by another method"
         )
+    method.drafter.attach(runtime)
     draft_rows = method.drafter.max_rows(ending.max_new_tokens)
     if rule.grammar is not None:
         draft_rows = max(draft_rows, 1 + MAX_FORCED_TOKENS)
@@ -83,6 +84,7 @@ def decoding(
     prompt_list = list(prompt_ids)
     slots.state = state if with_state else None
     context = Context(runtime, buffer, rule, prompt_list, len(prompt_list), tally, load, logprobs, tuple(prediction))
+    context.states = [] if method.drafter.reads_states else None
     if resume_from is None:
         tally.n_cached = n_read
         yield from _prefill(context, slots, n_read, ending, with_state, prompt_logprobs)
@@ -110,7 +112,7 @@ def _prefill(
 ) -> Work[None]:
     """Prefill the part of the prompt not yet in the buffer; the last pass gives the first token."""
     runtime, prompt_ids, states = context.runtime, context.token_ids[n_read:], list[Tensor]()
-    captured_states = {runtime.n_layers: states} if with_state else None
+    captured_states = {runtime.n_layers: states} if with_state or context.states is not None else None
     prompt_token_logprobs: list[TokenLogprob] = []
     n_averaged = 0 if slots.state is None else n_read
     state_sum = 0.0 if slots.state is None else n_read * slots.state.double()
@@ -121,10 +123,13 @@ def _prefill(
         if prompt_logprobs:
             next_ids = prompt_ids[len(prompt_token_logprobs) + 1 :]
             prompt_token_logprobs += token_logprobs(logits, next_ids, context.logprobs or 0)
+        if context.states is not None:
+            context.states += states
         if with_state:
-            new_states = runtime.normed(states.pop()).double()
+            new_states = runtime.normed(states[0]).double()
             n_averaged, state_sum = n_averaged + len(new_states), state_sum + new_states.sum(dim=0)
             slots.state = (state_sum / n_averaged).float()
+        states.clear()
     first_token = context.choose((), logits[-1])
     context.tally.prefill_s = context.tally.total_s
     logprobs = () if context.logprobs is None else token_logprobs(logits[-1:], [first_token], context.logprobs)
@@ -145,7 +150,9 @@ def _resume(context: Context, n_read: int, resume_point: ResumePoint) -> Work[No
     context.rule.skip(resume_point.n_drawn)
     if resume_point.finish is None:
         unread_ids = context.token_ids[n_read:-1]
-        yield from context.runtime.prefill_passes(unread_ids, context.buffer, n_read, is_shared=context.load.is_shared)
+        yield from context.runtime.prefill_passes(
+            unread_ids, context.buffer, n_read, context.capture, context.load.is_shared
+        )
         context.tally.prefill_s += perf_counter() - started
         yield Prefilled(context, ())
 
@@ -215,6 +222,7 @@ def _round(context: Context, verifier: Verifier, drafter: Drafter, ending: Endin
         drafter.observe(Outcome(draft, walk, target.argmaxes))
     verified_at = perf_counter()
     token_ids = _commit(context, walk.token_ids, ending)
+    context.keep_states(target.states, (0, *walk.path)[: len(token_ids)])
     context.load.n_tokens += len(token_ids)
     context.searched = False
     n_accepted = min(len(walk.path), len(token_ids), draft.n_steps)

@@ -48,10 +48,15 @@ def part_of(passes: Sequence[Pass]) -> Part | None:
     first_pass = passes[0]
     if any((pass_.kind, pass_.rows.variants) != (first_pass.kind, first_pass.rows.variants) for pass_ in passes[1:]):
         return None
-    if first_pass.kind == "beside" or any(pass_.layers is not None or pass_.capture is not None for pass_ in passes):
+    if first_pass.kind == "beside" or any(pass_.layers is not None or _stops_between(pass_) for pass_ in passes):
         return None
     is_draft = first_pass.kind == "draft"
     if len(first_pass.rows.variants) != is_draft:  # A draft by a separate model has no layer set; skip it.
         return None
     n_rows = sum(len(pass_.rows.token_ids) for pass_ in passes)
     return n_rows, first_pass.rows.variants[0] if is_draft else None
+
+
+def _stops_between(pass_: Pass) -> bool:
+    """Return whether a pass captures states before the last layer, which takes time."""
+    return pass_.capture is not None and set(pass_.capture) != {pass_.runtime.n_layers}

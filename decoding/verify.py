@@ -55,6 +55,7 @@ class Target:
         self.accept = self.rule.accept
         self.n_checked = draft.tree.n_nodes if draft.n_checked is None else draft.n_checked
         self.argmaxes: list[int] = []
+        self.states: list[Tensor] = []  # The rows' states after the last layer, where the request keeps them.
         self._logits: Tensor | None = None  # Logits (rows, vocab); None if the draft needed no pass.
         self._reads_late = context.reads_late or draft.unread is not None
         self._choices: dict[int, int] = {}  # Tokens that the target itself chose after a node, by node, once read.
@@ -97,7 +98,8 @@ class Target:
             n_rows = tree.n_nodes + len(extra_rows.token_ids)
             rows_with_logits = [*range(tree.n_nodes), *range(n_rows - extra_rows.n_read, n_rows)]
         rows = tree_rows(token_ids[checked_nodes], tree.parents[checked_nodes], context.root_slot, extra_rows)
-        return Pass(context.runtime, rows, context.buffer, rows_with_logits)
+        capture = None if context.states is None else {context.runtime.n_layers: self.states}
+        return Pass(context.runtime, rows, context.buffer, rows_with_logits, capture)
 
     def _read(self) -> Draft:
         """Transfer all numbers that the round needs from the device at once; return the draft with its tokens."""

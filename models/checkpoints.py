@@ -11,7 +11,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
 from .costs import is_out_of_memory
-from .saved import first_line, is_multimodal, refuse_mismatched, refuse_missing, refuse_unread, supported_config
+from .saved import (
+    first_line,
+    is_multimodal,
+    naming,
+    refuse_mismatched,
+    refuse_missing,
+    refuse_unread,
+    supported_config,
+)
 from .stored_tensors import dtype_asked, stored_tensors
 
 
@@ -51,7 +59,8 @@ def read_model(folder: Path, dtype: str, placement: str, by_library: bool = Fals
         )
     refuse_mismatched(loading_info["mismatched_keys"], where, "its config.json")
     refuse_missing(loading_info["missing_keys"], where)
-    refuse_unread(loading_info["unexpected_keys"], where)
+    model_name = naming(folder)
+    refuse_unread((name for name in loading_info["unexpected_keys"] if model_name(name) is not None), where)
     return model.eval().requires_grad_(False)
 
 

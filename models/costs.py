@@ -19,6 +19,7 @@ from ..core.settings import STORED, cpu_words, measures_alone
 from ..core.types import LayerSet
 from .buffer import KVBuffer, free_bytes
 from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn
+from .mtp import MTP_COSTS, MtpRuntime, format_of_costs
 from .rows import Rows
 from .runtime import Runtime
 from .saved import OnStep, no_step
@@ -169,12 +170,17 @@ def memory_for_texts(runtime: Runtime) -> int:
 def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: OnStep = no_step) -> CostProfile:
     """Add to a profile what attention, MLP and head cost in a format, timed together with the target's own pass.
 
-    The copies stay in the runtime's memory, for drafts.
+    Or what the multi-token-prediction layer costs, by the name of its costs. Copies stay in the runtime's memory, for
+    drafts.
     """
-    draft = LayerSet(runtime.n_layers).filled(name)
-    runtime.copies.prepare(draft, on_step)
+    if name.startswith(MTP_COSTS):
+        measure = partial(_measured_mtp, runtime, profile.context_bucket, name, on_step)
+    else:
+        draft = LayerSet(runtime.n_layers).filled(name)
+        runtime.copies.prepare(draft, on_step)
+        measure = partial(_measured, runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step)
     with measuring_turn(runtime.device, on_step):
-        measured = _trusted(partial(_measured, runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step))
+        measured = _trusted(measure)
     # Rescale to the profile's base pass, which may have been timed on another day.
     scale = profile.target_pass_s(1) / measured.base_s
     profile = replace(profile, formats={**profile.formats, name: measured.costs.scaled(scale)})
@@ -191,6 +197,40 @@ def with_formats(
     for name in sorted(set(formats) - {STORED} - set(profile.formats)):
         profile = measure_format(runtime, profile, name, on_step)
     return profile
+
+
+@torch.inference_mode()
+def _measured_mtp(runtime: Runtime, bucket: int, name: str, on_step: OnStep) -> _Measurement:
+    """Time steps of the multi-token-prediction layer, over one row and over several, together with the base."""
+    mtp = runtime.mtp
+    assert isinstance(mtp, MtpRuntime)
+    format_name = format_of_costs(name)
+    mtp.prepare(format_name)
+    widths = [n for n in DRAFT_WIDTHS if n < runtime.max_positions]
+    bucket = min(bucket, runtime.max_positions - widths[-1])
+    buffer = mtp.new_buffer(bucket + widths[-1])
+
+    def step(n_rows: int) -> Callable[[], None]:
+        tokens = [row * TOKEN_STEP % runtime.vocab_size for row in range(n_rows)]
+        states = torch.zeros((n_rows, runtime.config.hidden_size), dtype=runtime.dtype, device=runtime.device)
+
+        def run() -> None:
+            pass_, out = mtp.pass_over(tokens, states, buffer, bucket, format_name)
+            mtp.forward_together([pass_])[0].max(dim=-1).indices.tolist()
+            mtp.normed(out[0][-1:])
+
+        return run
+
+    runs = {"target": _pass(runtime, runtime.new_buffer(bucket + 1), bucket, 1, LayerSet(runtime.n_layers))}
+    runs |= {f"rows {n}": step(n) for n in widths}
+    for run in runs.values():
+        _warm(run, runtime)
+    meter = DisturbanceMeter()
+    seconds, bases = _beside("target", runs, on_step)
+    one = seconds["rows 1"]
+    wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
+    doubts = tuple(_doubts_of_machine(meter, bases)) if measures_alone() else ()
+    return _Measurement(bucket, FormatCosts(0.0, 0.0, 0.0, one, wider), seconds["target"], doubts)
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from ..core.errors import UnsupportedModel
 from .family import Experts, Family, ShortConv, differences
 from .gguf_forms import FORMS
+from .mtp_names import NAMED, NUMBERED
 from .text_parts import MULTIMODAL, NAMES
 
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -293,7 +294,12 @@ FAMILIES: dict[str, Family] = {
         head_norm="whole",
         experts=Experts(),
     ),
-    "glm4_moe": Family(models="GLM-4.5, GLM-4.6, GLM-4.7", head_norms=("q_norm?", "k_norm?"), experts=_SIGMOID_EXPERTS),
+    "glm4_moe": Family(
+        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        head_norms=("q_norm?", "k_norm?"),
+        experts=_SIGMOID_EXPERTS,
+        mtp=NUMBERED,
+    ),
     "dots1": Family(models="dots.llm1", sliding="by_layer", head_norms=_HEAD_NORMS, experts=_SIGMOID_EXPERTS),
     "solar_open": Family(models="Solar Open", experts=_SIGMOID_EXPERTS),
     "exaone_moe": Family(
@@ -302,8 +308,14 @@ FAMILIES: dict[str, Family] = {
         sliding="by_layer",
         unrotated="beside_windows",
         experts=_SIGMOID_EXPERTS,
+        mtp=NAMED,
     ),
-    "hy_v3": Family(models="Hy3", head_norms=_HEAD_NORMS, experts=replace(_SIGMOID_EXPERTS, normalised=True)),
+    "hy_v3": Family(
+        models="Hy3",
+        head_norms=_HEAD_NORMS,
+        experts=replace(_SIGMOID_EXPERTS, normalised=True),
+        mtp=NUMBERED,
+    ),
     "minimax_m2": Family(
         models="MiniMax M2",
         head_norms=_HEAD_NORMS,
@@ -311,7 +323,12 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(scores="sigmoid", normalised=True),
     ),
     "mellum": Family(
-        models="Mellum 2", rotary_by_type=True, sliding="by_layer", head_norms=_HEAD_NORMS, experts=Experts()
+        models="Mellum 2",
+        rotary_by_type=True,
+        sliding="by_layer",
+        head_norms=_HEAD_NORMS,
+        experts=Experts(),
+        mtp=replace(NAMED, attention="sliding_attention"),
     ),
     "granitemoe": Family(
         models="Granite 3 MoE",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.types import Kind
+from .mtp_names import Mtp
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class Family:
     config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
     usual fields.
 
+    `mtp`: where checkpoints have a multi-token-prediction layer.
+
     vLLM's DeciLM computes the family where there is a `decilm_bias`: the biases of attention are as the config says, or
     there are none, or those of q, k and v.
     """
@@ -134,6 +137,7 @@ class Family:
     sliding: Literal["none", "all", "by_layer"] = "none"
     fields: Mapping[str, str] = field(default_factory=dict)
     decilm_bias: Literal["configured", "none", "qkv"] | None = None
+    mtp: Mtp | None = None
 
     def setting(self, config: Any, name: str) -> Any:
         """Return a field of a config by its usual name; None: the config has none."""
@@ -184,6 +188,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.mixer is not None, "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
+    (lambda row: row.mtp is not None, "a multi-token-prediction layer"),
 )
 
 

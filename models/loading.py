@@ -38,6 +38,7 @@ from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
 from .memory import memory_plan
 from .merging import identity, load_merged
+from .mtp import MtpRuntime, has_mtp, read_mtp
 from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .row_invariant import make_row_invariant
@@ -119,10 +120,26 @@ def load(
             fingerprints = identity(adapter, folder), ()
         info = info_of(model, fingerprints[0], source.names, n_parameters, fingerprints[1])
         runtime = Runtime(model, tokenizer, info)
+        if runtime.family.mtp is not None and supported_type(folder)[1] is None and has_mtp(folder):
+            runtime.mtp_folder = folder
     if speed != "eager":
         step("preparing the kernels")
     at_speed(runtime, speed)
     return runtime
+
+
+def mtp_of(runtime: Runtime, on_step: OnStep = no_step) -> MtpRuntime | None:
+    """Return the multi-token-prediction layer of a model's checkpoint, read at the first call; None: it has none.
+
+    Raises: ModelNotFound: its tensors do not fit the model.
+    """
+    if runtime.mtp is None and runtime.mtp_folder is not None:
+        on_step("reading the multi-token-prediction layer")
+        with quiet(), reading("the multi-token-prediction layer", runtime.mtp_folder, str(runtime.device)):
+            mtp = read_mtp(runtime.mtp_folder, runtime)
+        at_speed(mtp, "eager" if runtime.native is None else "auto")
+        runtime.mtp = mtp
+    return cast("MtpRuntime | None", runtime.mtp)
 
 
 def _folder_of(source: Source, step: OnStep) -> tuple[Path, Adapter | None]:

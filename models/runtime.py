@@ -7,6 +7,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; the model it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -70,6 +71,8 @@ class KernelPasses(Protocol):
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
     ) -> Tensor: ...
 
+    def mapped(self, x: Tensor, module: Any) -> Tensor: ...
+
     def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
 
     def best(self, logits: Tensor) -> Tensor: ...
@@ -126,6 +129,10 @@ class Runtime:
         self.rotation: TablesByType = rotation_tables(
             rotary, self.dtype, self.max_positions, family, query_scales(config, family)
         )
+        # The checkpoint's multi-token-prediction layer, once `models.loading.mtp_of` has read it, and the folder that
+        # has one.
+        self.mtp: Runtime | None = None
+        self.mtp_folder: Path | None = None
         self.speed = "eager"
         self.graphs: CapturedPasses | None = None  # Captured CUDA graphs, if used; set by models.loading.at_speed.
         self.native: KernelPasses | None = None  # The C++ kernels for CPUs, if used; set by at_speed.

@@ -24,6 +24,7 @@ from typing import Any
 from ..core.errors import InvalidInput, ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
 from .config_bounds import check_together, check_values
 from .families import FAMILIES, family_of
+from .mtp_names import Mtp
 from .schemes import Scheme, scheme_in
 from .text_parts import HEAD, MULTIMODAL, text_config, text_name, text_values
 
@@ -258,18 +259,18 @@ def refuse_incomplete(folder: Path) -> None:
         raise ModelNotFound(f"{folder} lacks {missing}, which its index names: copy or download it as well")
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, of_mtp: bool = False) -> list[Path]:
     """Return the files of a saved model's weights, in the order of preference of transformers; empty if there are none.
 
-    Files that an index names are listed whether they exist or not; those of a multimodal checkpoint that hold nothing
-    of its text part are left out.
+    Files that an index names are listed whether they exist or not; those that hold nothing of the part that is loaded
+    are left out. `of_mtp`: as in `naming`.
     """
     for single in ("model.safetensors", "pytorch_model.bin"):
         if (folder / single).is_file():
             return [folder / single]
         index = folder / f"{single}.index.json"
         if index.is_file():
-            named = naming(folder)
+            named = naming(folder, of_mtp)
             try:
                 shards: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 return [folder / file for file in sorted({file for name, file in shards.items() if named(name)})]
@@ -286,9 +287,32 @@ def is_multimodal(folder: Path) -> bool:
         return False
 
 
-def naming(folder: Path) -> Callable[[str], str | None]:
-    """Return how stored tensors are named in the model that is loaded; None: one is of a part that is not."""
-    return text_name if is_multimodal(folder) else str
+def naming(folder: Path, of_mtp: bool = False) -> Callable[[str], str | None]:
+    """Return how stored tensors are named in the model that is loaded; None: one is of a part that is not.
+
+    Args: of_mtp: how those of the multi-token-prediction layer are named, which is loaded as a model of its own.
+    """
+    own_name = text_name if is_multimodal(folder) else str
+    mtp, n_layers = _mtp_in(folder)
+
+    def name(stored: str) -> str | None:
+        own = own_name(stored)
+        of_layer = None if mtp is None or own is None else mtp.name_of(own, n_layers)
+        if of_mtp:
+            return of_layer or None
+        return own if of_layer is None else None
+
+    return name
+
+
+def _mtp_in(folder: Path) -> tuple[Mtp | None, int]:
+    """Return how a multi-token-prediction layer of this type of model is stored, and the number of other layers."""
+    try:
+        outer, values = model_values(folder)
+        family = MULTIMODAL[outer][values["model_type"]] if outer in MULTIMODAL else outer
+        return FAMILIES[family].mtp, int(values["num_hidden_layers"])
+    except (SwiftoptError, KeyError, TypeError, ValueError):  # Whoever loads the model says what is wrong.
+        return None, 0
 
 
 def check_files(names: Collection[str], where: object) -> None:

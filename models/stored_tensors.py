@@ -63,14 +63,15 @@ class StoredTensors:
 
 
 @contextmanager
-def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
+def stored_tensors(folder: Path, of_mtp: bool = False) -> Iterator[StoredTensors]:
     """Open a folder's safetensors files, to read their tensors one at a time.
 
+    Args:   of_mtp: those of the multi-token-prediction layer; see `saved.naming`.
     Raises: ModelNotFound: the folder holds no such files, or a damaged one.
     """
     from safetensors import SafetensorError, safe_open
 
-    paths, named = weight_files(folder), naming(folder)
+    paths, named = weight_files(folder, of_mtp), naming(folder, of_mtp)
     if not paths or any(path.suffix != ".safetensors" for path in paths):
         raise ModelNotFound(f"{folder} holds no safetensors files: save the model again with transformers")
     with ExitStack() as opened:

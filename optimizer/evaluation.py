@@ -12,7 +12,7 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet
 from ..decoding.context import Context
-from ..decoding.methods.adaptive import Acceptance, PassCosts
+from ..decoding.draft_worth import Acceptance, PassCosts
 from ..decoding.work import PassGenerator
 from ..models.rows import Pass, Rows
 from .strategies import MAX_CANDIDATES

@@ -28,7 +28,8 @@ from ..decoding.methods import Resources, method_info
 from ..decoding.methods.adaptive import AdaptiveSettings
 from ..decoding.session import Session
 from ..models.costs import machine_name, measure_costs, software_of, with_formats
-from ..models.loading import load
+from ..models.loading import load, mtp_of
+from ..models.mtp import DRAFT_FORMAT, cost_name
 from ..models.prompts import check_prompts
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
@@ -321,6 +322,8 @@ def stored_costs(
     if profile is not None and (profile.quality == "disturbed" or profile.software not in ("", software_of(runtime))):
         profile = None
     missing_formats = set(formats) - {STORED}
+    if mtp_of(runtime, on_step) is not None:
+        missing_formats.add(cost_name(DRAFT_FORMAT))
     if profile is not None and missing_formats <= set(profile.formats):
         return profile
     with turn():

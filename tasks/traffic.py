@@ -77,6 +77,17 @@ class SwitchedDrafter(Drafter):
     def layer_set(self) -> LayerSet | None:
         return self.method.layer_set
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.method.drafter.slot_bytes
+
+    @property
+    def reads_states(self) -> bool:
+        return self.method.drafter.reads_states
+
+    def attach(self, runtime: Runtime) -> None:
+        self.method.drafter.attach(runtime)
+
     def max_rows(self, room: int) -> int:
         return self.method.drafter.max_rows(room)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs
 from families import VOCAB, tiny_runtime
+from mtp_files import with_layer
 from torch import Tensor
 from wings import is_here
 
@@ -73,7 +74,7 @@ def words(seed: int, n: int) -> list[int]:
 @cache
 def parts(family: str, with_model: bool = False) -> Resources:
     """What methods are made of; what papers' methods need where these are here."""
-    runtime, learned = native(family), dict[str, Any]()
+    runtime, learned = with_layer(native(family)), dict[str, Any]()
     if is_here("papers"):
         from swiftopt.papers.early_exit import Heads, Probe
 

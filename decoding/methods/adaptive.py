@@ -1,7 +1,8 @@
 """Drafts from whatever pays at the moment: earlier text, a cheaper model, both, or nothing; decided by measured time.
 
 A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
-*Model*: a chain of the draft model; where earlier text suggests the next tokens, one pass of the draft model checks
+*Model*: a chain of a draft model, the cheaper model or the checkpoint's multi-token-prediction layer, whichever is
+expected to bring more; where earlier text suggests the next tokens, one pass of the draft model checks
 several of them at once, and what text suggests behind the chain's end is added unchecked. Text takes no part where
 drafted tokens are read from the device one step late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes
 and carried over from request to request.
@@ -19,11 +20,10 @@ vertical cascade; stopping where a further step is not worth λ times its cost i
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from itertools import islice, pairwise
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...core.errors import SettingsError
@@ -32,6 +32,7 @@ from ...core.settings import Format
 from ...core.types import LayerSet, TokenSource
 from ..draft import Draft, Drafter, DraftModel, Outcome
 from ..draft_tree import DraftTree
+from ..draft_worth import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
 from ..hit_rates import HitRates
 from ..text_matches import Cursor, Guess, Matches
 from ..verify import TargetWalk, Verifier
@@ -40,16 +41,13 @@ from . import Method, Resources, method
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...core.costs import CostProfile, CostSource
+    from ...core.costs import CostSource
+    from ...models.runtime import Runtime
     from ..corpus import Occurrence
     from ..work import PassGenerator
 
 PROBE_LENGTH = 4  # Maximum draft steps of a round that only probes the draft model.
 MAX_GUESSES = 3  # Maximum guessed tokens per draft pass; quantised passes get slower with every row.
-CONFIDENCE_LIMITS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)  # Limits between the classes of draft confidence.
-PRIOR_WEIGHT = 4.0  # Weight of a prior, in observations.
-FADING_WEIGHT = 0.1  # Weight of the latest round in running means.
-MAX_OBSERVATIONS = 256.0  # Observations above which the counts are halved.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ class AdaptiveSettings(Settings):
     max_draft_length: int = count(24)
     lookup: bool = True
     second_candidates: bool = True
+    mtp_layer: bool = True  # Whether the checkpoint's multi-token-prediction layer may draft.
 
 
 @method("adaptive", "adaptive drafts", "docs/methods.md", AdaptiveSettings, ["costs"])
@@ -86,200 +85,22 @@ def adaptive(model: DraftModel, costs: CostSource, settings: AdaptiveSettings) -
     return Method("adaptive", AdaptiveDrafter(model, PassCosts(costs, model), settings))
 
 
-class PassCosts:
-    """Costs in plain passes of the target, from measured profiles; looked up once per layer set and number of rows.
-
-    With `load` sequences side by side, a pass is taken to have as many rows of each of the others: the tokens of one
-    are weighed against the time of all, for the others do the same.
-
-    Args: drafts: the draft model, or its layer set; None: there is none.
-    """
-
-    def __init__(self, costs: CostSource, drafts: DraftModel | LayerSet | None) -> None:
-        self._costs, self._drafts = costs, drafts
-        self._lookups: dict[int, _Lookups] = {}  # Cached costs by context bucket.
-        self.load = 1
-        self._use_profile(costs.at())
-
-    def follow(self, n_positions: int, load: int) -> None:
-        """Use the newest costs for a context of `n_positions` tokens and `load` concurrent sequences."""
-        self.load = load
-        self._use_profile(self._costs.at(n_positions))
-
-    def _use_profile(self, profile: CostProfile) -> None:
-        lookups = self._lookups.get(profile.context_bucket)
-        if lookups is None or lookups.profile is not profile:
-            lookups = _Lookups(profile, cache(profile.draft_cost), cache(profile.verify_cost))
-            self._lookups[profile.context_bucket] = lookups
-        self._draft_cost, self._verify_cost = lookups.draft_cost, lookups.verify_cost
-
-    def draft(self, n_rows: int) -> float:
-        """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
-        return self._draft_pass_cost(n_rows * self.load)
-
-    def _draft_pass_cost(self, n_rows: int) -> float:
-        model_or_layer_set = self._drafts
-        layer_set = (
-            model_or_layer_set
-            if model_or_layer_set is None or isinstance(model_or_layer_set, LayerSet)
-            else model_or_layer_set.layer_set
-        )
-        return float("inf") if layer_set is None else self._draft_cost(layer_set, n_rows)
-
-    @property
-    def shared(self) -> float:
-        """Share of a draft pass's cost that does not depend on the number of sequences in the pass."""
-        if self.load == 1:
-            return 1.0
-        cost_alone, cost_joined = self._draft_pass_cost(1), self._draft_pass_cost(self.load)
-        return max(0.0, 1 - self.load * (cost_joined - cost_alone) / (self.load - 1) / cost_joined)
-
-    def verify(self, n_rows: int) -> float:
-        """Return the cost of a target pass over `n_rows` rows of each sequence."""
-        return self._verify_cost(n_rows * self.load)
-
-
-class _Lookups(NamedTuple):
-    """A cost profile with its cached lookups."""
-
-    profile: CostProfile
-    draft_cost: Callable[[LayerSet, int], float]
-    verify_cost: Callable[[int], float]
-
-
 @dataclass(slots=True)
-class Rate:
-    """An acceptance share learnt online; old observations fade, so that the share follows changes."""
+class ModelEstimates:
+    """Estimates of one draft model, learnt from all requests."""
 
-    prior: float
-    hits: float = 0.0
-    seen: float = 0.0
-
-    def learn(self, hit: bool) -> None:
-        if self.seen >= MAX_OBSERVATIONS:
-            self.hits, self.seen = self.hits / 2, self.seen / 2
-        self.seen += 1
-        self.hits += hit
-
-    @property
-    def value(self) -> float:
-        """The estimated share; the prior counts as `PRIOR_WEIGHT` observations."""
-        return (self.hits + PRIOR_WEIGHT * self.prior) / (self.seen + PRIOR_WEIGHT)
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """How often the target accepts a token, by classes of the draft's confidence (a class's middle is the prior)."""
-
-    classes: list[Rate] = field(
-        default_factory=lambda: [Rate((a + b) / 2) for a, b in pairwise((0.0, *CONFIDENCE_LIMITS, 1.0))]
-    )
-    overall: Rate = field(default_factory=lambda: Rate(0.8))
-
-    def of(self, confidence: float) -> float:
-        """Return the chance that a token of that confidence is accepted, given that those before it were."""
-        return self.classes[bisect_right(CONFIDENCE_LIMITS, confidence)].value
-
-    def learn(self, confidence: float, hit: bool) -> None:
-        self.classes[bisect_right(CONFIDENCE_LIMITS, confidence)].learn(hit)
-        self.overall.learn(hit)
-
-
-@dataclass(slots=True)
-class Throughput:
-    """λ: tokens per time of a plain pass, as a decaying mean over rounds."""
-
-    tokens: float = 8.0
-    spent: float = 8.0
-    memory: float = 0.97  # Factor by which older rounds lose weight with each new round.
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.spent
-
-    def add(self, tokens: int, spent: float) -> None:
-        self.tokens = self.memory * self.tokens + tokens
-        self.spent = self.memory * self.spent + spent
-
-
-@dataclass(slots=True)
-class Probing:
-    """Decides when to draft although it does not seem to pay: rarely, and less often the longer it does not.
-
-    Without it a drafter that was switched off would never notice that the text has changed.
-    """
-
-    first: int = 32
-    last: int = 512
-    idle: float = 0.0
-    wait: int = 32
-
-    def due(self, load: int = 1) -> bool:
-        """Return whether to draft in this round of one of `load` sequences, in which nothing else is drafted.
-
-        All of them wait while one drafts, and all ask: one asks for a share of a round.
-        """
-        self.idle += 1 / load
-        if self.idle < self.wait:
-            return False
-        self.idle, self.wait = 0.0, min(2 * self.wait, self.last)
-        return True
-
-    def paid(self) -> None:
-        self.idle, self.wait = 0.0, self.first
-
-
-@dataclass(slots=True)
-class Joining:
-    """Decides whether to draft by a model with concurrent sequences, which wait for the one that drafts.
-
-    A draft pass pays if what it brings to all of them is worth its time; then a sequence should join that gains more
-    than it adds to the cost. The others' gain is that of earlier rounds, for sequences decide one before the other.
-    """
-
-    # Running mean of the tokens that a sequence gains by joining a draft pass that is run anyway.
-    gain: float = 1.0
-
-    def pays(self, gain: float, shared: float, load: int) -> bool:
-        """Return whether one of `load` sequences should draft in this round.
-
-        Args: gain: its tokens more than without the draft model, less an equal part of the passes' cost. shared: how
-            much of that part does not depend on its joining, in tokens.
-        """
-        gain_alone, gain_of_others = max(0.0, gain + shared), self.gain
-        self.gain = faded(self.gain, gain_alone)
-        return gain_alone > 0 and gain_alone + (load - 1) * gain_of_others >= load * shared
-
-
-def faded(mean: float, latest: float) -> float:
-    return mean + FADING_WEIGHT * (latest - mean)
-
-
-def chain_worth(chances: Sequence[float], step_cost: float, rate: float, costs: PassCosts) -> tuple[int, float]:
-    """Return a chain's best length and its value: tokens - λ · time of the round.
-
-    Args: chances: that a token is accepted, given those before it. step_cost: the cost of drafting each.
-    """
-    chain_chance, tokens = 1.0, 1.0
-    best_length_and_worth = (0, 1.0 - rate * costs.verify(1))
-    for length, chance in enumerate(chances, 1):
-        chain_chance *= chance
-        tokens += chain_chance
-        worth = tokens - rate * (length * step_cost + costs.verify(length + 1))
-        if worth > best_length_and_worth[1]:
-            best_length_and_worth = (length, worth)
-    return best_length_and_worth
+    step_cost: float  # Cost per token of a modelled chain, in plain passes; lookup guesses reduce it.
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    probing: Probing = field(default_factory=Probing)
+    joining: Joining = field(default_factory=Joining)
 
 
 @dataclass(slots=True)
 class Learned:
-    """Estimates learnt from all requests, by which each round is planned."""
+    """Estimates learnt from all requests, by which each round is planned; those of draft models by their names."""
 
-    step_cost: float  # Cost per token of a modelled chain, in plain passes; lookup guesses reduce it.
+    models: dict[str, ModelEstimates] = field(default_factory=dict)
     throughput: Throughput = field(default_factory=Throughput)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    probing: Probing = field(default_factory=Probing)
-    joining: Joining = field(default_factory=Joining)
     matched: HitRates = field(default_factory=HitRates)  # Hit rates over all texts; each text also has its own.
     # Acceptance of second candidates after the first was refused.
     second: Rate = field(default_factory=lambda: Rate(0.5))
@@ -326,12 +147,39 @@ class _Chain:
         return DraftTree.grow(root, candidates)
 
 
+class ModelOffer(NamedTuple):
+    """A draft model of a request, what its passes cost, and what is learnt of it."""
+
+    model: DraftModel
+    costs: PassCosts
+    learned: ModelEstimates
+
+
 class AdaptiveDrafter(Drafter):
-    """Chains from `model` and from earlier text; `model` None: from earlier text only."""
+    """Chains from `model`, from the target's `mtp` layer and from earlier text; None: there is none.
+
+    The layer is taken from the runtime, if its costs are known.
+    """
 
     def __init__(self, model: DraftModel | None, costs: PassCosts, settings: AdaptiveSettings) -> None:
         self.model, self.costs, self.settings = model, costs, settings
-        self.learned = Learned(step_cost=costs.draft(1))
+        self.mtp: DraftModel | None = None
+        self.learned = Learned()
+        self._used: ModelOffer | None = None  # The offer that the latest round drafted with.
+
+    def attach(self, runtime: Runtime) -> None:
+        from ..mtp import measured_layer
+
+        if self.mtp is None and self.settings.mtp_layer:
+            self.mtp = measured_layer(runtime, self.costs.source.at())
+
+    @property
+    def slot_bytes(self) -> int:
+        return super().slot_bytes + (0 if self.mtp is None else self.mtp.slot_bytes)
+
+    @property
+    def reads_states(self) -> bool:
+        return super().reads_states or (self.mtp is not None and self.mtp.reads_states)
 
     def max_rows(self, room: int) -> int:
         return 1 + 2 * min(room, self.settings.max_draft_length) + MAX_GUESSES
@@ -342,6 +190,14 @@ class AdaptiveDrafter(Drafter):
         self.matches = Matches(self.learned.matched, prompt_ids, context.prediction, context.corpus)
         self.matches.read(context.token_ids[: context.n_learnt], known=True)
         self.chain, self.estimated = _Chain(), 0.0
+        models = {"model": (self.model, self.costs)}
+        if self.mtp is not None:  # `begin` has made the request's copy of `model` alone.
+            models["mtp"] = self.mtp.begin(context), PassCosts(self.costs.source, self.mtp)
+        self._offers = [
+            ModelOffer(model, costs, self.learned.models.setdefault(name, ModelEstimates(costs.draft(1))))
+            for name, (model, costs) in models.items()
+            if model is not None
+        ]
 
     def state(self) -> dict[str, Any]:
         return {"learned": asdict(self.learned)}
@@ -351,11 +207,13 @@ class AdaptiveDrafter(Drafter):
 
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Index the committed tokens (at first the prompt), here so that it counts as drafting time, and draft."""
-        self.costs.follow(self.context.root_slot, self.context.load.checked)
+        for costs in (self.costs, *(offer.costs for offer in self._offers)):
+            costs.follow(self.context.root_slot, self.context.load.checked)
         self.matches.read(self.context.token_ids)
         self.context.n_learnt = len(self.context.token_ids)
         max_length = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
+        self._used = None
         draft = (yield from self._fill_chain(chain, max_length)) if max_length > 0 else None
         if draft is None:
             draft = Draft(chain.tree(self.context.token_ids[-1]), sources=chain.sources)
@@ -365,43 +223,50 @@ class AdaptiveDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
         learned, chain, path, draft = self.learned, self.chain, outcome.walk.path, outcome.draft
-        # Tokens that stayed on the device until the target's were read.
-        for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):
-            confidence_late = math.exp(draft.logprobs[step])
-            chain.add(draft.tree.token_ids[step], learned.acceptance.of(confidence_late), confidence_late)
         n_accepted = sum(node == depth for depth, node in enumerate(path, 1))
-        for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
-            if confidence is not None:
-                learned.acceptance.learn(confidence, i < n_accepted)
+        if self._used is not None:
+            estimates = self._used.learned
+            # Tokens that stayed on the device until the target's were read.
+            for step in range(len(chain.token_ids) + 1, draft.n_steps + 1):
+                confidence_late = math.exp(draft.logprobs[step])
+                chain.add(draft.tree.token_ids[step], estimates.acceptance.of(confidence_late), confidence_late)
+            for i, confidence in enumerate(chain.confidences[: n_accepted + 1]):
+                if confidence is not None:
+                    estimates.acceptance.learn(confidence, i < n_accepted)
+            n_modelled = sum(confidence is not None for confidence in chain.confidences)
+            if n_modelled:
+                estimates.step_cost = faded(estimates.step_cost, chain.drafting / n_modelled)
         for depth, occurrence in chain.occurrences.items():
             if depth <= n_accepted + 1:  # The target has not judged the tokens behind a refused one.
                 occurrence.judge(depth <= n_accepted)
         if n_accepted < len(chain.token_ids) and n_accepted in chain.seconds:
             learned.second.learn(len(path) > n_accepted)
         learned.throughput.add(len(outcome.walk.token_ids), self.estimated)
-        n_modelled = sum(confidence is not None for confidence in chain.confidences)
-        if n_modelled:
-            learned.step_cost = faded(learned.step_cost, chain.drafting / n_modelled)
 
     def _fill_chain(self, chain: _Chain, max_length: int) -> PassGenerator[Draft | None]:
         """Choose the kind of round and fill its chain; return its draft if the draft is still on the device."""
-        learned, model, load = self.learned, self.model, self.context.load.checked
-        rate = learned.throughput.rate
+        rate, load = self.learned.throughput.rate, self.context.load.checked
         cursor = self.matches.at_end()
-        if model is not None:
+        if self._offers:
             guess_chances = [guess.chance for guess in self._guesses_ahead(cursor, max_length)]
             worth_by_text = chain_worth(guess_chances, 0.0, rate, self.costs)[1]
-            max_modelled = min(max_length, model.room)
-            expected_chances = [learned.acceptance.overall.value] * max_modelled
-            n_steps, worth_by_model = chain_worth(expected_chances, learned.step_cost, rate, self.costs)
-            shared_tokens = rate * n_steps * learned.step_cost * self.costs.shared
-            if n_steps and learned.joining.pays(worth_by_model - worth_by_text, shared_tokens, load):
-                learned.probing.paid()
-                draft = yield from self._draft_by_model(model, chain, cursor, max_modelled, rate)
+            plans = [(offer, *self._plan_chain(offer, max_length, rate)) for offer in self._offers]
+            best_offer, n_steps, worth_by_model = max(plans, key=itemgetter(2))
+            estimates, costs = best_offer.learned, best_offer.costs
+            shared_tokens = rate * n_steps * estimates.step_cost * costs.shared
+            pays = n_steps > 0 and estimates.joining.pays(worth_by_model - worth_by_text, shared_tokens, load)
+            idle_offers = [offer for offer in self._offers if offer is not best_offer or not pays]
+            # Ask all of them: each counts the rounds that it was not used in.
+            due_offers = [offer for offer in idle_offers if offer.learned.probing.due(load)]
+            if due_offers:
+                return (
+                    yield from self._draft_by_model(due_offers[0], chain, cursor, min(max_length, PROBE_LENGTH), 0.0)
+                )
+            if pays:
+                estimates.probing.paid()
+                draft = yield from self._draft_by_model(best_offer, chain, cursor, max_length, rate)
                 if draft is not None:
                     return draft
-            elif learned.probing.due(load):
-                return (yield from self._draft_by_model(model, chain, cursor, min(max_modelled, PROBE_LENGTH), 0.0))
         # Add lookup guesses while one more row pays.
         for guess in self._guesses_ahead(cursor, max_length - len(chain.token_ids)):
             if chain.alive * guess.chance < rate * self._row_cost(chain):
@@ -409,51 +274,57 @@ class AdaptiveDrafter(Drafter):
             chain.add_guess(guess)
         return None
 
+    def _plan_chain(self, offer: ModelOffer, max_length: int, rate: float) -> tuple[int, float]:
+        """Return how long a chain of the offered model should be, and what that is worth."""
+        expected_chances = [offer.learned.acceptance.overall.value] * min(max_length, offer.model.room)
+        return chain_worth(expected_chances, offer.learned.step_cost, rate, offer.costs)
+
     def _guesses_ahead(self, cursor: Cursor, max_guesses: int) -> Iterator[Guess]:
         """Yield up to `max_guesses` tokens predicted from earlier text."""
         return islice(cursor.ahead(), max_guesses if self.settings.lookup else 0)
 
     def _draft_by_model(
-        self, model: DraftModel, chain: _Chain, cursor: Cursor, max_length: int, rate: float
+        self, offer: ModelOffer, chain: _Chain, cursor: Cursor, max_length: int, rate: float
     ) -> PassGenerator[Draft | None]:
         """Add the draft model's tokens while a further pass is worth its time; rate 0: up to `max_length`.
 
         Return their draft if its last token is on the device still.
         """
-        learned = self.learned
+        model, learned, max_length = offer.model, offer.learned, min(max_length, offer.model.room)
+        self._used = offer
         model.restart()
         if model.reads_late and max_length:
-            return (yield from self._draft_ahead_by_model(model, chain, max_length, rate))
+            return (yield from self._draft_ahead_by_model(offer, chain, max_length, rate))
         last_id, n_run = self.context.token_ids[-1], 0
         waiting_factor = 1.0  # Cost factor for the sequences that wait; `_charge` sets it with every pass.
         while len(chain.token_ids) < max_length:
             expected_chance = chain.alive * learned.acceptance.overall.value
             if n_run and expected_chance < rate * (waiting_factor * learned.step_cost + self._row_cost(chain)):
                 break
-            guesses = self._guesses(cursor, max_length - len(chain.token_ids) - 1)
+            guesses = self._guesses(offer, cursor, max_length - len(chain.token_ids) - 1)
             row_ids = [last_id, *guesses]
+            waiting_factor = self._charge(offer, chain, len(row_ids))
             logits = yield from model.extend(row_ids, range(n_run - 1, n_run + len(row_ids) - 1))
-            waiting_factor = self._charge(chain, len(row_ids))
-            n_matched = self._add_pass_tokens(chain, cursor, logits, guesses, rate)
+            n_matched = self._add_pass_tokens(offer, chain, cursor, logits, guesses, rate)
             model.drop(len(guesses) - n_matched)
             last_id, n_run = chain.token_ids[-1], n_run + 1 + n_matched
         return None
 
     def _draft_ahead_by_model(
-        self, model: DraftModel, chain: _Chain, max_length: int, rate: float
+        self, offer: ModelOffer, chain: _Chain, max_length: int, rate: float
     ) -> PassGenerator[Draft]:
         """Draft like `_draft_by_model`, but read each step while the next one runs.
 
         Earlier text is not used: when a token is read, which a text match needs, the next pass is already running.
         """
-        learned, n_run, waiting_factor = self.learned, 0, 1.0
+        learned, n_run, waiting_factor = offer.learned, 0, 1.0
 
         def should_continue() -> bool:
             nonlocal n_run, waiting_factor
             expected_chance = chain.alive * learned.acceptance.overall.value ** (1 + n_run - len(chain.token_ids))
             if n_run and expected_chance < rate * (waiting_factor * learned.step_cost + self._row_cost(chain)):
                 return False
-            n_run, waiting_factor = n_run + 1, self._charge(chain, 1)
+            n_run, waiting_factor = n_run + 1, self._charge(offer, chain, 1)
             return True
 
         def on_candidates(candidates: tuple[int, ...], confidence: float) -> int:
@@ -463,22 +334,27 @@ class AdaptiveDrafter(Drafter):
             chain.add(candidates[0], chance, confidence)
             return 2 if position in chain.seconds else 1
 
-        return (yield from model.draft_ahead(max_length, 2, on_candidates, should_continue))
+        return (yield from offer.model.draft_ahead(max_length, 2, on_candidates, should_continue))
 
-    def _charge(self, chain: _Chain, n_rows: int) -> float:
-        """Add a draft pass's cost; return the factor for the sequences that waited for it."""
+    def _charge(self, offer: ModelOffer, chain: _Chain, n_rows: int) -> float:
+        """Add a draft pass's cost; return the factor for the sequences that waited for it.
+
+        Rows of earlier rounds that the pass runs, too, count as far as one round leaves them: a prompt's count once,
+        and would make each further step seem dear.
+        """
+        n_rows += min(offer.model.n_behind, self.settings.max_draft_length)
         # Waiting sequences per drafting sequence.
         n_waiting = max(1.0, self.context.load.checked / self.context.load.drafted)
-        waiting_factor = 1 + (n_waiting - 1) * self.costs.shared
-        chain.drafting += self.costs.draft(n_rows)
-        chain.spent += waiting_factor * self.costs.draft(n_rows)
+        waiting_factor = 1 + (n_waiting - 1) * offer.costs.shared
+        chain.drafting += offer.costs.draft(n_rows)
+        chain.spent += waiting_factor * offer.costs.draft(n_rows)
         return waiting_factor
 
     def _add_pass_tokens(
-        self, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float
+        self, offer: ModelOffer, chain: _Chain, cursor: Cursor, logits: Tensor, guesses: Sequence[int], rate: float
     ) -> int:
         """Add a pass's tokens, row by row while the guesses match the draft model; return the number of matches."""
-        learned, rule = self.learned, self.context.rule
+        learned, rule = offer.learned, self.context.rule
         row_confidences = self.context.confidences(logits) if rule.is_argmax else []
         for row_index, row in enumerate(logits):
             if row_confidences:
@@ -503,9 +379,11 @@ class AdaptiveDrafter(Drafter):
         second_chance = chain.alive * (1 - chance) * self.learned.second.value
         return self.settings.second_candidates and rate > 0 and second_chance > rate * self._row_cost(chain, 1)
 
-    def _guesses(self, cursor: Cursor, max_guesses: int) -> list[int]:
+    def _guesses(self, offer: ModelOffer, cursor: Cursor, max_guesses: int) -> list[int]:
         """Return lookup guesses that the next draft pass should check as well, as far as they save passes."""
-        guesses, joint_chance, draft_cost = list[int](), 1.0, self.costs.draft
+        guesses, joint_chance, draft_cost = list[int](), 1.0, offer.costs.draft
+        if not offer.model.checks_guesses:
+            return guesses
         for n_guesses, guess in enumerate(self._guesses_ahead(cursor, min(max_guesses, MAX_GUESSES)), 1):
             joint_chance *= guess.chance
             if joint_chance * draft_cost(1) < draft_cost(n_guesses + 1) - draft_cost(n_guesses):

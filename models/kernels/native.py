@@ -374,6 +374,11 @@ class NativePasses:
         head = self._head if name is None else self._map_of(self.runtime.head_module(name))
         return linear(self.kernels, head, hidden, index, self._norm if normed else None)
 
+    def mapped(self, x: Tensor, module: Any) -> Tensor:
+        """Apply a linear map beside the layers to `x` (rows, n_in)."""
+        self._check(x)
+        return linear(self.kernels, self._map_of(module), x.contiguous())
+
     def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]:
         self._check(logits)
         return likeliest(self.kernels, logits)

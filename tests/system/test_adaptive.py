@@ -14,12 +14,13 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft_models import OtherModel
+from swiftopt.decoding.draft_worth import PassCosts
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Round
 from swiftopt.decoding.hit_rates import HitRates
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
-from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
+from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.text_matches import Matches
 from swiftopt.models.runtime import Runtime
 
@@ -101,7 +102,7 @@ def test_text_saves_passes_of_the_draft() -> None:
     with_text, alone = adaptive(), adaptive(lookup=False)
     for method in (with_text, alone):
         run(method, REPEATING)
-    costs = [method.drafter.learned.step_cost for method in (with_text, alone)]  # type: ignore[attr-defined]
+    costs = [method.drafter.learned.models["model"].step_cost for method in (with_text, alone)]  # type: ignore[attr-defined]
     assert costs[0] < costs[1] == pytest.approx(0.25)
 
 

@@ -30,12 +30,13 @@ from swiftopt.decoding.context import Context, Ending, TokenRule
 from swiftopt.decoding.draft import Draft, DraftModel, Outcome, Walk
 from swiftopt.decoding.draft_models import OtherModel, SkippedTarget
 from swiftopt.decoding.draft_tree import DraftTree
+from swiftopt.decoding.draft_worth import PassCosts
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.grammar import Grammar, GrammarMask
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
-from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings, PassCosts
+from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.methods.chains import ChainDrafter, SpdSettings, StopRule
 from swiftopt.decoding.verify import BlockRatio, ChainRatio, SeveralRatio, SeveralRule, Target
 from swiftopt.decoding.work import PassGenerator, Work

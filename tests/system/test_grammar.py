@@ -18,6 +18,7 @@ from fakes import WordTokenizer, letter_tokenizer, worded_runtime
 from families import VOCAB, tiny_runtime
 from hypothesis import given
 from hypothesis import strategies as st
+from mtp_files import with_layer
 from native import native_runtime, parts
 
 from swiftopt.core.errors import InvalidInput, SettingsError
@@ -54,7 +55,7 @@ PROMPT = Prompt("1", "t", text='sizes of "tea": {"name": "tea", "sizes": [1, 22]
 @cache
 def lettered(family: str = "llama") -> Resources:
     """What methods are made of, on our kernels, with a tokenizer that grammars can be read with."""
-    runtime, draft = native_runtime(family), native_runtime(family, seed=1)
+    runtime, draft = with_layer(native_runtime(family)), native_runtime(family, seed=1)
     runtime.tokenizer = draft.tokenizer = letter_tokenizer()
     return replace(parts(family), runtime=runtime, draft_runtime=draft)
 

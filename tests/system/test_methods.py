@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import cheap_draft_costs, letter_tokenizer, results_of
 from families import VOCAB, taken_in_turns, tiny_model, tiny_runtime
+from mtp_files import with_layer
 from native import quick_runtime
 from transformers import MinNewTokensLengthLogitsProcessor
 
@@ -44,7 +45,7 @@ FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "gpt_neox"]
 
 @cache
 def parts(family: str = "llama", with_model: bool = False, make: Callable[..., Runtime] = tiny_runtime) -> Resources:
-    runtime = make(family)
+    runtime = with_layer(make(family))
     width, dtype = runtime.config.hidden_size, runtime.dtype
     generator = torch.Generator().manual_seed(3)
     heads = Heads({depth: torch.eye(width, dtype=dtype) * 3 for depth in (1, 2)})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftopt.core.costs import CostProfile
 from swiftopt.core.types import LayerSet
-from swiftopt.decoding.methods.adaptive import (
+from swiftopt.decoding.draft_worth import (
     MAX_OBSERVATIONS,
     Acceptance,
     Joining,

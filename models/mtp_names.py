@@ -1,0 +1,76 @@
+"""Multi-token-prediction layers of checkpoints: how their tensors are named, and the config of such a layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+LAYER = "model.layers.0."  # How the names of the layer's tensors begin in a model of the layer alone.
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The multi-token-prediction layer of a family's checkpoints: a decoder layer behind two norms and a linear map.
+
+    It reads a position's state behind the model's final norm, and the embedding of the token that follows there. It
+    predicts the token behind that one. `names` maps how stored names begin to how they begin in a model of this layer
+    alone, beside which are `embed_norm`, `hidden_norm` and `projection`; the first that fits counts, and {n} is the
+    number of the model's own layers. "": the tensor is a copy of one of the model's own, or is not read. `attention` is
+    the type of the layer where the config names none (mtp_layer_types).
+    """
+
+    names: Mapping[str, str]
+    attention: str = "full_attention"
+
+    def name_of(self, stored: str, n_layers: int) -> str | None:
+        """Return a stored tensor's name in a model of the layer alone; "": it is not read; None: it is not of it."""
+        for begin, replacement in self.names.items():
+            if stored.startswith(begin := begin.format(n=n_layers)):
+                return replacement and replacement + stored.removeprefix(begin)
+        return None
+
+
+# One layer more, after DeepSeek V3.
+NUMBERED = Mtp(
+    {
+        "model.layers.{n}.enorm.": "embed_norm.",
+        "model.layers.{n}.hnorm.": "hidden_norm.",
+        "model.layers.{n}.eh_proj.": "projection.",
+        "model.layers.{n}.shared_head.norm.": "model.norm.",
+        "model.layers.{n}.shared_head.head.": "",
+        "model.layers.{n}.embed_tokens.": "",
+        "model.layers.{n}.": LAYER,
+    }
+)
+# Apart from the other layers, after Qwen3-Next.
+NAMED = Mtp(
+    {
+        "mtp.pre_fc_norm_embedding.": "embed_norm.",
+        "mtp.pre_fc_norm_hidden.": "hidden_norm.",
+        "mtp.fc.": "projection.",
+        "mtp.norm.": "model.norm.",
+        "mtp.layers.0.": LAYER,
+        "mtp.": "",
+    }
+)
+
+
+def config_of_layer(config: Any, mtp: Mtp, names: Iterable[str]) -> Any:
+    """Return the config of a model that has a multi-token-prediction layer alone.
+
+    Whether that has experts is read off the `names` of its tensors: some families have none there (K-EXAONE).
+    """
+    alone, has_experts = deepcopy(config), any(name.startswith(f"{LAYER}mlp.experts.") for name in names)
+    alone.num_hidden_layers = 1
+    changed: dict[str, Any] = {
+        "layer_types": (getattr(config, "mtp_layer_types", None) or [mtp.attention])[:1],
+        "mlp_layer_types": ["sparse" if has_experts else "dense"],
+        "first_k_dense_replace": 0 if has_experts else 1,
+        "mlp_only_layers": [] if has_experts else [0],
+    }
+    for name, value in changed.items():
+        if getattr(config, name, None) is not None:
+            setattr(alone, name, value)
+    return alone
