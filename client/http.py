@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -329,12 +330,14 @@ class Client(ServerConnection):
         """Return what each served model has in use for its tasks, what it tries, and what that costs and brings."""
         return self._read(Tuning, self._get("/v1/tuning"))
 
-    def usage(self, key: str | None = None) -> Usage:
+    def usage(self, key: str | None = None, since: date | None = None) -> Usage:
         """Return requests, tokens and saved seconds by API key and model; see `GET /v1/usage`.
 
-        Args: key: name of one key; None: this client's own, an admin's all.
+        Args: key: name of one key; None: this client's own, an admin's all. since: from this day (UTC) on, of all
+              servers that share the database; None: of this server since its start.
         """
-        return self._read(Usage, self._get("/v1/usage", key=key))
+        day = None if since is None else since.isoformat()
+        return self._read(Usage, self._get("/v1/usage", key=key, since=day))
 
     def steer_tuning(
         self, verb: TuningVerb, model: str | None = None, task: str | None = None, way: Way | None = None

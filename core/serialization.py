@@ -99,7 +99,10 @@ class Record:
         values = cls.adapt(values)
         if cls.SCHEMA and values.get("schema", cls.SCHEMA) != cls.SCHEMA:
             raise ValueError(f"its schema is {values['schema']!r}, this version reads {cls.SCHEMA!r}")
-        required_keys = [*(["schema"] if cls.SCHEMA else []), *(_always_written(cls) if cls.COMPLETE else [])]
+        required_keys = [
+            *(["schema"] if cls.SCHEMA else []),
+            *(_always_written(cast(Any, cls)) if cls.COMPLETE else []),
+        ]
         missing_keys = [key for key in required_keys if key not in values]
         if missing_keys:
             raise ValueError(f"it lacks {missing_keys[0]!r}")
@@ -391,5 +394,6 @@ def _key(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("alias", field.name))
 
 
+@cache
 def _always_written(kind: Any) -> list[str]:
     return [_key(field) for field in dataclasses.fields(kind) if not {"exclude", "exclude_if"} & set(field.metadata)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from .errors import StoreError
@@ -26,9 +26,12 @@ class KeyUsage(Record):
     saved_s: float = 0.0
 
 
+SUMS = tuple(field.name for field in fields(KeyUsage))[2:]  # Fields that are added up.
+
+
 @dataclass(frozen=True, slots=True)
 class Usage(Record):
-    """Usage of one server since `since` (UTC, ISO 8601), by key and model."""
+    """Usage since `since` (UTC, ISO 8601), by key and model: of one server since its start, or of all since a day."""
 
     SCHEMA: ClassVar = "swiftopt.usage/1"
     ERROR: ClassVar = StoreError

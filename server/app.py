@@ -29,13 +29,14 @@ from ..worker.queue import JobService, Reconciler, RedisQueue
 from .dashboard import jobs, overview, pages_for_browsers, plans, playground, requests, searches, terms, traffic
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
-from .lookups import LookupCache, find_plan
+from .lookups import LookupCache, find_plans
 from .middleware import AccessMiddleware, OriginsMiddleware, RateLimit, State
 from .openapi import bare_app
 from .settings import ServerSettings
 from .storage import StorageCheck
 from .tracing import provider_from_environment, shut_down
 from .transport import TransportMiddleware
+from .usage import stored_usage
 
 PAGES = (overview, requests, plans, searches, jobs, traffic, playground, terms)
 BACKLOG = 1024
@@ -64,7 +65,7 @@ def create_app(
     tokens = RateLimit(settings.tokens_per_min, counted=True)
     app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage, traces=traces)
     pages_for_browsers(app)
-    app.state.lookups = LookupCache(partial(find_plan, store))
+    app.state.lookups = LookupCache(partial(find_plans, store))
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
     app.add_middleware(TransportMiddleware, max_bytes=settings.max_body_bytes)
@@ -141,7 +142,7 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # Keep existing objects out of full garbage collections, which would block look-ups for 80 ms.
-    with _reconciling(store, queue), _quiet_end():
+    with _reconciling(store, queue), stored_usage(store, app.state.swiftopt.usage), _quiet_end():
         _Server(config, engines, settings.drain_s).run(sockets=[listener])
     if traces is not None:
         shut_down(traces)

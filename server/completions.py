@@ -80,7 +80,8 @@ class Exchange(ABC):
         self._check_places(len(self._requests))
         self.ignored = body.ignored
         self.id, self.created = f"{self.ID_PREFIX}-{secrets.token_hex(12)}", int(time.time())
-        self._deadline_s, self._answers = time.monotonic() + app.settings.timeout_s, Answers()
+        self._arrived_s = time.monotonic()
+        self._deadline_s, self._answers = self._arrived_s + app.settings.timeout_s, Answers()
         self.choices: list[Choice] = []
         self._is_begun = False  # Set once a part of the stream was sent.
 
@@ -173,7 +174,7 @@ class Exchange(ABC):
                 yield
         except SwiftoptError as error:
             if self._is_begun or answer_to(error)[0] >= 500:
-                self._metrics.fail(self.body.model, sum(choice.done is None for choice in self.choices))
+                self._count_failed(str(error))
             raise
         finally:
             self._close()
@@ -209,14 +210,21 @@ class Exchange(ABC):
 
     def _count(self, choice: Choice, done: AnswerDone) -> None:
         """Count a choice that has ended, and keep its figures."""
-        model, waits_s = self.body.model, (choice.first_text_s, choice.waited_s)
-        self._metrics.add(model, done.task, done.completion, *waits_s, done.rounds)
         request, is_single = choice.reply.question, len(self.choices) == 1
         assert isinstance(request, Decode)
         id, keeps_texts = self.id if is_single else f"{self.id}-{choice.index}", bool(self.engine.served.keep_prompts)
-        owner = self._key_owner
-        ended = EndedRequest.of(id, model, request.request, done, waits_s, owner, keeps_texts)
+        waits_s, owner = (choice.first_text_s, choice.waited_s), self._key_owner
+        ended = EndedRequest.of(id, self.body.model, request.request, done, waits_s, owner, keeps_texts)
+        self._metrics.add(ended.model, ended.task, ended.sums, ended.total_s, done.completion.finish_reason)
         self._app.engines.requests.add(ended)
+
+    def _count_failed(self, error: str) -> None:
+        """Count the choices that have no end yet; one entry of the list of requests says why for all of them."""
+        n_open = sum(choice.done is None for choice in self.choices) if self.choices else len(self._requests)
+        self._metrics.fail(self.body.model, n_open)
+        total_s = time.monotonic() - self._arrived_s
+        failed = EndedRequest.failed(self.id, self.body.model, self._requests[0], error, total_s, self._key_owner)
+        self._app.engines.requests.add(failed)
 
     def explanation(self) -> dict[str, Any]:
         """Return how the answer was decoded, as a field of it, if the server tells that; of several choices the first.

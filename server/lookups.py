@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from anyio import CapacityLimiter, to_thread
@@ -20,7 +21,7 @@ from prometheus_client import Histogram
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import NotFound
+from ..core.errors import NotFound, StoreUnavailable, SwiftoptError
 from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..store import Store
@@ -78,19 +79,44 @@ class LookupAnswers(BaseModel):
     answers: list[PlanAnswer | Problem]
 
 
-def find_plan(store: Store, query: LookupQuery) -> dict[str, Any]:
-    """Return the look-up's object.
+Answer = dict[str, Any] | SwiftoptError
 
-    Raises: LayerSetNotFound: nothing fits; it names the nearest.
+
+def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
+    """Return a look-up's object per query, or the error of it alone; look-ups of a model are one query of the database.
+
+    Raises: StoreUnavailable: the database is away.
     """
-    if query.version is None:
-        stored_plan = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
-    else:
-        stored_plan = store.plan(query.model, query.task, query.version)
-    alias = stored_plan.alias if query.version is None else None
-    return PlanAnswer(
-        stored_plan.plan, stored_plan.version, alias, stored_plan.fallback, query.model, query.task
-    ).to_json()
+    tasks: dict[LookupQuery, list[str]] = {}  # Tasks of the queries that differ in nothing else, by the first of them.
+    for query in queries:
+        if query.version is None:
+            tasks.setdefault(query.model_copy(update={"task": ""}), []).append(query.task)
+    plans = {
+        of_model: store.lookup_many(
+            of_model.model, names, of_model.device, of_model.dtype, of_model.engine or of_model.alias
+        )
+        for of_model, names in tasks.items()
+        if len(names) > 1  # One alone is looked up below.
+    }
+    return [
+        _find_plan(store, query, plans.get(query.model_copy(update={"task": ""}), {}).get(query.task))
+        for query in queries
+    ]
+
+
+def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answer:
+    """Return the object of a look-up that has found `plan`; None: look for it, to say what is stored instead."""
+    try:
+        if query.version is not None:
+            plan = store.plan(query.model, query.task, query.version)
+        elif plan is None:
+            plan = store.lookup(query.model, query.task, query.device, query.dtype, query.engine or query.alias)
+    except StoreUnavailable:
+        raise
+    except SwiftoptError as error:
+        return error
+    alias = plan.alias if query.version is None else None
+    return PlanAnswer(plan.plan, plan.version, alias, plan.fallback, query.model, query.task).to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,57 +130,80 @@ class CachedAnswer:
     until: float
 
 
-class LookupCache:
-    """Calls `find_answer` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
+Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has found, or the error of it alone.
 
-    Raises: SwiftoptError: any other error of `find_answer`; it is not cached.
+
+class LookupCache:
+    """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
+
+    Raises: SwiftoptError: any other error of a query; it is not cached.
     """
 
-    def __init__(self, find_answer: Callable[[LookupQuery], dict[str, Any]]) -> None:
-        self._find_answer = find_answer
+    def __init__(self, find_answers: Callable[[Sequence[LookupQuery]], Sequence[Answer]]) -> None:
+        self._find_answers = find_answers
         self._cached: dict[LookupQuery, CachedAnswer] = {}
-        self._loading: dict[LookupQuery, asyncio.Task[CachedAnswer]] = {}
+        self._loading: dict[LookupQuery, asyncio.Task[Loaded]] = {}
         self._threads: CapacityLimiter | None = None
         self.times = Histogram(
             "swiftopt_lookup_seconds", "Seconds per single look-up.", registry=None, buckets=BUCKETS_S
         )
 
-    async def get(self, query: LookupQuery) -> CachedAnswer:
-        """Return the answer, at most `LONGEST_S` old; after `FRESH_S` a new one is fetched meanwhile."""
-        cached = self._cached.get(query)
-        left_s = cached.until - time.monotonic() if cached is not None else 0.0
-        if cached is not None and left_s > LONGEST_S - FRESH_S:
-            return cached
-        task = self._loading.get(query)
-        if task is None:
-            task = self._loading[query] = asyncio.create_task(self._load(query))
-            task.add_done_callback(lambda finished_task: self._done(query, finished_task))
-        if cached is not None and left_s > 0:
-            return cached
-        return await asyncio.shield(task)  # Shielded: a caller that disconnects must not cancel the query for others.
+    async def get(self, queries: Sequence[LookupQuery]) -> list[CachedAnswer]:
+        """Return the answers, at most `LONGEST_S` old; after `FRESH_S` new ones are fetched meanwhile."""
+        now_s = time.monotonic()
+        cached = {query: self._cached.get(query) for query in queries}
+        left_s = {query: 0.0 if answer is None else answer.until - now_s for query, answer in cached.items()}
+        stale = [query for query in cached if left_s[query] <= LONGEST_S - FRESH_S and query not in self._loading]
+        if stale:
+            task = asyncio.create_task(self._load(stale))
+            self._loading |= dict.fromkeys(stale, task)
+            task.add_done_callback(partial(self._done, stale))
+        loaded: dict[LookupQuery, CachedAnswer | SwiftoptError | None] = {**cached}
+        awaited = {query: self._loading[query] for query in cached if left_s[query] <= 0}
+        for query, task in awaited.items():
+            # Shielded: a caller that disconnects must not cancel the queries for others.
+            loaded[query] = (await asyncio.shield(task))[query]
+        return [_unless_error(loaded[query]) for query in queries]
 
-    async def _load(self, query: LookupQuery) -> CachedAnswer:
+    async def _load(self, queries: Sequence[LookupQuery]) -> Loaded:
         self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
-        started_s = time.monotonic()  # Count the answer's age from before the query.
-        answer = await to_thread.run_sync(self._answer, query, started_s + LONGEST_S, limiter=self._threads)
-        self._cached.pop(query, None)
-        self._cached[query] = answer
+        started_s = time.monotonic()  # Count the answers' age from before the query.
+        loaded = await to_thread.run_sync(self._answers, queries, started_s + LONGEST_S, limiter=self._threads)
+        for query, answer in loaded.items():
+            self._cached.pop(query, None)
+            if isinstance(answer, CachedAnswer):
+                self._cached[query] = answer
         while len(self._cached) > MAX_ANSWERS:
             del self._cached[next(iter(self._cached))]  # Drop the oldest answer.
-        return answer
+        return loaded
 
-    def _answer(self, query: LookupQuery, until: float) -> CachedAnswer:
-        try:
-            status, media_type, values = 200, "application/json", self._find_answer(query)
-        except NotFound as error:
-            status, media_type, values = 404, MEDIA_TYPE, as_problem(404, kind_of(error), str(error))
-        body = json.dumps(values).encode()
-        return CachedAnswer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
+    def _answers(self, queries: Sequence[LookupQuery], until: float) -> Loaded:
+        return {
+            query: _encoded(answer, until) for query, answer in zip(queries, self._find_answers(queries), strict=True)
+        }
 
-    def _done(self, query: LookupQuery, task: asyncio.Task[CachedAnswer]) -> None:
-        self._loading.pop(query, None)
+    def _done(self, queries: Sequence[LookupQuery], task: asyncio.Task[Loaded]) -> None:
+        for query in queries:
+            self._loading.pop(query, None)
         if not task.cancelled():
             task.exception()  # Retrieve the exception, so that asyncio does not warn if every caller has disconnected.
+
+
+def _encoded(answer: Answer, until: float) -> CachedAnswer | SwiftoptError:
+    status, media_type = 200, "application/json"
+    if isinstance(answer, NotFound):
+        status, media_type, answer = 404, MEDIA_TYPE, as_problem(404, kind_of(answer), str(answer))
+    if isinstance(answer, SwiftoptError):
+        return answer
+    body = json.dumps(answer).encode()
+    return CachedAnswer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
+
+
+def _unless_error(answer: CachedAnswer | SwiftoptError | None) -> CachedAnswer:
+    assert answer is not None, "a query that is not cached is loaded"
+    if isinstance(answer, SwiftoptError):
+        raise answer
+    return answer
 
 
 async def _cache_of(request: Request) -> LookupCache:
@@ -191,7 +240,7 @@ async def layer_set(
     """
     query = LookupQuery(model=model, task=task, alias=alias, engine=engine, device=device, dtype=dtype, version=version)
     started_s = time.perf_counter()
-    answer = await cache.get(query)
+    [answer] = await cache.get([query])
     cache.times.observe(time.perf_counter() - started_s)
     if answer.status != 200:
         return Response(answer.body, answer.status, media_type=answer.media_type)
@@ -205,8 +254,7 @@ async def layer_set(
 @router.post("/layer-sets:lookup", operation_id="lookup", response_model=LookupAnswers)
 async def lookup(cache: Cache, body: Batch) -> Response:
     """Up to 1000 look-ups at once; each gets its plan or its own problem object, in the same order."""
-    answers = await asyncio.gather(*map(cache.get, body.queries))
-    bodies = b",".join(answer.body for answer in answers)
+    bodies = b",".join(answer.body for answer in await cache.get(body.queries))
     return Response(b'{"schema": "swiftopt.lookup/1", "answers": [' + bodies + b"]}", media_type="application/json")
 
 

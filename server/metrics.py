@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from ..core.events import KeptTexts, ModelTuning, TaskTuning
 from ..core.requests import ServedModel
 from ..core.rounds import NO_ROUNDS, RequestRounds
-from ..core.types import Completion, Timings
+from ..core.types import Completion, FinishReason, Timings
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 WAITS = (
@@ -104,17 +104,12 @@ class Period:
 
     @classmethod
     def of(
-        cls,
-        start_s: int,
-        completion: Completion,
-        first_token_s: float,
-        total_s: float,
-        rounds: RequestRounds = NO_ROUNDS,
+        cls, completion: Completion, first_token_s: float, total_s: float, rounds: RequestRounds = NO_ROUNDS
     ) -> Period:
-        """Return the sums of one request; both waits are measured from the client's side."""
+        """Return the sums of a request that ends now; both waits are measured from the client's side."""
         n_between = completion.n_tokens - 1
         return cls(
-            start_s,
+            int(time.time()) // PERIOD_S * PERIOD_S,
             requests=1,
             tokens=completion.n_tokens,
             decoded=completion.n_decoded,
@@ -169,6 +164,12 @@ class Period:
         return _quotient(self.between_tokens_s, self.n_timed)
 
     @property
+    def ratio(self) -> float | None:
+        """Tokens per second of rounds that drafted / of the others; None unless there were both."""
+        plain, drafted = self.plain_tok_s, self.drafted_tok_s
+        return drafted / plain if plain and drafted is not None else None
+
+    @property
     def accepted_by_position(self) -> list[float]:
         """Per draft position, the share of drafted rounds that accepted it."""
         return [n / self.drafts for n in self.accepted_per_position] if self.drafts else []
@@ -207,27 +208,16 @@ class History:
         """The models and tasks with at least one ended request."""
         return list(self._periods)
 
-    def add(
-        self,
-        model: str,
-        task: str,
-        completion: Completion,
-        first_token_s: float,
-        total_s: float,
-        rounds: RequestRounds = NO_ROUNDS,
-    ) -> Period:
-        """Count a request that has ended; return its sums."""
-        start_s = int(time.time()) // PERIOD_S * PERIOD_S
-        request_sums = Period.of(start_s, completion, first_token_s, total_s, rounds)
+    def add(self, model: str, task: str, request_sums: Period) -> None:
+        """Count a request that has ended."""
         self._totals[model] = self.total(model) + request_sums
         if (model, task) not in self._periods and len(self._periods) >= MOST_HISTORIES:
             del self._periods[min(self._periods, key=lambda key: self._periods[key][-1].at)]
         periods = self._periods.setdefault((model, task), deque(maxlen=KEPT_S // PERIOD_S))
-        if periods and periods[-1].at == start_s:
+        if periods and periods[-1].at == request_sums.at:
             periods[-1] += request_sums
         else:
             periods.append(request_sums)
-        return request_sums
 
     def total(self, model: str) -> Period:
         """Return a model's traffic since the server's start."""
@@ -346,24 +336,18 @@ class EngineMetrics(Collector):
         yield metric(CounterMetricFamily, PER_POSITION, help, ["model_name", "position"], by_position)
         yield from self._request_metrics.collect()
 
-    def add(
-        self,
-        model: str,
-        task: str,
-        completion: Completion,
-        first_token_s: float,
-        total_s: float,
-        rounds: RequestRounds = NO_ROUNDS,
-    ) -> None:
-        """Count an ended request; seconds are measured from the client's side."""
-        request_sums = self.history.add(model, task, completion, first_token_s, total_s, rounds)
-        waits = {"time_to_first_token_seconds": first_token_s, "e2e_request_latency_seconds": total_s}
+    def add(self, model: str, task: str, request_sums: Period, total_s: float, finish_reason: FinishReason) -> None:
+        """Count an ended request; its client waited `total_s` seconds."""
+        self.history.add(model, task, request_sums)
+        waits = {
+            "time_to_first_token_seconds": request_sums.first_token_s,
+            "e2e_request_latency_seconds": total_s,
+        }
         if request_sums.n_timed:
             waits["inter_token_latency_seconds"] = request_sums.between_tokens_s
         for name, seconds in waits.items():
             self._waits[name].labels(model).observe(seconds)
-        reason = "length" if completion.finish_reason == "length" else "stop"
-        self._ended_counter.labels(model, reason).inc()
+        self._ended_counter.labels(model, "length" if finish_reason == "length" else "stop").inc()
 
     def fail(self, model: str, n: int) -> None:
         """Count requests that have failed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -35,12 +36,15 @@ from .metrics import metric
 from .middleware import Shared
 from .schemas import Task, Word
 from .storage import StorageCheck
+from .usage import of_all_servers
 
 router = APIRouter(tags=["operation"])
 tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
 usage_router = APIRouter(prefix="/v1", tags=["usage"])
 
 KEY_NAME = Query(description="Name of one key; an admin's key, or a server without keys, may name any.", max_length=64)
+
+SINCE = Query(description="A day (UTC, `2026-11-01`): what all servers of the database have counted from it on.")
 
 TASK_LABELS = ["model", "task"]
 COUNTERS = {  # Counter in the store -> ((metric, help text), labels).
@@ -146,8 +150,13 @@ async def metrics(app: Shared, cache: Cache) -> Response:
 
 
 @usage_router.get("/usage", operation_id="usage", response_model=Usage)
-async def usage(app: Shared, request: Request, key: Annotated[str | None, KEY_NAME] = None) -> Response:
-    """Requests, tokens and saved seconds by API key and model, since the server's start.
+async def usage(
+    app: Shared,
+    request: Request,
+    key: Annotated[str | None, KEY_NAME] = None,
+    since: Annotated[date | None, SINCE] = None,
+) -> Response:
+    """Requests, tokens and saved seconds by API key and model: since this server's start, or of all servers from a day.
 
     A key sees its own usage, an admin's key that of all; without keys there is one row per model.
     """
@@ -156,7 +165,11 @@ async def usage(app: Shared, request: Request, key: Annotated[str | None, KEY_NA
     is_admin = not app.settings.keys.required or (found is not None and found.is_admin)
     if not is_admin and key not in (None, owner):
         raise Refused(403, "not-your-key", f"the usage of {key!r} is for its owner and admins: leave out `key`")
-    return JSONResponse(app.usage.of(key or owner, is_admin and key is None).to_json())
+    of_key = key or owner, is_admin and key is None
+    if since is None:
+        return JSONResponse(app.usage.of(*of_key).to_json())
+    of_all = await asyncio.to_thread(of_all_servers, app.store, app.usage, since.isoformat(), *of_key)
+    return JSONResponse(of_all.to_json())
 
 
 class ServiceCollector(Collector):

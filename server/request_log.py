@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Literal
@@ -16,8 +16,9 @@ from typing import Literal
 from ..core.messages import AnswerDone
 from ..core.plainly import WhyPlain
 from ..core.requests import CompletionRequest
-from ..core.rounds import RequestRounds, RoundFigures
-from ..core.types import FinishReason, Timings, VerdictWord
+from ..core.rounds import NO_ROUNDS, RequestRounds, RoundFigures
+from ..core.types import DEFAULT_TASK, FinishReason, VerdictWord
+from .metrics import Period
 
 MOST_REQUESTS = 10_000  # Requests that are kept.
 MOST_CHARACTERS = 2000  # Characters that are kept of a prompt and of its answer.
@@ -32,8 +33,9 @@ class EndedRequest:
     """A request that has ended. Each of several choices is one, with its index behind the id of their answer.
 
     `at` is its end, in seconds since 1970, `owner` the name of its API key; `asked` is the plan that it asked for, in
-    words, empty where it left the choice to the server. `first_token_s` and `total_s` are what its client waited,
-    `queued_s` of which for a place. Prompt and answer are empty unless prompts are kept.
+    words, empty where it left the choice to the server. `sums` are its figures, and `total_s` is what its client
+    waited, `queued_s` of which for a place. `error` is the sentence with which it failed, empty where it did not.
+    Prompt and answer are empty unless prompts are kept.
     """
 
     id: str
@@ -43,25 +45,18 @@ class EndedRequest:
     owner: str | None
     asked: str
     constraint: Constraint | None
-    n_prompt: int
-    n_cached: int
-    n_tokens: int
-    finish_reason: FinishReason
-    first_token_s: float
+    sums: Period
     total_s: float
-    queued_s: float
-    timings: Timings
-    target_passes: int
-    drafted: int
-    accepted: int
-    crowded_rounds: int
-    decode_tok_s: float | None
-    exact: bool
-    method: str
-    version: int | None
-    verdict: VerdictWord | None
-    why_plain: WhyPlain | None
-    rounds: RequestRounds
+    finish_reason: FinishReason | Literal["error"]
+    error: str = ""
+    queued_s: float = 0.0
+    target_passes: int = 0
+    crowded_rounds: int = 0
+    method: str = ""
+    version: int | None = None
+    verdict: VerdictWord | None = None
+    why_plain: WhyPlain | None = None
+    rounds: RequestRounds = NO_ROUNDS
     prompt: str = ""
     answer: str = ""
 
@@ -78,60 +73,49 @@ class EndedRequest:
     ) -> EndedRequest:
         """Return the figures of an answer; `waits_s` are the client's seconds until its first text and its end."""
         completion, rounds = done.completion, done.rounds
-        texts = (_prompt_text(request), completion.text) if keeps_texts else ("", "")
         return cls(
-            id=id,
-            at=time.time(),
-            model=model,
-            task=done.task,
-            owner=owner,
-            asked=request.method or ("" if request.version is None else f"version {request.version}"),
-            constraint="tool" if request.forced else None if request.json_schema is None else "json",
-            n_prompt=completion.n_prompt_tokens,
-            n_cached=completion.n_cached,
-            n_tokens=completion.n_tokens,
-            finish_reason=completion.finish_reason,
-            first_token_s=waits_s[0],
-            total_s=waits_s[1],
+            id,
+            time.time(),
+            model,
+            done.task,
+            owner,
+            *_asked(request),
+            Period.of(completion, *waits_s, rounds),
+            waits_s[1],
+            completion.finish_reason,
             queued_s=done.queued_s,
-            timings=completion.timings,
             target_passes=completion.target_passes,
-            drafted=completion.drafted,
-            accepted=completion.accepted,
             crowded_rounds=completion.crowded_rounds,
-            decode_tok_s=completion.decode_tok_s if completion.n_decoded else None,
-            exact=completion.exact,
             method=done.decoded_with,
             version=done.version,
             verdict=done.verdict,
             why_plain=done.why_plain,
-            rounds=RequestRounds(
-                rounds.n,
-                rounds.plain_tokens,
-                rounds.plain_s,
-                rounds.drafted_tokens,
-                rounds.drafted_s,
-                rounds.beside,
-                tuple(_shared(*figures) for figures in rounds.first),
-            ),
-            prompt=texts[0][:MOST_CHARACTERS],
-            answer=texts[1][:MOST_CHARACTERS],
+            rounds=replace(rounds, first=tuple(_shared(*figures) for figures in rounds.first)),
+            prompt=_prompt_text(request)[:MOST_CHARACTERS] if keeps_texts else "",
+            answer=completion.text[:MOST_CHARACTERS] if keeps_texts else "",
         )
 
     @property
-    def acceptance_rate(self) -> float | None:
-        """Acceptance rate α: accepted / drafted tokens."""
-        return self.accepted / self.drafted if self.drafted else None
+    def way(self) -> Literal["drafts", "plain", "failed"]:
+        """How it was decoded; plainly, too, if nothing was drafted."""
+        if self.error:
+            return "failed"
+        return "plain" if self.why_plain is not None or not self.sums.drafted else "drafts"
 
-    @property
-    def ratio(self) -> float | None:
-        """Tokens per second of its rounds that drafted / of its others; None unless it had both.
+    @classmethod
+    def failed(
+        cls, id: str, model: str, request: CompletionRequest, error: str, total_s: float, owner: str | None = None
+    ) -> EndedRequest:
+        """Return a request that failed with this sentence, after so many seconds; it has no figures."""
+        task, error = request.task or DEFAULT_TASK, error[:MOST_CHARACTERS]
+        asked = _asked(request)
+        return cls(id, time.time(), model, task, owner, *asked, Period(0), total_s, "error", error)
 
-        A request has few plain rounds, so this is no measurement of the task: the verdict compares many.
-        """
-        rounds = self.rounds
-        plain_work = rounds.plain_tokens * rounds.drafted_s
-        return rounds.drafted_tokens * rounds.plain_s / plain_work if plain_work else None
+
+def _asked(request: CompletionRequest) -> tuple[str, Constraint | None]:
+    """Return the plan that a request asks for, in words, and what its text is held to."""
+    constraint: Constraint | None = "tool" if request.forced else None if request.json_schema is None else "json"
+    return request.method or ("" if request.version is None else f"version {request.version}"), constraint
 
 
 def _prompt_text(request: CompletionRequest) -> str:
@@ -163,15 +147,13 @@ class RequestLog:
     ) -> list[EndedRequest]:
         """Return `n` requests, the newest first, of a model, a task and a way of decoding; None: of all.
 
-        Args: way: "drafts" or "plain".
+        Args: way: "drafts", "plain", or "failed".
         """
 
         def matches() -> Iterator[EndedRequest]:
             # Copy, because a page may be made in another thread.
             for request in reversed(list(self._requests.values())):
-                is_plain = request.why_plain is not None or not request.drafted
-                is_of_way = way is None or is_plain == (way == "plain")
-                if is_of_way and model in (None, request.model) and task in (None, request.task):
+                if way in (None, request.way) and model in (None, request.model) and task in (None, request.task):
                     yield request
 
         return list(islice(matches(), offset, offset + n))

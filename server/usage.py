@@ -1,19 +1,25 @@
-"""Counts what the requests of each API key come to, by model, since the server's start.
+"""Counts what the requests of each API key come to, by model: since the server's start, and by day for all servers.
 
-The counts belong to the HTTP process, so that an engine's process that is started again changes nothing.
+The counts belong to the HTTP process, so that an engine's process that is started again changes nothing. What it has
+counted it adds to the database from time to time, where the counts of all servers meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..core.errors import StoreError
 from ..core.types import now
-from ..core.usage import KeyUsage, Usage
+from ..core.usage import SUMS, KeyUsage, Usage
+from ..store import Store
 from .metrics import metric
 
 LABELS = ("key", "model_name")
@@ -27,32 +33,43 @@ METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, Ca
 )
 
 
+STORE_S = 30.0  # Seconds between two additions to the database.
+
+logger = logging.getLogger(__name__)
+
+
 class UsageTable(Collector):
     """Usage by (name of the API key, model). Both come from the server's configuration, so the table is bounded."""
 
     def __init__(self) -> None:
         self._since, self._usage = now(), dict[tuple[str | None, str], KeyUsage]()
+        self._stored: dict[tuple[str | None, str], KeyUsage] = {}  # What of it the database has.
+        self._store_lock = threading.Lock()
 
     def add(self, key: str | None, model: str, tokens: Mapping[str, Any], saved_s: float) -> None:
         """Count a request that has ended.
 
         Args: key: name of its API key. tokens: `usage` of its answer in OpenAI's form. saved_s: see `KeyUsage`.
         """
-        usage = self._usage.get((key, model)) or KeyUsage(key, model)
-        self._usage[key, model] = replace(
-            usage,
-            requests=usage.requests + 1,
-            prompt_tokens=usage.prompt_tokens + tokens["prompt_tokens"],
-            completion_tokens=usage.completion_tokens + tokens["completion_tokens"],
-            cached_tokens=usage.cached_tokens + tokens["prompt_tokens_details"]["cached_tokens"],
-            saved_s=usage.saved_s + saved_s,
-        )
+        cached = tokens["prompt_tokens_details"]["cached_tokens"]
+        one = KeyUsage(key, model, 1, tokens["prompt_tokens"], tokens["completion_tokens"], cached, saved_s)
+        self._usage[key, model] = _sum(self._usage.get((key, model), KeyUsage(key, model)), one)
+
+    def store_in(self, store: Store) -> None:
+        """Add to the database what it does not have yet.
+
+        Raises: StoreError: it takes no writes; the next call adds that, too.
+        """
+        with self._store_lock:
+            rows = dict(self._usage)
+            news = [_sum(row, self._stored.get(key, KeyUsage(*key)), -1) for key, row in rows.items()]
+            store.add_usage(now()[:10], [row for row in news if row.requests])
+            self._stored = rows
 
     def of(self, key: str | None, every_key: bool) -> Usage:
         """Return the usage of one key, or of every key; sorted by key and model."""
         rows = [usage for usage in list(self._usage.values()) if every_key or usage.key == key]
-        rounded_rows = [replace(usage, saved_s=round(usage.saved_s, 3)) for usage in rows]
-        return Usage(self._since, tuple(sorted(rounded_rows, key=lambda usage: (usage.key or "", usage.model))))
+        return _sorted(self._since, rows)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now; requests without a key have an empty label."""
@@ -60,3 +77,51 @@ class UsageTable(Collector):
         for kind, name, help, value_of in METRICS:
             values = [((usage.key or "", usage.model), float(value_of(usage))) for usage in rows]
             yield metric(kind, f"swiftopt_usage_{name}", help, LABELS, values)
+
+
+def _sum(usage: KeyUsage, other: KeyUsage, factor: int = 1) -> KeyUsage:
+    """Return a row plus another one, or minus it."""
+    return replace(usage, **{name: getattr(usage, name) + factor * getattr(other, name) for name in SUMS})
+
+
+def _sorted(since: str, rows: Iterable[KeyUsage]) -> Usage:
+    """Return rows in the order of keys and models, with rounded seconds."""
+    rounded_rows = [replace(usage, saved_s=round(usage.saved_s, 3)) for usage in rows]
+    return Usage(since, tuple(sorted(rounded_rows, key=lambda usage: (usage.key or "", usage.model))))
+
+
+def of_all_servers(store: Store, table: UsageTable, day: str, key: str | None, every_key: bool) -> Usage:
+    """Return what one key, or every key, has used since a day on all servers that share the database.
+
+    What this server has counted is added first; others do so every STORE_S.
+
+    Raises: StoreError: the database is away.
+    """
+    table.store_in(store)
+    return _sorted(day, (usage for usage in store.usage_since(day) if every_key or usage.key == key))
+
+
+@contextmanager
+def stored_usage(store: Store, table: UsageTable) -> Iterator[None]:
+    """Add a table's counts to the database every STORE_S, and at the end."""
+    is_over = threading.Event()
+
+    def keep() -> None:
+        while not is_over.wait(STORE_S):
+            _try_to_store(store, table)
+
+    thread = threading.Thread(target=keep, name="usage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        _try_to_store(store, table)
+
+
+def _try_to_store(store: Store, table: UsageTable) -> None:
+    try:
+        table.store_in(store)
+    except StoreError as error:
+        logger.warning("usage=waiting reason=%r", str(error))

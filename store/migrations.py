@@ -1,8 +1,9 @@
 """The schema of a database, and the steps that migrate an older one; one of a newer swiftopt is refused.
 
-A schema is named after the release that first writes it, and so is the step that leads to it. A new database is made
-from `tables` alone. Once a later release changes a table, a step spells out what it adds, since `tables` will change
-again; tests then hold every older database, brought here, against a new one.
+A schema is named after the release that first writes it, and so is the step that leads to it; one that changed before
+that release has a number behind it. A new database is made from `tables` alone. Once a later release changes a table, a
+step spells out what it adds, since `tables` will change again; tests then hold every older database, brought here,
+against a new one.
 
 Raises, in what opens a database: SchemaTooNew: a newer swiftopt has written it. StoreError: it cannot be opened.
 """
@@ -13,7 +14,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, Engine, func, insert, inspect, select, update
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Double,
+    Engine,
+    ForeignKey,
+    Integer,
+    String,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
 
 from ..core.errors import SchemaTooNew, StoreError
 from .database import connect, connected, exists, store_errors, without_password, writing
@@ -23,8 +40,59 @@ if TYPE_CHECKING:
     from alembic.operations import Operations
 
 FIRST = "0.1.0"
+
+
+def _add_what_fleets_need(op: Operations) -> None:
+    """Add the trials of served models, usage by day, and indexes for the polls of many replicas.
+
+    Databases made in the last days of the schema 0.1.0 have the tables of trials already.
+    """
+    op.create_table(
+        "swiftopt_served_searches",
+        Column("id", String, primary_key=True),
+        *(Column(name, String, nullable=False) for name in ("fingerprint", "model_name", "task", "created_at")),
+        if_not_exists=True,
+    )
+    op.create_index(
+        "ix_swiftopt_served_searches_fingerprint",
+        "swiftopt_served_searches",
+        ["fingerprint", "task"],
+        if_not_exists=True,
+    )
+    op.create_table(
+        "swiftopt_served_trials",
+        Column("id", Integer, primary_key=True),
+        *(Column(name, Integer, nullable=False) for name in ("step", "n_layers", "position")),
+        *(Column(name, JSON, nullable=False) for name in ("skip_attn", "skip_mlp", "quantised")),
+        *(Column(name, String, nullable=False) for name in ("origin", "prompt_id")),
+        *(Column(name, Double, nullable=False) for name in ("matchness", "score", "seconds")),
+        Column("seed", BigInteger, nullable=False),
+        Column("adopted", Boolean, nullable=False),
+        Column("search_id", String, ForeignKey("swiftopt_served_searches.id"), nullable=False),
+        if_not_exists=True,
+    )
+    op.create_index(
+        "ix_swiftopt_served_trials_search_id",
+        "swiftopt_served_trials",
+        ["search_id", "step"],
+        unique=True,
+        if_not_exists=True,
+    )
+    op.create_table(
+        "swiftopt_usage",
+        *(Column(name, String, primary_key=True) for name in ("day", "key", "model")),
+        *(
+            Column(name, BigInteger, nullable=False)
+            for name in ("requests", "prompt_tokens", "completion_tokens", "cached_tokens")
+        ),
+        Column("saved_s", Double, nullable=False),
+    )
+    op.create_index("ix_swiftopt_jobs_due", "swiftopt_jobs", ["state", "due_at", "id"])
+    op.create_index("ix_swiftopt_alias_moves_newest", "swiftopt_alias_moves", ["model_id", "id"])
+
+
 # Migration steps by the schema that they lead to, oldest first. The first schema needs no step.
-STEPS: Mapping[str, Callable[[Operations], None]] = {}
+STEPS: Mapping[str, Callable[[Operations], None]] = {"0.1.0.1": _add_what_fleets_need}
 REVISIONS = (FIRST, *STEPS)
 HEAD = REVISIONS[-1]
 # Prefix of the names of schemas before release 0.1.0: 0001_layer_sets to 0011_figures_of_plans.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 
 from sqlalchemy import Select, String, bindparam, case, func, select
 from sqlalchemy.orm import Session, aliased, lazyload, undefer
@@ -23,13 +21,12 @@ from ..core.records import (
     KnownSet,
     LayerSetRecord,
     Plan,
-    PlanVersion,
     pack_state,
     unpack_state,
 )
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
-from .names import find_model, known_model, lock, model_for, names_of, newest, next_version, where_task
+from .names import find_model, known_model, lock, model_for, newest, next_version, where_task
 from .results import find_row
 from .tables import (
     JobRow,
@@ -55,7 +52,8 @@ N_KNOWN = 100
 _MOVE, _UNDOING = aliased(MoveRow), aliased(MoveRow)
 _STANDING = (
     select(_MOVE.id)
-    .where(_MOVE.model_id == bindparam("model_id"), _MOVE.task == bindparam("task"), _MOVE.alias == bindparam("alias"))
+    .where(_MOVE.model_id == bindparam("model_id"), _MOVE.task.in_(bindparam("tasks", expanding=True)))
+    .where(_MOVE.alias == bindparam("alias"))
     # With a plain `IS NULL`, SQLite would use this column's index and scan the moves of all models.
     .where(func.coalesce(_MOVE.undoes_id, 0) == 0)
     .where(~select(_UNDOING.id).where(_UNDOING.undoes_id == _MOVE.id).exists())
@@ -77,7 +75,12 @@ LATEST_ON_DEVICE = _select_moves(
 )
 # Prefers the newest move for the same device and dtype, then for the device, then for the dtype, then any.
 _DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _DTYPE, 0), else_=1))
-NEAREST_MOVE = _select_moves(_STANDING.order_by(*_DISTANCE, _NEWEST).limit(1))
+_RANK = func.row_number().over(partition_by=_MOVE.task, order_by=(*_DISTANCE, _NEWEST))
+_RANKED = _STANDING.add_columns(_RANK.label("rank")).subquery()
+NEAREST_MOVES = _select_moves(select(_RANKED.c.id).where(_RANKED.c.rank == 1))  # One per task.
+NEWEST_MOVE = select(func.max(MoveRow.id)).where(
+    MoveRow.model_id == select(ModelRow.id).where(ModelRow.fingerprint == bindparam("fingerprint")).scalar_subquery()
+)
 
 
 # --- layer sets ---
@@ -213,50 +216,6 @@ def plan_of(session: Session, model: str, task: str, version: int) -> PlanRow:
     raise LayerSetNotFound(f"{model}/{task} has no version {version}: stored are {_version_list(stored_versions)}")
 
 
-def plan_versions(session: Session, model: str | None = None, task: str | None = None) -> list[PlanVersion]:
-    """Return the versions of a model (name or fingerprint), a task, both or all, newest first.
-
-    Left out are rows that cannot be read, and models that nothing finds any more.
-    """
-    rows = session.scalars(newest(session, PlanRow, model, task)).unique().all()
-    names = names_of(session)
-    # Do not load the moves' plans: `rows` contains them already.
-    moves = session.scalars(newest(session, MoveRow, model, task).options(lazyload(MoveRow.plan))).all()
-    # Moves are newest first, so the dict keeps the date of each plan's oldest move.
-    made_at = {move.plan_id: move.created_at for move in moves}
-    best = _best_for(moves)
-    versions = []
-    for row in rows:
-        model_names = (*names.get(row.model_id, ()), *filter(None, [row.owner.fingerprint]))
-        if not model_names:
-            continue
-        with suppress(StoreError):
-            plan = found_plan(row).plan
-            version = PlanVersion(
-                model_names, row.owner.fingerprint, row.task, row.version, plan, None, best.get(row.id, ())
-            )
-            created_at = made_at.get(row.id) if version.own_set is None else version.own_set.created_at
-            versions.append(replace(version, created_at=created_at))
-    return versions
-
-
-def _best_for(moves: Sequence[MoveRow]) -> dict[int, tuple[tuple[str | None, str | None, str], ...]]:
-    """Return, by plan id, for which device and dtype its usual alias means it, and since when; `moves` newest first."""
-    undone_ids = {move.undoes_id for move in moves}
-    best_by_plan: dict[int, tuple[tuple[str | None, str | None, str], ...]] = {}
-    seen_keys = set()
-    for move in moves:
-        key = (move.model_id, move.task, move.alias, move.device, move.dtype)
-        is_usual_alias = move.alias == (move.plan.engine or "best")
-        if is_usual_alias and move.undoes_id is None and move.id not in undone_ids and key not in seen_keys:
-            seen_keys.add(key)
-            best_by_plan[move.plan_id] = (
-                *best_by_plan.get(move.plan_id, ()),
-                (move.device, move.dtype, move.created_at),
-            )
-    return best_by_plan
-
-
 # --- aliases ---
 
 
@@ -269,11 +228,47 @@ def lookup(
 
     Raises: LayerSetNotFound: it names the nearest model and task, and the command that tunes this one.
     """
+    found_move = _nearest_moves(session, model, [task], device, dtype, alias).get(task)
+    if found_move is None:
+        raise _not_found(session, model, task, alias)
+    return found_plan(found_move.plan, alias, _difference(found_move, task, device, dtype))
+
+
+def lookup_many(
+    session: Session,
+    model: str,
+    tasks: Sequence[str],
+    device: str | None = None,
+    dtype: str | None = None,
+    alias: str = "best",
+) -> dict[str, FoundPlan]:
+    """Return by task what `lookup` finds for it, in two queries for all.
+
+    Left out are tasks without a plan, and those whose plan cannot be read, with a warning.
+    """
+    plans = {}
+    for task, found_move in _nearest_moves(session, model, tasks, device, dtype, alias).items():
+        try:
+            plans[task] = found_plan(found_move.plan, alias, _difference(found_move, task, device, dtype))
+        except StoreError as error:
+            logger.warning("plan=skipped model=%s task=%s reason=%r", model, task, str(error))
+    return plans
+
+
+def _nearest_moves(
+    session: Session, model: str, tasks: Sequence[str], device: str | None, dtype: str | None, alias: str
+) -> dict[str, MoveRow]:
+    """Return by task the alias's move that a look-up follows; tasks without one are left out."""
+    asked = list(dict.fromkeys((*tasks, DEFAULT_TASK)))
     row = find_model(session, model)
-    for candidate in dict.fromkeys((task, DEFAULT_TASK)):
-        for found_move in _moves(session, NEAREST_MOVE, row, candidate, alias, device=device, dtype=dtype):
-            return found_plan(found_move.plan, alias, _difference(found_move, task, device, dtype))
-    raise _not_found(session, model, task, alias)
+    moves = {move.task: move for move in _moves(session, NEAREST_MOVES, row, asked, alias, device=device, dtype=dtype)}
+    found_moves = {task: moves.get(task) or moves.get(DEFAULT_TASK) for task in tasks}
+    return {task: found_move for task, found_move in found_moves.items() if found_move is not None}
+
+
+def newest_move(session: Session, fingerprint: str) -> int:
+    """Return a number that grows whenever an alias of a model is moved: while it stays, so does what look-ups find."""
+    return session.scalar(NEWEST_MOVE, {"fingerprint": fingerprint}) or 0
 
 
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
@@ -296,7 +291,7 @@ def rollback(session: Session, model: str, task: str, alias: str = "best") -> Fo
     row = find_model(session, model)
     if row is not None:
         lock(session, row)
-    latest_moves = _moves(session, LATEST_MOVES, row, task, alias)
+    latest_moves = _moves(session, LATEST_MOVES, row, [task], alias)
     if not latest_moves:
         raise _not_found(session, model, task, alias)
     if len(latest_moves) == 1:
@@ -323,7 +318,7 @@ def alias_moves(session: Session, model: str, task: str, alias: str = "best") ->
 def move(session: Session, plan: PlanRow, alias: str) -> FoundPlan:
     """Let the alias mean the plan, for the device and dtype that it was made on; no move if it does already."""
     lock(session, plan.owner)
-    latest_moves = _moves(session, LATEST_MOVES, plan.owner, plan.task, alias)
+    latest_moves = _moves(session, LATEST_MOVES, plan.owner, [plan.task], alias)
     if not latest_moves or latest_moves[0].plan_id != plan.id:
         session.add(_move_row(plan, alias))
     return found_plan(plan, alias)
@@ -333,7 +328,7 @@ def offer(session: Session, plan: PlanRow) -> None:
     """Move `best` to a tuned plan, unless a faster plan of another method holds it for this device and dtype."""
     lock(session, plan.owner)
     current_moves = _moves(
-        session, LATEST_ON_DEVICE, plan.owner, plan.task, "best", device=plan.device, dtype=plan.dtype
+        session, LATEST_ON_DEVICE, plan.owner, [plan.task], "best", device=plan.device, dtype=plan.dtype
     )
     if not current_moves or not _is_better(current_moves[0].plan, plan):
         move(session, plan, "best")
@@ -341,7 +336,7 @@ def offer(session: Session, plan: PlanRow) -> None:
 
 def has_best(session: Session, plan: PlanRow) -> bool:
     """Return whether `best` means anything for the plan's model and task."""
-    return bool(_moves(session, LATEST_MOVES, plan.owner, plan.task, "best"))
+    return bool(_moves(session, LATEST_MOVES, plan.owner, [plan.task], "best"))
 
 
 def _is_better(current: PlanRow, new: PlanRow) -> bool:
@@ -355,12 +350,12 @@ def _moves(
     session: Session,
     statement: Select[MoveRow],
     model: ModelRow | None,
-    task: str,
+    tasks: Sequence[str],
     alias: str,
     **conditions: str | None,
 ) -> list[MoveRow]:
     """Return the alias moves selected by one of the statements at the top of this file."""
-    parameters = {"model_id": model.id if model else None, "task": task, "alias": alias, **conditions}
+    parameters = {"model_id": model.id if model else None, "tasks": tasks, "alias": alias, **conditions}
     return list(session.scalars(statement, parameters))
 
 
@@ -417,14 +412,21 @@ def _not_found(session: Session, model: str, task: str, alias: str = "best") -> 
             f" {_version_list(stored_versions)}"
         )
     model_task = f"{model}/{task}"
-    pairs = session.execute(
-        select(NameRow.name, PlanRow.task).join(PlanRow, PlanRow.model_id == NameRow.model_id).distinct()
-    )
-    closest = difflib.get_close_matches(
-        model_task, sorted(f"{name}/{stored_task}" for name, stored_task in pairs), n=1, cutoff=0.0
-    )
-    hint = f" (the nearest is {closest[0]})" if closest else ""
+    nearest = _nearest(session, model, task)
+    hint = f" (the nearest is {nearest})" if nearest else ""
     return LayerSetNotFound(f"no layer set is stored for {model_task}{hint}: run `{_tune_command(model, task)}`")
+
+
+def _nearest(session: Session, model: str, task: str) -> str | None:
+    """Return the most similar name of a model that has plans, with the most similar task among its own."""
+    # Not the most similar of all pairs: to compare a text with thousands takes a tenth of a second.
+    has_plans = select(PlanRow.id).where(PlanRow.model_id == NameRow.model_id).exists()
+    model_ids = {name: id for name, id in session.execute(select(NameRow.name, NameRow.model_id).where(has_plans))}
+    names = difflib.get_close_matches(model, sorted(model_ids), n=1, cutoff=0.0)
+    if not names:
+        return None
+    stored_tasks = session.scalars(select(PlanRow.task).where(PlanRow.model_id == model_ids[names[0]]).distinct())
+    return f"{names[0]}/{difflib.get_close_matches(task, sorted(stored_tasks), n=1, cutoff=0.0)[0]}"
 
 
 def _tune_command(model: str, task: str) -> str:

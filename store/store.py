@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from . import jobs, names, plans, results, served_trials, transitions
+from . import jobs, names, plan_lists, plans, results, served_trials, transitions, usage
 from .database import Transactions, as_url, default_url, without_password
 from .migrations import SchemaState, connect_at_head, revision
 
@@ -77,6 +77,7 @@ class Jobs(Transactions):
 
     # Methods for the delivery of jobs to workers.
     due = reads(transitions.due)
+    due_tunings = reads(transitions.due_tunings)
     redeliver = writes(transitions.redeliver)
     lock = writes(transitions.take_lock)
     locks = reads(transitions.held_locks)
@@ -147,9 +148,12 @@ class Store(Transactions):
 
     add_plan = writes(plans.add_plan)
     plan = reads(plans.get_plan)
-    plan_versions = reads(plans.plan_versions)
+    plan_versions = reads(plan_lists.plan_versions)
+    plan_page = reads(plan_lists.plan_page)
     alias_moves = reads(plans.alias_moves)
     lookup = reads(plans.lookup)
+    lookup_many = reads(plans.lookup_many)
+    newest_move = reads(plans.newest_move)
     promote = writes(plans.promote)
     rollback = writes(plans.rollback)
 
@@ -170,3 +174,6 @@ class Store(Transactions):
     served_searches = reads(served_trials.list_served_searches)
     served_tried = reads(served_trials.list_served_tried)
     fingerprint_of_search = reads(served_trials.fingerprint_of_search)
+
+    add_usage = writes(usage.add_usage)
+    usage_since = reads(usage.usage_since)

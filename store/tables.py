@@ -99,6 +99,7 @@ class JobRow(Base):
     __table_args__ = (
         Index(None, "created_at", "id"),  # Index for listing jobs in order of creation.
         Index(None, "state", "created_at", "id"),
+        Index("ix_swiftopt_jobs_due", "state", "due_at", "id"),  # Index for polls of what is due among thousands.
         # Prevents two unfinished jobs with the same fingerprint, even if they are submitted at the same moment.
         Index(
             "uq_swiftopt_jobs_fingerprint",
@@ -170,6 +171,21 @@ class CounterRow(Base):
     task: Mapped[str] = mapped_column(primary_key=True)
     label: Mapped[str] = mapped_column(primary_key=True)
     value: Mapped[float]
+
+
+class UsageRow(Base):
+    """What the requests of an API key to a model came to on a day (UTC), on all servers; `key` is "" without keys."""
+
+    __tablename__ = "swiftopt_usage"
+
+    day: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    model: Mapped[str] = mapped_column(primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    saved_s: Mapped[float]
 
 
 class LockRow(Base):
@@ -281,7 +297,10 @@ class MoveRow(OfTask, Base):
     """An alias now means a plan, for one device and dtype. Rows are only added; a rollback is one with `undoes_id`."""
 
     __tablename__ = "swiftopt_alias_moves"
-    __table_args__ = (Index(None, "model_id", "task", "alias"),)
+    __table_args__ = (
+        Index(None, "model_id", "task", "alias"),
+        Index("ix_swiftopt_alias_moves_newest", "model_id", "id"),  # Index for replicas' polls.
+    )
 
     alias: Mapped[str]
     device: Mapped[str | None]

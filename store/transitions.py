@@ -92,11 +92,34 @@ def _insert(session: Session, spec: JobSpec, state: JobState, **columns: Any) ->
     return row
 
 
-def due(session: Session) -> list[Delivery]:
-    """Return the queued attempts that are due, oldest first."""
-    query = select(JobRow.id, JobRow.attempt, JobRow.queue).where(JobRow.state == "queued", JobRow.due_at <= clock_s())
+def due(session: Session, queue: str | None = None, limit: int | None = None) -> list[Delivery]:
+    """Return the queued attempts that are due, oldest first; of one queue, or of all."""
+    query = select(JobRow.id, JobRow.attempt, JobRow.queue).where(*_is_due(queue))
+    due_rows = session.execute(query.order_by(JobRow.due_at, JobRow.id).limit(limit))
+    return [Delivery(job, attempt, str(queue)) for job, attempt, queue in due_rows]
+
+
+def _is_due(queue: str | None) -> list[ColumnElement[bool]]:
+    of_queue = JobRow.queue.is_not(None) if queue is None else JobRow.queue == queue
+    return [JobRow.state == "queued", JobRow.due_at <= clock_s(), of_queue]
+
+
+class DueTuning(NamedTuple):
+    """A queued tuning attempt that is due, what it asks for, and since when it is due (by the database's clock)."""
+
+    delivery: Delivery
+    request: Mapping[str, Any]
+    due_at: float
+
+
+def due_tunings(session: Session, queue: str, since: float) -> list[DueTuning]:
+    """Return a queue's tuning attempts that have been due since `since` (by the database's clock), oldest first."""
+    query = select(JobRow.id, JobRow.attempt, JobRow.request, JobRow.due_at)
+    query = query.where(*_is_due(queue), JobRow.kind == "tune", JobRow.due_at >= since)
     due_rows = session.execute(query.order_by(JobRow.due_at, JobRow.id))
-    return [Delivery(job, attempt, queue) for job, attempt, queue in due_rows if queue is not None]
+    return [
+        DueTuning(Delivery(job, attempt, queue), mapping(request), due_at) for job, attempt, request, due_at in due_rows
+    ]
 
 
 def redeliver(session: Session, lost_delivery: Delivery) -> Delivery | None:

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from operator import mul
 from typing import Any, TypeVar
 
 from ..core.costs import CostProfile
-from ..core.errors import LayerSetNotFound, StoreError
+from ..core.errors import StoreError
 from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
 from ..core.plainly import WhyPlain
@@ -54,6 +54,8 @@ SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the da
 CORPUS_BYTES = 64 << 20  # Memory for finished answers where nothing else is said.
 KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
 REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
+# Seconds after which plans are read again although no alias was moved: what is stored may have got another model.
+REREAD_S = 60.0
 # Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
 MAX_TASKS = 64
 # Cosine between a prompt's hidden state and a task's mean from which the prompt is assigned to that task.
@@ -231,6 +233,8 @@ class Traffic:
         # Task -> end of this replica's lease on its search, on the monotonic clock.
         self._leases: dict[str, float] = {}
         self._queries = BackgroundQueries()
+        # The newest move of an alias at the last look-up of all tasks, and when that was, on the monotonic clock.
+        self._newest_move, self._read_at_s = 0, -math.inf
         self._kept_trials = KeptTrials(runtime.info.fingerprint, model)
         self._known_sets: tuple[KnownSet, ...] = ()
         if store is not None:
@@ -408,8 +412,10 @@ class Traffic:
         task = self._tasks[name]
         task.used_at = time.monotonic()
         if self.store is not None:
-            take = partial(self._use_stored_plan, task)
-            self._queries.ask("plan", name, partial(self._look_up, self.store, name), take, REFRESH_S)
+            if not task.looked_up:
+                self._ask_plans("plan", name, [name], partial(self._look_up, self.store, [name]))
+            names = [known_name for known_name, known_task in self._tasks.items() if known_task.looked_up]
+            self._ask_plans("plans", "", names, partial(self._look_again, self.store, names))
         return task
 
     def _drop_task(self) -> bool:
@@ -429,17 +435,38 @@ class Traffic:
         self._kept_trials.forget(task.name)
         return True
 
-    def _look_up(self, store: Store, name: str) -> FoundPlan | None:
-        """The plan behind the alias `best` of a task, if it is a layer set for adaptive drafts in our draft format."""
+    def _ask_plans(
+        self, query_name: str, task: str, names: Sequence[str], look_up: Callable[[], Mapping[str, FoundPlan]]
+    ) -> None:
+        """Use the stored plans of these tasks in a moment."""
+
+        def take(plans: Mapping[str, FoundPlan]) -> None:
+            for name in names:
+                if (asked_task := self._tasks.get(name)) is not None:
+                    self._use_stored_plan(asked_task, plans.get(name))
+
+        self._queries.ask(query_name, task, look_up, take, REFRESH_S)
+
+    def _look_up(self, store: Store, names: Sequence[str]) -> dict[str, FoundPlan]:
+        """Return by task the plan behind the alias `best`, if it is a layer set for adaptive drafts in our format."""
         runtime = self.runtime
-        try:
-            plan = store.lookup(runtime.info.fingerprint, name, machine_name(runtime), runtime.dtype_name)
-        except LayerSetNotFound:
-            return None
+        plans = store.lookup_many(runtime.info.fingerprint, names, machine_name(runtime), runtime.dtype_name)
+        return {name: plan for name, plan in plans.items() if self._is_usable(plan)}
+
+    def _is_usable(self, plan: FoundPlan) -> bool:
         record = plan.plan.layer_set
         if record is None or plan.plan.method != "adaptive" or plan.fallback is not None:
-            return None
-        return None if self.costs.missing(record.layer_set) else plan
+            return False
+        return not self.costs.missing(record.layer_set)
+
+    def _look_again(self, store: Store, names: Sequence[str]) -> dict[str, FoundPlan]:
+        """Return what `_look_up` does; nothing if no alias of the model was moved since the last time."""
+        newest_move, now_s = store.newest_move(self.runtime.info.fingerprint), time.monotonic()
+        if newest_move == self._newest_move and now_s < self._read_at_s + REREAD_S:
+            return {}
+        plans = self._look_up(store, names)
+        self._newest_move, self._read_at_s = newest_move, now_s
+        return plans
 
     def _use_stored_plan(self, task: TaskTraffic, stored_plan: FoundPlan | None) -> None:
         task.looked_up = True

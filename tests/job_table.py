@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Engine, select, text
+from sqlalchemy import Connection, Engine, select, text, update
 
 from swiftopt.core.events import PromptFinished, TaskFinished, TrialsDone
 from swiftopt.core.records import LayerSetRecord
 from swiftopt.core.requests import JobSpec, Lease
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Jobs
-from swiftopt.store.tables import Base
+from swiftopt.store.migrations import FIRST
+from swiftopt.store.tables import Base, SchemaRow, ServedSearchRow, ServedTrialRow, UsageRow
 
 SMALL = LayerSet(8, frozenset({2}), frozenset({3, 4}))
 
@@ -76,3 +77,12 @@ def column(engine: Engine, name: str, job: str) -> Any:
     """A column of the job's row that `Job` does not show."""
     with engine.connect() as connection:
         return connection.execute(text(f"SELECT {name} FROM swiftopt_jobs WHERE id = :job"), {"job": job}).scalar()
+
+
+def rewind(connection: Connection, has_served_trials: bool = False) -> None:
+    """Give a database at the newest schema that of 0.1.0: as the first had it, or the last ones."""
+    for table in (UsageRow, *(() if has_served_trials else (ServedTrialRow, ServedSearchRow))):
+        table.__table__.drop(connection)  # type: ignore[attr-defined]
+    for index in ("ix_swiftopt_jobs_due", "ix_swiftopt_alias_moves_newest"):
+        connection.execute(text(f"DROP INDEX {index}"))
+    connection.execute(update(SchemaRow).values(version_num=FIRST))

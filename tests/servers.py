@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 START_S = 60  # seconds that a server may take until it answers, on a machine under load
 STOP_S = 20
@@ -156,6 +156,16 @@ class Postgres(Server):
 
     stop_signal = signal.SIGINT  # "fast": ends the sessions
     orphan_signal = signal.SIGQUIT  # "immediate": the postmaster takes its children and shared memory with it
+    # Nothing in the tests has to survive a power cut. mmap: /dev/shm is small in containers.
+    settings: ClassVar = {
+        "listen_addresses": "",
+        "fsync": "off",
+        "synchronous_commit": "off",
+        "full_page_writes": "off",
+        "shared_buffers": "16MB",
+        "max_connections": "200",
+        "dynamic_shared_memory_type": "mmap",
+    }
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -172,17 +182,7 @@ class Postgres(Server):
         super().start()
 
     def command(self) -> list[str]:
-        # Nothing here has to survive a power cut. mmap: /dev/shm is small in containers.
-        settings = {
-            "unix_socket_directories": str(self.folder),
-            "listen_addresses": "",
-            "fsync": "off",
-            "synchronous_commit": "off",
-            "full_page_writes": "off",
-            "shared_buffers": "16MB",
-            "max_connections": "200",
-            "dynamic_shared_memory_type": "mmap",
-        }
+        settings = {"unix_socket_directories": str(self.folder), **self.settings}
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         return [str(self._binaries / "postgres"), "-D", str(self.folder / "data"), *words]
 

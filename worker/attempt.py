@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from ..core.errors import (
     SwiftoptError,
 )
 from ..core.events import JobState
-from ..core.requests import DEFAULT_QUEUE, Delivery, Job, Lease, ServedModel, TuneRequest
+from ..core.requests import DEFAULT_QUEUE, Delivery, Lease, ServedModel, TuneRequest
 from ..core.streams import parse_stream
 from ..core.types import DEFAULT_TASK
 from ..store import LEASE_S, Claim, Jobs, Store
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 MOST_IN_A_ROW = 100  # Attempts that one child process runs before it exits.
 LOOK_S = 1.0  # Seconds between two polls for jobs that want an engine's model.
+# Seconds by which a poll overlaps the one before: a job may be committed that much later than the time it is due from.
+OVERLAP_S = 20.0
 HOLD_S = 30.0  # Lifetime of an engine's lock, which keeps this machine's workers from jobs of its model.
 # Seconds after SIGTERM to reach a new checkpoint. Then the process exits, and the job is requeued at its last one.
 HAND_BACK_S = 5.0
@@ -140,10 +142,10 @@ class Attempts:
         else:
             log_state(lease, "replaced", reason=f"attempt {job.attempt} is {job.state}")
 
-    def wants_loaded(self, job: Job) -> bool:
-        """Return whether a job tunes the loaded model, and its files have not changed."""
+    def wants_loaded(self, request: Mapping[str, Any]) -> bool:
+        """Return whether a tuning job's request is for the loaded model, and its files have not changed."""
         try:
-            return job.kind == "tune" and self._loaded == model_of(self._request(job))
+            return self._loaded == model_of(self._request(request))
         except InvalidInput:
             # The job's own attempt reports the error.
             return False
@@ -154,20 +156,21 @@ class Attempts:
             # Leave errors to the attempt, which reports them.
             job = self.store.jobs.get(delivery.job)
             if delivery.queue == DEFAULT_QUEUE and job.kind == "tune":
-                return not self.store.jobs.lock(engine_lock(self._request(job)), self.context.name, 0.0)
+                return not self.store.jobs.lock(engine_lock(self._request(job.request)), self.context.name, 0.0)
         return False
 
     def _next_attempt(self, finished: Delivery) -> Delivery | None:
         """Return the queue's next attempt if `finished` succeeded and the next one uses the same model, else None."""
         jobs = self.store.jobs
-        next_delivery = next((delivery for delivery in jobs.due() if delivery.queue == self.context.queue), None)
+        next_delivery = next(iter(jobs.due(self.context.queue, 1)), None)
         if next_delivery is None or jobs.get(finished.job).state != "succeeded":
             return None
-        return next_delivery if self.wants_loaded(jobs.get(next_delivery.job)) else None
+        next_job = jobs.get(next_delivery.job)
+        return next_delivery if next_job.kind == "tune" and self.wants_loaded(next_job.request) else None
 
-    def _request(self, job: Job) -> TuneRequest:
+    def _request(self, request_json: Mapping[str, Any]) -> TuneRequest:
         """Return a job's request, with device "auto" replaced by this worker's device."""
-        request = TuneRequest.from_json(job.request)
+        request = TuneRequest.from_json(request_json)
         return replace(request, device=self.context.device) if request.device == "auto" else request
 
     def _load(self, request: TuneRequest, on_step: Callable[[str], None]) -> Runtime:
@@ -180,7 +183,7 @@ class Attempts:
         return self._runtime
 
     def _tune(self, claim: Claim, keeper: LeaseKeeper) -> None:
-        request = self._request(claim.job)
+        request = self._request(claim.job.request)
         lines = (line.encode() for line in claim.lines.splitlines(keepends=True))
         prompts = parse_stream(lines, f"the stream of job {claim.job.id}", DEFAULT_TASK)
         check_tuning(request, prompts, queued=True)
@@ -245,6 +248,7 @@ class EngineJobs(Attempts):
         self._loaded, self._runtime = model_of(request), runtime
         self._lock, self._engine_turn = engine_lock(request), turn
         self._other_jobs: set[str] = set()  # Ids of waiting jobs for other models, skipped at the next poll.
+        self._due_since = 0.0  # Where the next poll begins, by the database's clock: thousands may wait for days.
         self._lock_renewed_s, self._spare_until = -HOLD_S, 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
@@ -264,17 +268,24 @@ class EngineJobs(Attempts):
             except SwiftoptError as error:
                 # The database cannot be reached, or the job no longer exists.
                 # Like the reconciler, expire no leases right after an outage.
-                self._spare_until = time.monotonic() + EXPIRY_PAUSE_S
+                self._spare_until, self._due_since = time.monotonic() + EXPIRY_PAUSE_S, 0.0
                 logger.warning("engine=no look for jobs reason=%r", str(error))
             self.ending.wait(LOOK_S)
 
     def _due(self) -> Iterator[Delivery]:
-        """Yield the attempts that wait for this model."""
-        due_deliveries = [delivery for delivery in self.store.jobs.due() if delivery.queue == DEFAULT_QUEUE]
-        self._other_jobs &= {delivery.job for delivery in due_deliveries}
-        for delivery in due_deliveries:
+        """Yield the attempts that wait for this model: those that have become due since the last poll.
+
+        After an attempt of its own it looks at all of them: one that waited meanwhile may have been delivered anew.
+        """
+        waiting = self.store.jobs.due_tunings(DEFAULT_QUEUE, self._due_since)
+        if not self._due_since:
+            self._other_jobs &= {due_tuning.delivery.job for due_tuning in waiting}
+        if waiting:
+            self._due_since = waiting[-1].due_at - OVERLAP_S
+        for delivery, request, _ in waiting:
             if delivery.job not in self._other_jobs and not self.ending.is_set():
-                if self.wants_loaded(self.store.jobs.get(delivery.job)):
+                if self.wants_loaded(request):
+                    self._due_since = 0.0
                     yield delivery
                 else:
                     self._other_jobs.add(delivery.job)

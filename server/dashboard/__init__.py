@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, FastAPI, Form, Request
+from fastapi import APIRouter, Depends, FastAPI, Form, Query, Request
 from fastapi.routing import APIRoute
 from itsdangerous import BadSignature, URLSafeTimedSerializer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_environment
@@ -138,6 +138,7 @@ def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = ""
     return session
 
 
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]  # Of a list that is shown in pages, from 1.
 CurrentSession = Annotated[DashboardSession, Depends(session_of)]
 FormSession = Annotated[DashboardSession, Depends(check_form)]
 

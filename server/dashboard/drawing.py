@@ -219,7 +219,7 @@ class Plot:
     ) -> None:
         self._title, self._description = title, description
         self._x_label, self._y_label = x_label, y_label
-        xs, ys = zip(*points, strict=True)
+        xs, ys = [x for x, _ in points], [y for _, y in points]  # `zip(*points)` is slow: it makes an object per point.
         self._x_range, (low, high) = _with_margin(xs) if times is None else times, _with_margin(ys)
         self._y_range = low if bottom is None else bottom, high if max(ys) > top else min(high, top)
         self._is_counted = all(x == round(x) for x in xs)  # Between numbers of trials there is nothing to label.

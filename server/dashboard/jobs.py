@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fastapi import Query, Request
+from fastapi import Request
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
@@ -21,7 +21,7 @@ from ...core.errors import (
     StoreUnavailable,
     SwiftoptError,
 )
-from ...core.events import PHASES, JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
+from ...core.events import PHASES, Event, JobState, PromptFinished, PromptStarted, StateChanged, TrialsDone, event_line
 from ...core.requests import DEFAULT_QUEUE, STATES, VERB_HELP, Job, JobEvent, TuneRequest, Verb
 from ...core.types import epoch_s
 from ...store import Store
@@ -31,11 +31,10 @@ from ...worker.engine_locks import model_of
 from .. import jobs as api
 from ..jobs import JobId
 from ..middleware import Shared, State
-from . import LIVE_S, CurrentSession, FormSession, number, page, pages, seconds, shown_page, templates
+from . import LIVE_S, CurrentSession, FormSession, PageNumber, number, page, pages, seconds, shown_page, templates
 from .job_form import form_errors, form_values, label, submit_form
 
 PER_PAGE = 50
-LAST_PAGE = 1_000_000
 EVENTS_SHOWN = 100
 ATTEMPTS_SHOWN = 50  # State changes shown on a job's page.
 OUTPUTS_SHOWN = 5
@@ -151,9 +150,9 @@ def _registered_workers(app: State) -> tuple[list[WorkerSeen], str]:
     return workers_seen, ""
 
 
-def event_words(event: JobEvent, n_prompts: int) -> str:
-    """Return an event in words; one that cannot be read is named."""
-    match payload := event.event:
+def event_words(event: JobEvent, n_prompts: int, payload: Event | None) -> str:
+    """Return an event in words; one that cannot be read, with None as its payload, is named."""
+    match payload:
         case None:
             return f"{event.type}: changed by hand, or of a newer swiftopt"
         case TrialsDone():
@@ -173,13 +172,13 @@ def event_words(event: JobEvent, n_prompts: int) -> str:
 
 def describe_events(events: Sequence[JobEvent], n_prompts: int) -> list[tuple[int, str, str]]:
     """Return events with their times, in words: the beginning of a prompt only until there is its end."""
-    ended_prompts = {prompt_end.index for event in events if isinstance(prompt_end := event.event, PromptFinished)}
-    listed = [
-        event
-        for event in events
-        if not isinstance(prompt_start := event.event, PromptStarted) or prompt_start.index not in ended_prompts
+    read_events = [(event, event.event) for event in events]  # Read once: an event may have hundreds of trials.
+    ended_prompts = {payload.index for _, payload in read_events if isinstance(payload, PromptFinished)}
+    return [
+        (event.id, event.created_at, event_words(event, n_prompts, payload))
+        for event, payload in read_events
+        if not isinstance(payload, PromptStarted) or payload.index not in ended_prompts
     ]
-    return [(event.id, event.created_at, event_words(event, n_prompts)) for event in listed]
 
 
 def figures_of(job: Job) -> list[tuple[str, str]]:
@@ -239,8 +238,6 @@ templates.filters["since"] = epoch_s
 
 
 # --- routes
-
-PageNumber = Annotated[int, Query(alias="page", ge=1, le=LAST_PAGE)]
 
 
 @shown_page(router, "/jobs", "jobs", LIVE_S)

@@ -25,12 +25,13 @@ from ..engines import EngineProcess
 from ..errors import Refused
 from ..middleware import Shared, State
 from ..schemas import Depth
-from . import CurrentSession, FormSession, number, pages, shown_page, templates
+from . import CurrentSession, FormSession, PageNumber, number, pages, shown_page, templates
 from .drawing import differing_parts, layer_map, map_words, spans
 
 Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 NameField = Annotated[Name, Form()]
 
+PER_PAGE = 100  # Tasks on a page of the list.
 SELDOM_S = 10.0  # Seconds between two updates of a table that rarely changes.
 NOTICES = {
     "promoted": "This version is the best one now.",
@@ -256,9 +257,10 @@ templates.globals["plan_address"] = plan_address
 
 
 @shown_page(router, "/plans", "plans", SELDOM_S)
-def plans(app: Shared) -> dict[str, Any]:
-    """Return per model and task the plan that is in use."""
-    return {"rows": overview_of(app.store.plan_versions())}
+def plans(app: Shared, at: PageNumber = 1) -> dict[str, Any]:
+    """Return per model and task the plan that is in use, of a page (from 1)."""
+    versions, n_tasks = app.store.plan_page(PER_PAGE, (at - 1) * PER_PAGE)
+    return {"rows": overview_of(versions), "at": at, "n_pages": max(1, -(-n_tasks // PER_PAGE))}
 
 
 @shown_page(router, "/plans/task", "plan")

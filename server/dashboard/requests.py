@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Query, Request
 from markupsafe import Markup
@@ -47,13 +47,10 @@ router = pages()
 # --- requests in words
 
 
-def is_plain(request: EndedRequest) -> bool:
-    """Return whether nothing was drafted for a request."""
-    return request.why_plain is not None or not request.drafted
-
-
 def why(request: EndedRequest) -> str:
-    """Return in a few words why a request was decoded as it was."""
+    """Return in a few words why a request was decoded as it was, or why it failed."""
+    if request.error:
+        return request.error
     if request.why_plain is not None:
         return request.why_plain.message
     if request.asked:
@@ -71,15 +68,17 @@ def plan_words(request: EndedRequest) -> str:
 
 def aspects(request: EndedRequest) -> list[tuple[str, str]]:
     """Return what a request was decoded by, an aspect and a sentence each."""
-    rounds, n_crowded = request.rounds, request.crowded_rounds
+    if request.error:
+        return [("Failed", request.error)]
+    rounds, sums, n_crowded = request.rounds, request.sums, request.crowded_rounds
     drafted_by = Counter(DRAFTERS[figures.drafter] for figures in rounds.first if figures.steps)
     drafters = ", ".join(f"{n} by {name}" for name, n in drafted_by.most_common())
     beside = "alone" if rounds.beside < 0.05 else f"beside {rounds.beside:.1f} other requests on average"
     crowded = f"; in {n_crowded} rounds there were so many that drafts do not pay" if n_crowded else ""
-    cached = f", {request.n_cached:,} of them read before" if request.n_cached else ""
+    cached = f", {sums.cached_tokens:,} of them read before" if sums.cached_tokens else ""
     way = (
         f"plainly: {why(request)}"
-        if is_plain(request)
+        if request.way == "plain"
         else f"with drafts in {drafted_by.total()} of {rounds.n} rounds: {drafters}"
     )
     verdict = "none: this server learns nothing" if request.verdict is None else VERDICTS[request.verdict]
@@ -88,23 +87,25 @@ def aspects(request: EndedRequest) -> list[tuple[str, str]]:
         ("Plan", f"the request asks for {request.asked}" if request.asked else plan_words(request)),
         ("Verdict", verdict),
         ("Load", beside + crowded),
-        ("Context", f"{request.n_prompt:,} tokens of the prompt{cached}, {request.n_tokens:,} of the answer"),
+        ("Context", f"{sums.prompt_tokens:,} tokens of the prompt{cached}, {sums.tokens:,} of the answer"),
         ("Grammar", "none" if request.constraint is None else CONSTRAINTS[request.constraint]),
     ]
 
 
 def figures_of(request: EndedRequest) -> list[tuple[str, str]]:
     """Return the figures of a request, each with its name."""
-    rounds = request.rounds
+    sums, rounds = request.sums, request.rounds
+    if request.error:
+        return [("Failed after", seconds(request.total_s))]
     return [
-        ("Tokens", number(request.n_tokens, 0)),
-        ("Tokens per second of decoding", number(request.decode_tok_s, 1)),
-        ("First token after", seconds(request.first_token_s)),
+        ("Tokens", number(sums.tokens, 0)),
+        ("Tokens per second of decoding", number(sums.decode_tok_s, 1)),
+        ("First token after", seconds(sums.first_token_s)),
         ("Waited for a place", seconds(request.queued_s)),
         ("Took", seconds(request.total_s)),
         ("Rounds", number(rounds.n, 0)),
-        ("Drafts accepted", percent(request.acceptance_rate)),
-        ("Rounds with drafts / without", number(request.ratio, 2, "x")),
+        ("Drafts accepted", percent(sums.acceptance_rate)),
+        ("Rounds with drafts / without", number(sums.ratio, 2, "x")),
         ("Ended by", request.finish_reason),
     ]
 
@@ -152,13 +153,13 @@ def legend(rounds: Sequence[RoundFigures]) -> list[tuple[Markup, str]]:
     return list(zip(samples, names, strict=True))
 
 
-templates.filters |= {"why": why, "is_plain": is_plain}
+templates.filters["why"] = why
 templates.filters["clock"] = lambda at: time.strftime("%H:%M:%S", time.localtime(at))
 
 
 # --- routes
 
-Way = Literal["drafts", "plain"]
+Way = Literal["drafts", "plain", "failed"]
 # A name that a form sends; empty where it leaves out the choice.
 Chosen = Annotated[Word | Literal[""] | None, Query()]
 
@@ -184,7 +185,7 @@ async def requests(
         "choices": {
             "model": sorted({*app.engines.of, *(name for name, _ in tasks)}),
             "task": sorted({name for _, name in tasks}),
-            "way": ["drafts", "plain"],
+            "way": list(get_args(Way)),
         },
         "n_kept": len(log),
         "most": MOST_REQUESTS,

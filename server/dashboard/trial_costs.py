@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,7 @@ from ...core.types import KINDS, Kind, LayerSet
 from ...store import Store
 from ...store.results import Tried
 from .drawing import DIAMOND, DOT, Plot
-from .trials import MOST_DOTS, TrialQuery, mark, skipped_words
+from .trials import MOST_DOTS, TrialQuery, layers_of, mark, skipped_words
 
 
 class TriedSet(NamedTuple):
@@ -60,8 +59,7 @@ def cost_of(costs: CostProfile, full_set: LayerSet) -> Callable[[str, str], floa
 
     @cache
     def saved_cost(kind: Kind, layers: str) -> float:
-        skipped_layers: list[int] = json.loads(layers)
-        return sum(part_costs[kind][layer] for layer in skipped_layers)
+        return sum(part_costs[kind][layer] for layer in layers_of(layers, full_set.n_layers))
 
     return lambda skip_attn, skip_mlp: round(
         whole_cost - saved_cost("attn", skip_attn) - saved_cost("mlp", skip_mlp), 9

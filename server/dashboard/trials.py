@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
@@ -136,15 +137,19 @@ def skip_shares(trials: Sequence[Tried]) -> dict[Kind, list[float]]:
     for kind, texts in texts_by_kind.items():
         counts = [0] * trials[0].n_layers
         for text, n in texts.items():
-            for layer in _layers(text, len(counts)):
+            for layer in layers_of(text, len(counts)):
                 counts[layer] += n
         shares[kind] = [count / len(trials) for count in counts]
     return shares
 
 
-def _layers(text: str, n_layers: int) -> Iterator[int]:
-    """Yield the layers of a JSON list; ignore invalid ones, of trials that were edited by hand."""
-    return (layer for layer in json.loads(text) if type(layer) is int and 0 <= layer < n_layers)
+@lru_cache(maxsize=1 << 16)
+def layers_of(text: str, n_layers: int) -> tuple[int, ...]:
+    """Return the layers of a JSON list; ignore invalid ones, of trials that were edited by hand.
+
+    Cached: to parse the lists of 10,000 trials takes longer than all else of their page.
+    """
+    return tuple(layer for layer in json.loads(text) if type(layer) is int and 0 <= layer < n_layers)
 
 
 def importance(trials: Sequence[Tried]) -> dict[Kind, list[float | None]]:
@@ -155,35 +160,41 @@ def importance(trials: Sequence[Tried]) -> dict[Kind, list[float | None]]:
     n·m / (n + m), as a regression with a constant per number does.
     """
     n_layers = trials[0].n_layers
-    parsed: dict[tuple[str, str], list[tuple[Kind, int]]] = {}
-    totals: dict[int, list[float]] = {}  # Number of sub-layers left out -> trials, sum of their matchness.
-    skipped: dict[tuple[int, Kind, int], list[float]] = {}  # The same of the trials that left a sub-layer out.
+    sums_by_set: dict[tuple[str, str], tuple[int, float]] = {}  # Layers left out -> trials, sum of their matchness.
     for trial in trials:
-        key = trial.skip_attn, trial.skip_mlp
-        if (parts := parsed.get(key)) is None:
-            texts: tuple[tuple[Kind, str], ...] = (("attn", key[0]), ("mlp", key[1]))
-            parts = parsed[key] = [(kind, layer) for kind, text in texts for layer in _layers(text, n_layers)]
-        of_number = totals.setdefault(len(parts), [0.0, 0.0])
-        of_number[0] += 1
-        of_number[1] += trial.matchness
-        for part in parts:
-            of_part = skipped.setdefault((len(parts), *part), [0.0, 0.0])
-            of_part[0] += 1
-            of_part[1] += trial.matchness
-    sums: dict[tuple[Kind, int], list[float]] = {}
-    for (number, kind, layer), (n_without, sum_without) in skipped.items():
-        n_with = totals[number][0] - n_without
-        if n_with:
-            weight = n_with * n_without / (n_with + n_without)
-            difference = (totals[number][1] - sum_without) / n_with - sum_without / n_without
-            of_part = sums.setdefault((kind, layer), [0.0, 0.0])
-            of_part[0] += weight
-            of_part[1] += weight * difference
-    return {kind: [_mean(sums.get((kind, layer))) for layer in range(n_layers)] for kind in KINDS}
+        n, matchness = sums_by_set.get(key := (trial.skip_attn, trial.skip_mlp), (0, 0.0))
+        sums_by_set[key] = n + 1, matchness + trial.matchness
+    # Per number of sub-layers left out: trials and the sum of their matchness, and the same of those without a layer.
+    totals: dict[int, list[float]] = {}
+    without: dict[int, dict[Kind, list[list[float]]]] = {}
+    for (attn, mlp), (n, matchness) in sums_by_set.items():
+        parts: dict[Kind, tuple[int, ...]] = {"attn": layers_of(attn, n_layers), "mlp": layers_of(mlp, n_layers)}
+        number = sum(map(len, parts.values()))
+        if number not in totals:
+            totals[number] = [0.0, 0.0]
+            without[number] = {kind: [[0.0, 0.0] for _ in range(n_layers)] for kind in KINDS}
+        for sums in (totals[number], *(without[number][kind][layer] for kind in parts for layer in parts[kind])):
+            sums[0] += n
+            sums[1] += matchness
+    return {
+        kind: [
+            _cost_of_leaving_out((totals[number], without[number][kind][layer]) for number in totals)
+            for layer in range(n_layers)
+        ]
+        for kind in KINDS
+    }
 
 
-def _mean(weight_and_sum: list[float] | None) -> float | None:
-    return weight_and_sum[1] / weight_and_sum[0] if weight_and_sum else None
+def _cost_of_leaving_out(groups: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float | None:
+    """Return the weighted mean of differences; a group has trials and matchness of all, and of those without it."""
+    weights = differences = 0.0
+    for (n, matchness), (n_without, matchness_without) in groups:
+        n_with = n - n_without
+        if n_with and n_without:
+            weight = n_with * n_without / n
+            weights += weight
+            differences += weight * ((matchness - matchness_without) / n_with - matchness_without / n_without)
+    return differences / weights if weights else None
 
 
 def skipped_words(trial: Tried) -> tuple[str, str]:

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from figures import CHAOS, Figure, table, write
 from servers import Valkey, server_folder
 
-from . import delivery, report
+from . import delivery
 from .tuning import N_ATTACKS, N_PROMPTS, tuning
 
-Section = Callable[[Path, Valkey], list[report.Figure]]
+Section = Callable[[Path, Valkey], list[Figure]]
 
 
 def main() -> int:
@@ -40,14 +41,14 @@ def main() -> int:
     unknown = sorted(set(chosen) - set(sections))
     if unknown:
         parser.error(f"there is no section {unknown[0]!r}: choose from {', '.join(sections)}")
-    figures: list[report.Figure] = []
+    figures: list[Figure] = []
     line = ""
     for name in chosen:
         print(f"{name} …", file=sys.stderr, flush=True)
         with server_folder() as folder, Valkey(folder) as redis:
             figures += sections[name](folder, redis)
-        line = report.write(figures)  # after each section: the next one may fail
-    print(report.table(figures))
+        line = write(figures, CHAOS)  # after each section: the next one may fail
+    print(table(figures))
     print(line)
     return 0 if all(figure.ok for figure in figures) else 1
 

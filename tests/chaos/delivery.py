@@ -9,12 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from figures import Figure, seconds
 from servers import Postgres, Valkey, new_database, server_folder
 from workers import Site, gone, site, until
 
 from swiftopt.core.requests import JobSpec
-
-from .report import Figure, seconds
 
 LONG_S = 600.0  # of a no-op job that is never let run to its end
 N_RECOVERIES, N_JOBS, N_WORKERS, N_SAME = 20, 1000, 4, 100

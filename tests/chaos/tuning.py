@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from figures import Figure
 from servers import Postgres, Valkey, new_database, server_folder
 from workers import Site, WorkerProcess, site
 
 from swiftopt.core.requests import JobEvent, TuneRequest
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Prompt
-
-from .report import Figure
 
 N_JOBS, N_WORKERS, N_ATTACKS = 10, 3, 50
 N_PROMPTS, N_TOKENS = 250, 160  # one to three minutes a job

@@ -190,6 +190,16 @@ def test_claim_brings_what_earlier_attempts_left(jobs: Jobs) -> None:
     assert claim.job.n_outputs == 1 and claim.job.attempt == 2
 
 
+def test_poll_sees_the_tuning_attempts_of_a_queue_that_have_become_due_since(jobs: Jobs) -> None:
+    first, other = (jobs.submit(tune(model, stream=model * 64))[0] for model in "ab")
+    jobs.submit(noop())
+    jobs.submit(tune("c", stream="c" * 64, queue="large"))
+    seen = jobs.due_tunings("default", 0.0)
+    assert [(each.delivery.job, each.request["model"]) for each in seen] == [(first.id, "a"), (other.id, "b")]
+    assert [each.delivery.job for each in jobs.due_tunings("default", seen[1].due_at)] == [other.id]
+    assert jobs.due("large", 1) and [each.job for each in jobs.due("default", 1)] == [first.id]
+
+
 def test_due_lists_queued_attempts_by_the_time_that_they_are_due(jobs: Jobs, engine: Engine) -> None:
     ids = [jobs.submit(noop(float(n)))[0].id for n in range(4)]
     claimed = taken(jobs, Lease(ids[0], 1))
@@ -301,6 +311,7 @@ READS: dict[str, Callable[[Jobs, str], object]] = {  # by the index that finds a
     "ix_swiftopt_jobs_state": lambda jobs, _: jobs.latest("running", 50),
     "ix_swiftopt_events_type": lambda jobs, job: (jobs.newest_events(job, 5, "state_changed"), jobs.evidence(job, "t")),
     "uq_swiftopt_jobs_fingerprint": lambda jobs, _: jobs.submit(noop()),
+    "ix_swiftopt_jobs_due": lambda jobs, _: (jobs.due("default", 1), jobs.due_tunings("default", 1.8e9)),
 }
 
 

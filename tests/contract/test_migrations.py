@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from job_table import dump, finished, running, trials_done
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from job_table import dump, finished, rewind, running, trials_done
 from sqlalchemy import Column, Engine, String, inspect, text
 
 from swiftopt.core.errors import SchemaTooNew, StoreError
@@ -15,7 +17,7 @@ from swiftopt.core.types import LayerSet
 from swiftopt.store import Store
 from swiftopt.store.database import connect, writing
 from swiftopt.store.migrations import FIRST, HEAD, look, revision, upgrade
-from swiftopt.store.tables import SchemaRow
+from swiftopt.store.tables import Base, SchemaRow
 
 if TYPE_CHECKING:
     from alembic.operations import Operations
@@ -61,6 +63,27 @@ def test_step_keeps_all_rows_and_leaves_the_database_as_it_was_when_it_fails(eng
         assert revision(connection) == LATER
         assert connection.scalar(text(f"SELECT colour FROM {PLANS}")) == "green"
     assert rows(engine) == before
+
+
+@pytest.mark.parametrize("has_tables", [False, True], ids=["the first", "a later one"])
+def test_database_of_the_schema_0_1_0_becomes_as_a_new_one_and_keeps_its_rows(
+    engine: Engine, empty_database_url: str, has_tables: bool
+) -> None:
+    before = rows(engine)
+    with engine.begin() as connection:
+        rewind(connection, has_tables)
+    assert look(empty_database_url).revision == FIRST
+    with Store.open(empty_database_url) as store:
+        assert store.schema().ok and not store.served_searches() and not store.usage_since("2026-01-01")
+    assert rows(engine) == before
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"include_object": is_named})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def is_named(_: object, name: str | None, kind: str, *__: object) -> bool:
+    """SQLite's constraints come back without their names."""
+    return kind in ("table", "column", "index")
 
 
 def test_steps_run_in_their_order_from_the_one_after_the_stored_schema(engine: Engine) -> None:

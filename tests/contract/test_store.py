@@ -304,6 +304,31 @@ def test_lookup_falls_back_to_the_models_default_task(store: Store) -> None:
     assert store.lookup("codellama-13b", "default").fallback is None
 
 
+def test_many_tasks_are_looked_up_at_once_as_each_alone(store: Store) -> None:
+    for task in ("poems", "prose", "default"):
+        store.add_layer_set(record(task=task))
+    store.add_layer_set(dataclasses.replace(record(task="poems"), device=A100))
+    asked = ["poems", "prose", "letters", "poems"]
+    for where in ((None, None), (H200, "bfloat16"), (A100, None), ("cpu", "float32")):
+        found = store.lookup_many("codellama-13b", asked, *where)
+        assert found == {task: store.lookup("codellama-13b", task, *where) for task in asked}
+        assert found["letters"].fallback is not None
+    store.rollback("codellama-13b", "poems")
+    assert store.lookup_many("codellama-13b", asked)["poems"] == store.lookup("codellama-13b", "poems")
+    assert store.lookup_many("codellama-13b", asked, alias="vllm") == store.lookup_many("none", asked) == {}
+
+
+def test_number_of_the_newest_move_grows_with_the_moves_of_its_model_alone(store: Store) -> None:
+    assert store.newest_move(record().fingerprint or "") == 0
+    first = store.add_layer_set(record())
+    number = store.newest_move(first.fingerprint or "")
+    store.add_layer_set(record(model="qwen", fingerprint="e"))
+    store.add_layer_set(record(), promote=False)
+    assert store.newest_move(first.fingerprint or "") == number > 0
+    store.promote("codellama-13b", first.task, 2)
+    assert store.newest_move(first.fingerprint or "") > number
+
+
 def test_lookup_names_the_nearest_and_the_command_when_nothing_fits(store: Store) -> None:
     with pytest.raises(LayerSetNotFound, match=r"no layer set is stored for codelama-13b/humaneval: run"):
         store.lookup("codelama-13b", "humaneval")

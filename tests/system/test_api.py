@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from api import LOOKUP, MODEL, RECORD, TASK, client_of, filled, problem, sse, submission
+from sqlalchemy import event
 from starlette.testclient import TestClient
 
-from swiftopt.core.errors import StoreUnavailable
+from swiftopt.core.errors import StoreError, StoreUnavailable, SwiftoptError
 from swiftopt.core.events import PhaseChanged, PromptFinished
 from swiftopt.core.requests import Lease
 from swiftopt.core.types import Completion, Prompt
@@ -294,20 +295,43 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
 
     asked: list[LookupQuery] = []
 
-    def find(query: LookupQuery) -> dict[str, Any]:
-        asked.append(query)
+    def find(queries: Sequence[LookupQuery]) -> list[dict[str, Any] | SwiftoptError]:
+        asked.extend(queries)
         threading.Event().wait(0.05)
-        if query.model == "away":
+        if any(query.model == "away" for query in queries):
             raise StoreUnavailable("the database is away")
-        return {"model": query.model}
+        return [StoreError("cannot be read") if query.task == "bad" else {"model": query.model} for query in queries]
 
     async def many() -> None:
-        answers = LookupCache(find)
-        found = await asyncio.gather(*(answers.get(LookupQuery(model="m", task="t")) for _ in range(50)))
-        assert len({id(answer) for answer in found}) == 1 and len(asked) == 1
+        answers, one, bad = LookupCache(find), LookupQuery(model="m", task="t"), LookupQuery(model="m", task="bad")
+        found = await asyncio.gather(*(answers.get([one]) for _ in range(50)))
+        assert len({id(answer) for [answer] in found}) == 1 and len(asked) == 1
         for _ in range(2):  # an outage is not kept
             with pytest.raises(StoreUnavailable):
-                await answers.get(LookupQuery(model="away", task="t"))
+                await answers.get([LookupQuery(model="away", task="t")])
         assert len(asked) == 3
+        other = LookupQuery(model="n", task="t")
+        together, alone = answers.get([one, other, bad]), answers.get([one, other, other])
+        refused, found_alone = await asyncio.gather(together, alone, return_exceptions=True)
+        assert isinstance(refused, StoreError), "the error of one query is raised where that is asked for"
+        assert not isinstance(found_alone, BaseException) and [each.status for each in found_alone] == [200] * 3
+        assert asked[3:] == [other, bad], "what is fresh is not asked for, and what is loading only once"
 
     asyncio.run(many())
+
+
+def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(store: Store) -> None:
+    statements: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
+    tasks = [f"task-{n}" for n in range(64)]
+    for task in tasks[:40]:
+        store.add_layer_set(replace(RECORD, task=task))
+    statements.clear()
+    with client_of(store) as client:
+        queries = [{"model": MODEL, "task": task} for task in tasks[:40]]
+        answers = client.post("/v1/layer-sets:lookup", json={"queries": queries}).json()["answers"]
+        assert [answer["task"] for answer in answers] == tasks[:40] and len(statements) <= 3, statements
+        mixed = [{"model": MODEL, "task": "none"}, *queries, {"model": MODEL, "task": TASK, "version": 1}]
+        answers = client.post("/v1/layer-sets:lookup", json={"queries": mixed}).json()["answers"]
+    assert "the nearest is" in answers[0]["detail"] and answers[-1]["version"] == 1 and answers[-1]["alias"] is None
+    assert [answer["task"] for answer in answers[1:-1]] == tasks[:40]

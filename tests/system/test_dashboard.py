@@ -142,7 +142,7 @@ def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytes
     history = History()
     for ago in range(600, -1, -1):  # ten tokens end every second
         monkeypatch.setattr("time.time", lambda ago=ago: 1_000_020.0 + second - ago)
-        history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
+        history.add("a", "code", Period.of(ended(10, 8, 4), 0.5, 1.4))
     found = ServedNow(None, None, history.now("a"), history.total("a"))  # type: ignore[arg-type]
     assert 500 <= found.lately.tokens <= 610 and found.throughput == pytest.approx(10, rel=0.05)
     for length, n in ((600, 10), (3600, 60), (3600, 6)):  # the newest period counts its seconds so far
@@ -154,10 +154,10 @@ def test_now_is_the_last_minute_wherever_the_clocks_minute_is(monkeypatch: pytes
 def test_history_adds_up_by_model_task_and_period(monkeypatch: pytest.MonkeyPatch) -> None:
     history, now = History(), 1_000_000.0
     monkeypatch.setattr("swiftopt.server.metrics.time.time", lambda: now)
-    history.add("a", "code", ended(10, 8, 4), 0.5, 1.4)
-    history.add("a", "notes", ended(20, 0, 0), 0.1, 2.0)
+    history.add("a", "code", Period.of(ended(10, 8, 4), 0.5, 1.4))
+    history.add("a", "notes", Period.of(ended(20, 0, 0), 0.1, 2.0))
     now += 60
-    history.add("b", "code", ended(30, 10, 5), 0.2, 3.1)
+    history.add("b", "code", Period.of(ended(30, 10, 5), 0.2, 3.1))
     every, of_a = history.last(600, 10), history.last(600, 10, "a")
     assert [period.tokens for period in every[-2:]] == [30, 30] and sum(period.requests for period in every) == 3
     assert [period.tokens for period in of_a] == [*[0] * 8, 30, 0]
@@ -178,13 +178,13 @@ def test_history_keeps_the_tasks_of_the_latest_requests(monkeypatch: pytest.Monk
     monkeypatch.setattr("swiftopt.server.metrics.MOST_HISTORIES", 3)
     for task in ("a", "b", "c", "a", "d"):
         now += 20
-        history.add("m", task, ended(10, 8, 4), 0.5, 1.4)
+        history.add("m", task, Period.of(ended(10, 8, 4), 0.5, 1.4))
     assert {task for _, task in history.tasks} == {"a", "c", "d"}
 
 
 def test_traffic_page_shows_figures_without_scripts(store: Store) -> None:
     engines = Engines()
-    engines.metrics.add("tiny", "a/<b>", ended(10, 8, 4), 0.5, 1.4)
+    engines.metrics.add("tiny", "a/<b>", Period.of(ended(10, 8, 4), 0.5, 1.4), 1.4, "stop")
     app = create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines)
     client = TestClient(app)
     found = client.get("/traffic?span=10 minutes").text

@@ -169,7 +169,7 @@ def ended(plain: tuple[int, float], drafted: tuple[int, float]) -> tuple[Complet
 def test_first_page_draws_the_point_of_a_single_request(store: Store) -> None:
     engines = Engines()
     completion, rounds = ended((5, 1.0), (30, 2.0))
-    engines.metrics.add("tiny", "code", completion, 0.5, 3.5, rounds)
+    engines.metrics.add("tiny", "code", Period.of(completion, 0.5, 3.5, rounds), 3.5, "stop")
     app = create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines)
     page = unescape(TestClient(app).get("/").text)
     assert "On average with drafts 15.0, plain 5.0 tokens per second." in page
@@ -192,12 +192,12 @@ def test_hour_that_is_shown_is_the_one_that_has_data(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("time.time", lambda: now)
     assert len(periods_with_data(history, 3600, 60)) == LEAST_POINTS, "nothing has ended"
     completion, rounds = ended((5, 1.0), (30, 2.0))
-    history.add("a", "code", completion, 0.5, 3.5, rounds)
+    history.add("a", "code", Period.of(completion, 0.5, 3.5, rounds))
     only = periods_with_data(history, 3600, 60)
     assert recent_periods(history)[1].at - recent_periods(history)[0].at == 10
     assert len(only) == LEAST_POINTS and only[-1].drafted_tok_s == 15.0 and only[-1].plain_tok_s == 5.0
     now += 1800
-    history.add("a", "notes", completion, 0.5, 3.5, rounds)
+    history.add("a", "notes", Period.of(completion, 0.5, 3.5, rounds))
     both = periods_with_data(history, 3600, 60)
     assert len(both) == 32 and [n for n, period in enumerate(both) if period.requests] == [1, 31]
     assert recent_periods(history)[1].at - recent_periods(history)[0].at == 60, "ten minutes have not all of it"

@@ -29,7 +29,7 @@ from swiftopt.core.events import (
 )
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.types import ORIGINS, LayerSet, Timings, origin_words
-from swiftopt.server.dashboard import render
+from swiftopt.server.dashboard import plans, render
 from swiftopt.server.dashboard.drawing import Plot, differing_parts, layer_map, map_words, spans, ticks
 from swiftopt.server.dashboard.searches import is_news
 from swiftopt.server.dashboard.trial_costs import front_of, tried_sets
@@ -274,6 +274,23 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 1 <= len(found) <= 7 and all(low - 1e-9 <= each <= high + 1e-9 for each in found)
     assert all(float(f"{each:.4g}") == pytest.approx(each, abs=1e-9) for each in found)
+
+
+def test_plans_are_listed_in_pages_with_every_version_counted(
+    store: Store, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "PER_PAGE", 3)
+    for task in "abcde":
+        for n in (1, 2):
+            store.add_layer_set(LayerSetRecord("m", task, LayerSet(8, frozenset({n})), "f" * 16))
+    found = [re.findall(r"task=([a-e])\"", client.get(f"/plans?page={page}").text) for page in (1, 2)]
+    assert found == [["a", "b", "c"], ["d", "e"]]
+    second = client.get("/plans?page=2").text
+    assert "version 2 of 2" in second and "Page 2 of 2" in second and 'rel="next"' not in second
+    assert "There is no such page" in client.get("/plans?page=3").text
+    versions, n_tasks = store.plan_page(3, 3)
+    of_tasks = [version for version in store.plan_versions() if version.task in "de"]
+    assert versions == of_tasks and n_tasks == 5
 
 
 def test_search_of_10_000_trials_is_small(store: Store, client: TestClient) -> None:

@@ -95,13 +95,13 @@ def test_log_keeps_the_latest_and_no_texts(monkeypatch: pytest.MonkeyPatch) -> N
     assert [each.id for each in log.latest(9, way="drafts")] == ["r3"] and not log.latest(9, task="other")
     assert "the prompt" not in str(log.latest(9)) and "open sesame" not in str(log.latest(9))
     first, second = log.latest(2)
-    assert second.rounds.first[1] is DRAFTED or (second.rounds.first[1] == DRAFTED and first.n_tokens == 10)
+    assert second.rounds.first[1] is DRAFTED or (second.rounds.first[1] == DRAFTED and first.sums.tokens == 10)
 
 
 def test_figures_are_of_the_request_alone() -> None:
-    request = ended()
-    assert request.ratio == pytest.approx(8 / 1.0 / (1 / 0.5)) and request.decode_tok_s == pytest.approx(9 / 1.5)
-    assert request.acceptance_rate == 0.6 and ended(done=plain(NO_GAIN)).ratio is None
+    sums = ended().sums
+    assert sums.ratio == pytest.approx(8 / 1.0 / (1 / 0.5)) and sums.decode_tok_s == pytest.approx(9 / 1.5)
+    assert sums.acceptance_rate == 0.6 and ended(done=plain(NO_GAIN)).sums.ratio is None
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,17 @@ def test_pages_list_and_show_requests(store: Store) -> None:
     gone = client.get("/requests/cmpl-none")
     assert gone.status_code == 404 and "there is no request 'cmpl-none' here" in unescape(gone.text)
     assert "No request has ended yet" in client_with(store).get("/requests").text
+
+
+def test_failed_request_is_listed_with_its_reason(store: Store) -> None:
+    failed = EndedRequest.failed("cmpl-9", "tiny", SECRET, "the engine of tiny died: ask again", 1.5, "ann")
+    client = client_with(store, ended(), failed)
+    listed = text(client.get("/requests?way=failed").text)
+    assert "failed" in listed and "the engine of tiny died: ask again" in listed and "stored version 3" not in listed
+    page = text(client.get("/requests/cmpl-9").text)
+    assert "Why it failed" in page and "the engine of tiny died" in page and "1.5 s" in page
+    assert "equal to plain" not in page and "the prompt" not in page
+    assert "died" not in text(client.get("/requests?way=plain").text)
 
 
 def test_texts_are_shown_with_the_key_that_sent_them_alone(store: Store, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from swiftopt.models.costs import machine_name
 from swiftopt.server.app import create_app
 from swiftopt.server.dashboard import moment, number, percent, seconds, tok_s
 from swiftopt.server.engines import Engines
+from swiftopt.server.metrics import Period
 from swiftopt.server.settings import ServerSettings
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService
@@ -201,7 +202,8 @@ def test_traffic_overview_and_metrics_agree_on_what_has_ended(tmp_path: Path) ->
             (1,) * n, "", "length", "adaptive", first_tokens=1, n_prompt_tokens=10, n_cached=4, timings=spent,
             accepted_per_position=(1,) * accepted, **counts,
         )  # fmt: skip
-        engines.metrics.add("tiny", "code", done, waited, waited + 0.02 * n)
+        total_s = waited + 0.02 * n
+        engines.metrics.add("tiny", "code", Period.of(done, waited, total_s), total_s, done.finish_reason)
     with Store.open(str(tmp_path / "a.db")) as store:
         app = create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines)
         client = TestClient(app)

@@ -19,6 +19,7 @@ from swiftopt.core.requests import Lease, ServedModel
 from swiftopt.core.types import Completion, LayerSet, Prompt
 from swiftopt.server.app import create_app
 from swiftopt.server.engines import Engines
+from swiftopt.server.metrics import Period
 from swiftopt.store import Store
 from swiftopt.worker.queue import JobService, RedisQueue
 
@@ -54,7 +55,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     queue = RedisQueue(valkey.url)
     engines = Engines([ServedModel("tiny", "/models/tiny")], 8)
     engines.of["tiny"].tuning = ModelTuning(tasks=(LEARNT,))
-    engines.metrics.add("tiny", "notes", DRAFTED, 0.1, 0.2)
+    engines.metrics.add("tiny", "notes", Period.of(DRAFTED, 0.1, 0.2), 0.2, DRAFTED.finish_reason)
     with Store.open(str(tmp_path_factory.mktemp("board") / "a.db")) as store:
         client = TestClient(create_app(store, JobService(store, queue), queue=queue, engines=engines))
         job = client.post("/v1/jobs", json=submission()).json()["id"]

