@@ -47,6 +47,7 @@ from .job import with_retries
 from .kept_trials import KeptTrials
 from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
 from .served_task import RoundTimings, TaskTraffic
+from .stored_plans import StoredPlans
 
 DRAFT_FORMAT = "int4"
 LEASE_S = 30.0  # Lease of a replica on a task's search. It is renewed after a third of this time.
@@ -54,8 +55,6 @@ SAVE_COSTS_S = 60.0  # Seconds between two writes of the refined costs to the da
 CORPUS_BYTES = 64 << 20  # Memory for finished answers where nothing else is said.
 KEEP_TRIALS_S = 5.0  # Seconds between two writes of a task's trials to the database.
 REFRESH_S = 5.0  # Seconds between two look-ups of plans that other replicas stored.
-# Seconds after which plans are read again although no alias was moved: what is stored may have got another model.
-REREAD_S = 60.0
 # Tasks kept per model. When all of them are tuned, requests with new task names count as the default task.
 MAX_TASKS = 64
 # Cosine between a prompt's hidden state and a task's mean from which the prompt is assigned to that task.
@@ -233,8 +232,7 @@ class Traffic:
         # Task -> end of this replica's lease on its search, on the monotonic clock.
         self._leases: dict[str, float] = {}
         self._queries = BackgroundQueries()
-        # The newest move of an alias at the last look-up of all tasks, and when that was, on the monotonic clock.
-        self._newest_move, self._read_at_s = 0, -math.inf
+        self._stored_plans = None if store is None else StoredPlans(store, runtime, self._has_costs)
         self._kept_trials = KeptTrials(runtime.info.fingerprint, model)
         self._known_sets: tuple[KnownSet, ...] = ()
         if store is not None:
@@ -411,11 +409,11 @@ class Traffic:
             self._tasks[name].looked_up = self.store is None
         task = self._tasks[name]
         task.used_at = time.monotonic()
-        if self.store is not None:
+        if self._stored_plans is not None:
             if not task.looked_up:
-                self._ask_plans("plan", name, [name], partial(self._look_up, self.store, [name]))
+                self._ask_plans("plan", name, [name], self._stored_plans.look_up)
             names = [known_name for known_name, known_task in self._tasks.items() if known_task.looked_up]
-            self._ask_plans("plans", "", names, partial(self._look_again, self.store, names))
+            self._ask_plans("plans", "", names, self._stored_plans.look_again)
         return task
 
     def _drop_task(self) -> bool:
@@ -435,8 +433,15 @@ class Traffic:
         self._kept_trials.forget(task.name)
         return True
 
+    def _has_costs(self, layer_set: LayerSet) -> bool:
+        return not self.costs.missing(layer_set)
+
     def _ask_plans(
-        self, query_name: str, task: str, names: Sequence[str], look_up: Callable[[], Mapping[str, FoundPlan]]
+        self,
+        query_name: str,
+        task: str,
+        names: Sequence[str],
+        look_up: Callable[[Sequence[str]], Mapping[str, FoundPlan]],
     ) -> None:
         """Use the stored plans of these tasks in a moment."""
 
@@ -445,28 +450,7 @@ class Traffic:
                 if (asked_task := self._tasks.get(name)) is not None:
                     self._use_stored_plan(asked_task, plans.get(name))
 
-        self._queries.ask(query_name, task, look_up, take, REFRESH_S)
-
-    def _look_up(self, store: Store, names: Sequence[str]) -> dict[str, FoundPlan]:
-        """Return by task the plan behind the alias `best`, if it is a layer set for adaptive drafts in our format."""
-        runtime = self.runtime
-        plans = store.lookup_many(runtime.info.fingerprint, names, machine_name(runtime), runtime.dtype_name)
-        return {name: plan for name, plan in plans.items() if self._is_usable(plan)}
-
-    def _is_usable(self, plan: FoundPlan) -> bool:
-        record = plan.plan.layer_set
-        if record is None or plan.plan.method != "adaptive" or plan.fallback is not None:
-            return False
-        return not self.costs.missing(record.layer_set)
-
-    def _look_again(self, store: Store, names: Sequence[str]) -> dict[str, FoundPlan]:
-        """Return what `_look_up` does; nothing if no alias of the model was moved since the last time."""
-        newest_move, now_s = store.newest_move(self.runtime.info.fingerprint), time.monotonic()
-        if newest_move == self._newest_move and now_s < self._read_at_s + REREAD_S:
-            return {}
-        plans = self._look_up(store, names)
-        self._newest_move, self._read_at_s = newest_move, now_s
-        return plans
+        self._queries.ask(query_name, task, partial(look_up, names), take, REFRESH_S)
 
     def _use_stored_plan(self, task: TaskTraffic, stored_plan: FoundPlan | None) -> None:
         task.looked_up = True

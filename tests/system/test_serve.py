@@ -1304,7 +1304,7 @@ def test_engine_that_is_killed_comes_back_and_who_had_got_nothing_gets_an_answer
             assert "died" in error["error"]["message"] and done == "[DONE]"
             assert [each.result().choices[0].text for each in waiting] == [expected] * 3
         broken = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0\n'
-        assert "died: ask again" in served.client.get("/requests?way=failed").text
+        assert "died" in served.client.get("/requests?way=failed").text
         assert broken in served.client.get("/metrics").text
         logged = served.log.read_text().splitlines()
         at = [line[:23] for line in logged if "engine=ended" in line or "starting its process" in line]

@@ -400,12 +400,12 @@ def test_what_pays_is_stored_with_its_evidence_and_others_begin_with_it(model: s
     store.add_layer_set(swiftopt.LayerSetRecord(**{**_fields(record), "measured_speedup": 9.0}))
     with_more.task("code")
     assert not with_more._queries._pending  # it was looked up a moment ago
-    with_more._queries._asked_at_s["plan", "code"] -= REFRESH_S
+    with_more._queries._asked_at_s["plans", ""] -= REFRESH_S
     with_more.task("code")
     await_answers(with_more)
     assert task.version == 2
     store.rollback("tiny", "code")
-    with_more._queries._asked_at_s["plan", "code"] -= REFRESH_S
+    with_more._queries._asked_at_s["plans", ""] -= REFRESH_S
     with_more.task("code")
     await_answers(with_more)
     assert task.version == 1, "what was rolled back is left"

@@ -1,0 +1,51 @@
+"""Plans of a served model's tasks as they are stored, which other replicas and operators change."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from ..core.records import FoundPlan
+from ..core.types import LayerSet
+from ..models.costs import machine_name
+from ..models.runtime import Runtime
+from ..store import Store
+
+# Seconds after which plans are read again although no alias was moved: what is stored may have got another model.
+REREAD_S = 60.0
+
+
+class StoredPlans:
+    """Looks up all tasks in one query, and again only if an alias of the model was moved.
+
+    Hundreds of replicas ask every few seconds, and nearly always nothing has changed. Used by one thread.
+
+    Args:   is_usable: whether drafts of a layer set can be made here.
+    Raises: StoreError: in every method, the database is away.
+    """
+
+    def __init__(self, store: Store, runtime: Runtime, is_usable: Callable[[LayerSet], bool]) -> None:
+        self._store, self._runtime, self._is_usable = store, runtime, is_usable
+        self._newest_move, self._read_at_s = 0, -math.inf  # The latter on the monotonic clock.
+
+    def look_up(self, names: Sequence[str]) -> dict[str, FoundPlan]:
+        """Return by task the plan behind the alias `best`, if it is a layer set for adaptive drafts in our format."""
+        runtime = self._runtime
+        plans = self._store.lookup_many(runtime.info.fingerprint, names, machine_name(runtime), runtime.dtype_name)
+        return {name: plan for name, plan in plans.items() if self._is_ours(plan)}
+
+    def look_again(self, names: Sequence[str]) -> dict[str, FoundPlan]:
+        """Return what `look_up` does; nothing if no alias of the model was moved since the last time."""
+        newest_move, now_s = self._store.newest_move(self._runtime.info.fingerprint), time.monotonic()
+        if newest_move == self._newest_move and now_s < self._read_at_s + REREAD_S:
+            return {}
+        plans = self.look_up(names)
+        self._newest_move, self._read_at_s = newest_move, now_s
+        return plans
+
+    def _is_ours(self, plan: FoundPlan) -> bool:
+        record = plan.plan.layer_set
+        if record is None or plan.plan.method != "adaptive" or plan.fallback is not None:
+            return False
+        return self._is_usable(record.layer_set)
