@@ -48,7 +48,18 @@ PLATFORMS = {
 # Developers' scripts, left out of the wheel; in a checkout, `python -m swiftopt.bench.micro` runs one.
 SCRIPTS = {
     "swiftopt.bench": (
-        *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "micro", "parity", "search", "stream_shift"),
+        *(
+            "disturbed_start",
+            "engines",
+            "gpu",
+            "gpu_all",
+            "gpu_peers",
+            "micro",
+            "mixtures",
+            "parity",
+            "search",
+            "stream_shift",
+        ),
         *("tables", "verdicts"),
     ),
     "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),

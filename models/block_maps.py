@@ -24,7 +24,8 @@ from .kernels.build import Kernels
 
 SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (and minimum) for each.
 # Numbers per group for these scale types; all other types have two.
-SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1}
+SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1, layout.EXPONENTS: 1}
+SCALE_BYTES = {layout.ZERO_CODES_F32: 4, layout.EXPONENTS: 1}  # Of a number; those of other types are in 16 bits.
 MOST_TYPES = 64
 PACKED_BYTES = 16 << 20  # Bytes of a file that are packed at once.
 DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
@@ -38,21 +39,22 @@ class BlockForm(NamedTuple):
     bits: int
     group: int
     scale_type: int
+    table: int
 
     def scale_bytes(self, n_in: int) -> int:
         """Return the bytes of the scales of `ROWS` outputs."""
         numbers, groups = SCALE_NUMBERS.get(self.scale_type, 2) * ROWS, n_in // self.group
         if self.scale_type >= layout.SUPER_PAIRS:
             return numbers * (groups + 2 * n_in // SUPER)
-        return numbers * groups * (4 if self.scale_type == layout.ZERO_CODES_F32 else 2)
+        return numbers * groups * SCALE_BYTES.get(self.scale_type, 2)
 
 
 @cache
 def forms(kernels: Kernels) -> dict[int, BlockForm]:
     """Return the GGUF tensor types that the kernels support, by type number."""
-    numbers = (ctypes.c_int32 * (6 * MOST_TYPES))()
+    numbers = (ctypes.c_int32 * (7 * MOST_TYPES))()
     n_types = kernels.gguf_types(numbers)
-    rows = (numbers[6 * i : 6 * i + 6] for i in range(n_types))
+    rows = (numbers[7 * i : 7 * i + 7] for i in range(n_types))
     return {kind: BlockForm(*form) for kind, *form in rows}
 
 
@@ -79,6 +81,7 @@ class PackedBlocks:
             self.form.bits,
             self.form.group,
             self.form.scale_type,
+            self.form.table,
         )
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -87,9 +90,9 @@ class PackedBlocks:
         parts = (outputs[first : first + DEQUANTISED] for first in range(0, self.n_out, DEQUANTISED))
         return torch.cat([self.numbers(part).to(dtype) for part in parts])
 
-    def numbers(self, outputs: Tensor) -> Tensor:
-        """Return the de-quantised weights of some outputs, int64 (n,): float32 (n, in)."""
-        outputs = outputs.contiguous()
+    def numbers(self, outputs: Tensor | None = None) -> Tensor:
+        """Return the de-quantised weights of some outputs, int64 (n,), or of all: float32 (n, in)."""
+        outputs = torch.arange(self.n_out) if outputs is None else outputs.contiguous()
         out_of_range = outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.n_out
         if out_of_range:
             raise IndexError(f"a weight has {self.n_out} outputs")
@@ -145,6 +148,10 @@ class BlockLinear(CodedLinear):
     @property
     def scale_type(self) -> int:
         return self.packed.form.scale_type
+
+    @property
+    def table(self) -> int:
+        return self.packed.form.table
 
     @property
     def weight(self) -> Tensor:

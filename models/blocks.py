@@ -207,7 +207,8 @@ class Block:
     `n_taps`: tokens that a short convolution reads for a row, its own among them, where the layer has one in place of
     attention; 0: it has attention. `clip`: what the projections give lies between it and its negative; None: no bound.
     `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one. `softcap` bounds scores; None: no
-    bound. `added_scale`: what a sub-layer adds is multiplied by it.
+    bound. `sinks`: (heads,) further scores that read nothing; None: none. `added_scale`: what a sub-layer adds is
+    multiplied by it.
     """
 
     def __init__(
@@ -223,6 +224,7 @@ class Block:
         self.scaling = 1.0 if mixer else float(getattr(attn, family.scaling))
         self.clip = _number(config, family.clip)
         self.softcap = _number(config, "attn_logit_softcapping")
+        self.sinks: Tensor | None = None if mixer or family.sinks is None else getattr(attn, family.sinks)
         self.added_scale = _number(config, family.residual_scale) or 1.0
         q_norm, k_norm = (None, None) if mixer else family.head_norms or (None, None)
         self.parts = LayerModules(
@@ -339,7 +341,8 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: Ro
         keys[block.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
         values[block.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
     keys, values = buffer.between(group.start, group.end)
-    return attend(query, keys[block.index], values[block.index], group.mask, block.scaling, block.softcap)
+    own = keys[block.index], values[block.index]
+    return attend(query, *own, group.mask, block.scaling, block.softcap, block.sinks)
 
 
 def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,6 +386,8 @@ def rotation_tables(
         cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
         # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
         cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
+        if family.half_tables:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2
         if family.rotation == "pairs":
             if not torch.equal(cos[:, ::2], cos[:, 1::2]):  # Some modules repeat each value, others all of them.
@@ -410,26 +415,36 @@ def rotation_tables(
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of (rows, heads, head_dim) over (kv_heads, slots, head_dim): (rows, heads * head_dim).
 
     The query heads that share a key head become extra rows of it, so that keys and values are read in place and
     never repeated. `mask` is additive, (groups * rows, slots), see `of_groups`; None: each row sees all. A `softcap`
-    bounds scores: c tanh(score / c).
+    bounds scores: c tanh(score / c). `sinks` (heads,) are further scores that read nothing.
     """
     rows, heads, width = query.shape
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     # (rows, kv_heads, groups, width) -> (kv_heads, groups * rows, width)
     folded = query.view(rows, kv_heads, groups, width).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * rows, width)
-    if softcap is None:
+    if softcap is None and sinks is None:
         mixed = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
-        scores = torch.tanh(folded @ keys.transpose(1, 2) * (scaling / softcap)) * softcap
+        scores = folded @ keys.transpose(1, 2) * scaling
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         scores = scores if mask is None else scores + mask
+        if sinks is not None:
+            beside = sinks.to(scores.dtype).view(1, kv_heads, groups, 1).expand(-1, -1, -1, rows)
+            scores = torch.cat((scores, beside.reshape(1, kv_heads, groups * rows, 1)), dim=-1)
         wide = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        mixed = wide.to(query.dtype) @ values
+        mixed = wide[..., : keys.shape[1]].to(query.dtype) @ values
     return mixed.view(kv_heads, groups, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)
 
 

@@ -116,6 +116,24 @@ class CodedLinear(nn.Module):
         return ZEROS_AS_CODES[self.scales.dtype]
 
     @property
+    def table(self) -> int:
+        """The table that codes are places in, a constant of `kernels.layout`; they are numbers."""
+        return layout.NUMBERS
+
+    def map(self, bias: Tensor | None = None) -> layout.Map:
+        """Describe the map to our kernels. Args: bias: another than its own."""
+        bias = self.bias if bias is None else bias
+        bias_at = None if bias is None else bias.data_ptr()
+        order = None if self.order is None else self.order.data_ptr()
+        assert self.group is not None  # Packed weights have a group size.
+        form = self.n_in, self.n_out, self.bits, self.group, self.scale_type, self.table
+        return layout.Map(self.codes.data_ptr(), bias_at, self.scales.data_ptr(), order, 0, *form)
+
+    def numbers(self) -> Tensor:
+        """Return the de-quantised weight (out, in), float32 as far as the model's dtype is not."""
+        return self.weight
+
+    @property
     def weight(self) -> Tensor:
         """The de-quantised weight (out, in) in the model's dtype, computed at each call."""
         weight = torch.empty((self.n_out, self.n_in), dtype=self.dtype, device=self.codes.device)

@@ -75,6 +75,7 @@ _LFM2: dict[str, Any] = dict(
     mlp_out="w2",
 )
 _SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
+_MIXTRAL: dict[str, Any] = dict(stored=("w1", "w3", "w2"), renamed={".block_sparse_moe.": ".mlp."})
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -284,7 +285,7 @@ FAMILIES: dict[str, Family] = {
         sliding="by_layer",
         experts=Experts(shared="shared_expert", shared_gate="shared_expert_gate"),
     ),
-    "mixtral": Family(models="Mixtral 8x7B and 8x22B", sliding="all", experts=Experts(normalised=True)),
+    "mixtral": Family(models="Mixtral 8x7B and 8x22B", sliding="all", experts=Experts(normalised=True, **_MIXTRAL)),
     "olmoe": Family(models="OLMoE", clip="clip_qkv", head_norms=_HEAD_NORMS, head_norm="whole", experts=Experts()),
     "flex_olmo": Family(
         models="FlexOlmo",
@@ -307,20 +308,28 @@ FAMILIES: dict[str, Family] = {
         head_norms=_HEAD_NORMS,
         sliding="by_layer",
         unrotated="beside_windows",
-        experts=_SIGMOID_EXPERTS,
+        experts=replace(_SIGMOID_EXPERTS, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}),
         mtp=NAMED,
     ),
     "hy_v3": Family(
         models="Hy3",
         head_norms=_HEAD_NORMS,
-        experts=replace(_SIGMOID_EXPERTS, normalised=True),
+        experts=replace(
+            _SIGMOID_EXPERTS,
+            normalised=True,
+            renamed={
+                "mlp.router.gate.weight": "mlp.gate.weight",
+                "mlp.expert_bias": "mlp.e_score_correction_bias",
+                "mlp.shared_mlp.": "mlp.shared_experts.",
+            },
+        ),
         mtp=NUMBERED,
     ),
     "minimax_m2": Family(
         models="MiniMax M2",
         head_norms=_HEAD_NORMS,
         head_norm="whole",
-        experts=Experts(scores="sigmoid", normalised=True),
+        experts=Experts(scores="sigmoid", normalised=True, **_MIXTRAL),
     ),
     "mellum": Family(
         models="Mellum 2",
@@ -340,7 +349,12 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family(
         models="ERNIE 4.5 21B-A3B and 300B-A47B",
         **_WIDE_PAIRS,
-        experts=Experts(shared="shared_experts?", normalised=True, rounds_logits=False),
+        experts=Experts(
+            shared="shared_experts?",
+            normalised=True,
+            rounds_logits=False,
+            renamed={"mlp.moe_statics.": "mlp.gate.moe_statics."},
+        ),
     ),
     "hunyuan_v1_moe": Family(
         models="Hunyuan A13B",
@@ -348,6 +362,23 @@ FAMILIES: dict[str, Family] = {
         head_norm="rotated",
         classes=("hunyuanmoev1",),
         experts=Experts(router="gate.wg", shared="shared_mlp", normalised=True, rounds_logits=False),
+    ),
+    "phimoe": Family(
+        models="Phi-3.5-MoE, Phi-tiny-MoE, Phi-mini-MoE",
+        sliding="all",
+        experts=Experts(
+            router="router",
+            scores="sparse_mixer",
+            stored=_MIXTRAL["stored"],
+            renamed={".block_sparse_moe.gate.": ".mlp.router.", **_MIXTRAL["renamed"]},
+        ),
+    ),
+    "gpt_oss": Family(
+        models="gpt-oss 20B and 120B",
+        half_tables=True,
+        sliding="by_layer",
+        sinks="sinks",
+        experts=Experts(router="router", normalised=True, alternating=True, clamped=True),
     ),
     "cohere2_moe": Family(
         models="Command A MoE",

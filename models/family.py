@@ -18,18 +18,30 @@ class Experts:
     (experts, 2 inner, hidden) and down_proj (experts, hidden, inner). `shared` is an MLP that all rows go through,
     times the sigmoid of `shared_gate`.
 
-    `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says. Weights
-    of a row's experts are their scores, divided by the sum: always (`normalised`), or as norm_topk_prob says. Logits
-    are in float32, or rounded to the model's type before (`rounds_logits`).
+    `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says, or those
+    by which Phi's "sparse_mixer" chooses two. Weights of a row's experts are their scores, divided by the sum: always
+    (`normalised`), or as norm_topk_prob says. Logits are in float32, or rounded to the model's type before
+    (`rounds_logits`).
+
+    Checkpoints that are quantised map by map call an expert's gate, other half and output as in `stored`; parts of the
+    names of a mixture's other tensors there are `renamed` here.
+
+    With `alternating` maps are (experts, inputs, outputs) with biases, a gate's output and the other half's by turns.
+    With `clamped` both halves are bounded, the gate is x · sigmoid(alpha x), and one is added to the other half; the
+    module's `limit` and `alpha` are the numbers (gpt-oss).
     """
 
     router: str = "gate"
     experts: str = "experts"
     shared: str | None = None
     shared_gate: str | None = None
-    scores: Literal["softmax", "sigmoid", "configured"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "configured", "sparse_mixer"] = "softmax"
     normalised: bool = False
     rounds_logits: bool = True
+    stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    alternating: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +76,16 @@ class Family:
     with one key head where the config says multi_query, else grouped. `clip`: the config's bound of what they give.
     `head_norms` are of queries and of keys. `head_norm`: by head, of all heads at once ("whole"), or by head after the
     rotation ("rotated"). `scaling` is the attention module's name for what scores are multiplied by; the config's
-    attn_logit_softcapping bounds them. `inner_norm` is of what the heads read.
+    attn_logit_softcapping bounds them. `sinks`, a tensor of attention (heads,), are further scores, which take a share
+    and read nothing. `inner_norm` is of what the heads read.
 
     `rotation`: which values of a head are a pair: those half the rotated width apart, turned forwards ("halves") or
     backwards ("reversed"), or neighbours ("pairs"). `rotates_wide`: in float32, and rounded once. `unrotated`: layers
     without a rotation: those that the config's no_rope_layers has 0 for ("listed"), all without a window
     ("windowless"), or these if the config has a window ("beside_windows"). With `rotary_by_type` the rotary module
-    takes the layer's type (Gemma 3). `scales_queries`: by position, as in Llama 4. A learned embedding of `positions`
-    is added to the token's. `sliding` tells for which layers a configured window holds.
+    takes the layer's type (Gemma 3); with `half_tables` its tables have one number for a pair. `scales_queries`: by
+    position, as in Llama 4. A learned embedding of `positions` is added to the token's. `sliding` tells for which
+    layers a configured window holds.
 
     The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
     `activation`. With `gated`, the output map reads the product of two halves, one of them behind the activation;
@@ -102,6 +116,7 @@ class Family:
     norm: str = "model.norm"
     rotary: str | None = "model.rotary_emb"
     rotary_by_type: bool = False
+    half_tables: bool = False
     rotation: Literal["halves", "reversed", "pairs"] = "halves"
     rotates_wide: bool = False
     unrotated: Literal["none", "listed", "windowless", "beside_windows"] = "none"
@@ -123,6 +138,7 @@ class Family:
     head_norms: tuple[str, str] | None = None
     head_norm: Literal["by_head", "whole", "rotated"] = "by_head"
     scaling: str = "scaling"
+    sinks: str | None = None
     inner_norm: str | None = None
     out: str = "o_proj"
     mixer: ShortConv | None = None
@@ -180,6 +196,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.unrotated != "none", "layers without rotation"),
     (lambda row: row.scales_queries, "queries scaled by position"),
     (lambda row: row.clip is not None, "clipped q, k and v"),
+    (lambda row: row.sinks is not None, "attention sinks"),
     (lambda row: row.residual_scale is not None, "multipliers of embeddings, scores, sub-layers and logits"),
     (lambda row: row.logit_scale is not None and row.residual_scale is None, "a multiplier of logits"),
     (lambda row: row.projection in ("grouped", "multi_query"), "q, k and v in one map, by key head"),
@@ -188,6 +205,8 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.mixer is not None, "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
+    (lambda row: row.experts is not None and row.experts.clamped, "clamped gates"),
+    (lambda row: row.experts is not None and row.experts.scores == "sparse_mixer", "sparse mixer"),
     (lambda row: row.mtp is not None, "a multi-token-prediction layer"),
 )
 

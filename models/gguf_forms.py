@@ -86,6 +86,22 @@ _EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_SIGMOIDS = {"expert_gating_func": (2,)}  # What scores of experts are: the value of all files of an architecture.
+# Routers as DeepSeek's: sigmoids, divided by their sum or not, times a factor.
+_ROUTED: dict[str, Any] = dict(
+    choices={"expert_weights_norm": ("norm_topk_prob", {True: True, False: False, None: False})},
+    ignored=_SIGMOIDS,
+)
+_DEEPSEEK_EXPERTS = _GROUPS | {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _GRANITE: dict[str, Any] = dict(
     pairs_halves=True,
@@ -238,6 +254,82 @@ FORMS: dict[str, GgufForm] = {
         "qwen2moe",
         fields=RMS_EPSILON | _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "mixtral": GgufForm(**_LLAMA, when=tuple(_LOCAL_EXPERTS), fields=RMS_EPSILON | _LOCAL_EXPERTS),
+    "granitemoe": GgufForm(
+        "granitemoe",
+        **{**_GRANITE, "fields": _GRANITE["fields"] | _LOCAL_EXPERTS},
+        joined={"block_sparse_moe.router": ("ffn_gate_inp",)},
+        flags=_ATTENTION_BIAS,
+        ignored={"rope.scaling.finetuned": (True,)},
+    ),
+    "glm4_moe": GgufForm(
+        "glm4moe",
+        has_head_dim=True,
+        rotates_in_part=True,
+        fields=RMS_EPSILON | _DEEPSEEK_EXPERTS,
+        flags={**_QKV_BIAS, "use_qk_norm": _flag("attn_q_norm.weight")},
+        **_ROUTED,
+    ),
+    "dots1": GgufForm("dots1", has_head_dim=True, fields=RMS_EPSILON | _DEEPSEEK_EXPERTS, **_ROUTED),
+    "exaone_moe": GgufForm(
+        "exaone-moe",
+        has_head_dim=True,
+        fields=RMS_EPSILON
+        | _EXPERTS
+        | _GROUPS
+        | {
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        window_period=4,
+        choices=_ROUTED["choices"],
+        ignored={**_SIGMOIDS, "expert_shared_feed_forward_length": None},
+    ),
+    "minimax_m2": GgufForm(
+        "minimax-m2",
+        has_head_dim=True,
+        rotates_in_part=True,
+        fields=RMS_EPSILON | _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        ignored=_SIGMOIDS,
+    ),
+    "ernie4_5_moe": GgufForm(
+        "ernie4_5-moe",
+        has_head_dim=True,
+        fields=RMS_EPSILON
+        | {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        flags={"use_bias": _flag("attn_output.bias")},
+        ignored={"expert_shared_feed_forward_length": None},
+    ),
+    "hunyuan_v1_moe": GgufForm(
+        "hunyuan-moe",
+        has_head_dim=True,
+        fields=RMS_EPSILON | {"expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        flags=_ATTENTION_BIAS,
+        ignored=dict.fromkeys(
+            ("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count")
+        ),
+    ),
+    "phimoe": GgufForm(
+        "phimoe",
+        fields=RMS_EPSILON | _LOCAL_EXPERTS,
+        scalings=("longrope",),
+        constants={"attention_bias": True, "lm_head_bias": True},
+    ),
+    "gpt_oss": GgufForm(
+        "gpt-oss",
+        has_head_dim=True,
+        fields=RMS_EPSILON | _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        window_period=2,
+        ignored={"expert_gating_func": None},
     ),
     "olmoe": GgufForm("olmoe", pairs_halves=False, fields=RMS_EPSILON | _EXPERTS, constants={"norm_topk_prob": False}),
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
-from .block_experts import PARTS, BlockExperts, packed_experts
+from .block_experts import HALVES, PARTS, BlockExperts, packed_experts, stacked
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
 from .coded import ROWS
 from .families import HeadLayout, family_of, heads_of
@@ -41,8 +41,7 @@ from .saved import (
     supported_type,
 )
 
-EXPERTS_MODULE = "experts"  # Of a mixture, and the maps that each of its parameters holds.
-EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+CORRECTION = "correction_bias"  # In the name of what a router adds to scores: a parameter or a buffer.
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
@@ -100,7 +99,7 @@ def load_gguf(
     file = file or GgufFile(linked_gguf(folder))
     reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
     reported = time.monotonic()
-    names = [name for name, _ in model.named_parameters()]
+    names = list(model.state_dict())
     for number, name in enumerate(names):
         if time.monotonic() - reported > REPORT_S:
             reported = time.monotonic()
@@ -134,6 +133,7 @@ class _Reading:
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
         self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
+        self._experts_module = self.family.experts.experts if self.family.experts is not None else "experts"
         self._read: set[str] = set()
 
     def take(self, name: str) -> None:
@@ -143,7 +143,7 @@ class _Reading:
         """
         self.file.refuse_changed()
         module_name, _, leaf = name.rpartition(".")
-        if leaf in EXPERTS and module_name.endswith(f".{EXPERTS_MODULE}"):
+        if leaf.removesuffix("_bias") in HALVES and module_name.endswith(f".{self._experts_module}"):
             self._take_experts(module_name, leaf)
             return
         tensor = self._tensor(name)
@@ -169,30 +169,38 @@ class _Reading:
                 values = values - self.form.adds_to_norms
             if isinstance(module, Conv1D) and leaf == "weight":
                 values = values.t()
-            _check_shape(self.file.path, tensor, tuple(getattr(module, leaf).shape), tuple(values.shape))
-            self._values[name] = values.to(self.dtype).contiguous()
+            expected = tuple(getattr(module, leaf).shape)
+            if CORRECTION in leaf:  # In float32 whatever the model's type, and in some families a row.
+                self._values[name] = values.view(expected) if values.numel() == math.prod(expected) else values
+                _check_shape(self.file.path, tensor, expected, tuple(self._values[name].shape))
+            else:
+                _check_shape(self.file.path, tensor, expected, tuple(values.shape))
+                self._values[name] = values.to(self.dtype).contiguous()
         self.file.release(tensor)
 
     def _take_experts(self, module_name: str, leaf: str) -> None:
-        """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each."""
-        number = _parts(f"{module_name}.{leaf}", self.family.layers)[0]
-        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.weight") for part in PARTS}
+        """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""
+        number, named = _parts(f"{module_name}.{leaf}", self.family.layers)[0], self.family.experts
+        assert named is not None
+        own, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in PARTS}
         if None in tensors.values():
             return
         whole = {part: tensor for part, tensor in tensors.items() if tensor is not None}
-        experts = self.model.get_submodule(module_name)
-        n_experts, n_hidden, n_inner = experts.down_proj.shape
+        n_experts, *sizes = self.model.get_submodule(module_name).down_proj.shape
+        n_inner, n_hidden = sizes if named.alternating else reversed(sizes)
         for part, tensor in whole.items():
             shape = (n_experts, n_hidden, n_inner) if part == "down" else (n_experts, n_inner, n_hidden)
-            _check_shape(self.file.path, tensor, shape, tensor.shape)
-        if self.kernels is not None and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
-            for part in EXPERTS[leaf]:
+            _check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)
+        keeps = kind == "weight" and self.kernels is not None
+        if keeps and self.kernels and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
+            for part in HALVES[own]:
                 packed = packed_experts(whole[part], self.kernels, self.file.release)
                 self._experts.setdefault(module_name, {})[part] = packed
             return
-        values = [numbers(whole[part]).to(self.dtype) for part in EXPERTS[leaf]]
-        self._values[f"{module_name}.{leaf}"] = torch.cat(values, dim=1).contiguous()
-        for part in EXPERTS[leaf]:
+        values = {part: numbers(whole[part]).to(self.dtype) for part in HALVES[own]}
+        self._values[f"{module_name}.{leaf}"] = stacked(values, own, named)
+        for part in HALVES[own]:
             self.file.release(whole[part])
 
     def _tensor(self, name: str) -> FileTensor | None:
@@ -209,8 +217,8 @@ class _Reading:
             n_rows = len(self.model.get_submodule(f"{self.family.layers}.{number}.{stem}"))
             _check_shape(self.file.path, stack, (n_rows, *stack.shape[1:]), stack.shape)
             return _rows(stack, row, row + 1, stack.shape[1:])
-        place = self._places.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = self._found(place or "")
+        place = self._places.get_name(self._stored_name(name), try_suffixes=(".weight", ".bias"))
+        tensor = self._found(place or "") or self._found(f"{place}.weight")
         if tensor is None and number and self.family.projection == "split" and module.endswith(self.family.qkv):
             tensor = self._found(f"blk.{number}.attn_qkv.{leaf}")
             if tensor is not None:
@@ -218,6 +226,15 @@ class _Reading:
                 first, last = self._rows_of(self.family.qkv.index(module.rpartition(".")[2]))
                 tensor = _rows(tensor, first, last, (last - first, *tensor.shape[1:]))
         return tensor
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name of a parameter in checkpoints, which llama.cpp's converter goes by."""
+        named = self.family.experts
+        for stored, own in named.renamed.items() if named is not None else ():
+            if own in name:
+                name = name.replace(own, stored, 1)
+                break
+        return name.replace(CORRECTION, "correction.bias")
 
     def _found(self, name: str) -> FileTensor | None:
         tensor = self.file.tensors.get(name)
@@ -288,14 +305,19 @@ class _Reading:
                 made = BlockLinear(packed, getattr(module, "bias", None), self.dtype)
             self.model.set_submodule(module_name, made)
         for module_name, maps in self._experts.items():
-            activation = self.model.get_submodule(module_name).act_fn
-            self.model.set_submodule(module_name, BlockExperts(maps, activation, self.dtype))
+            module, named = self.model.get_submodule(module_name), self.family.experts
+            assert named is not None
+            self.model.set_submodule(module_name, BlockExperts(maps, named, module, self.dtype))
         self.model.tie_weights()
-        refuse_missing([name for name, one in self.model.named_parameters() if one.is_meta], self.file.path)
+        missing = [name for name, one in self.model.named_parameters() if one.is_meta]
+        missing += [name for name, _ in self.model.named_buffers() if CORRECTION in name and name not in self._values]
+        refuse_missing(missing, self.file.path)
 
     def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
         if self.kernels is None or leaf != "weight" or tensor.kind not in forms(self.kernels):
             return False
+        if self.family.experts is not None and module_name.endswith(f".{self.family.experts.router}"):
+            return False  # A router of some families is a linear map that does more.
         return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
 
     def _order(self, module_name: str, tensor: FileTensor) -> Tensor | None:

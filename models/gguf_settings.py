@@ -41,6 +41,7 @@ FIELDS = {
     "vocab_size": "vocab_size",
 }
 NEEDED = tuple(FIELDS)[:5]
+COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
 FIRST = "blk.0."  # How the names of the first layer's tensors begin.
 # Settings without a config field, and their values that do not change what the model computes; None: no value does.
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
@@ -144,7 +145,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         given["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
     config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
     for name, field in form.fields.items():
-        if value := settings.number(name):
+        if (value := settings.number(name, COUNTS.get(name))) or name in COUNTS:
             config[field] = value
     for field, (tensor, if_there, if_not) in form.flags.items():
         names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}

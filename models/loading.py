@@ -27,6 +27,7 @@ from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
 from .adapters import Adapter, read_adapter
+from .block_experts import BlockExperts
 from .buffer import free_bytes
 from .checkpoints import read_model, reading
 from .coded import CodedLinear
@@ -237,7 +238,7 @@ def _load_model(
             if scheme.format == "gguf":
                 model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)
             else:
-                model, n_parameters = load_packed(folder, scheme, dtype, doing, step)
+                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded)
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)
@@ -356,12 +357,12 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
     chosen = kernels()
     if isinstance(chosen, str):
         return chosen
-    turned = outputs_first(runtime.hf_model) if lay_out else []
+    turned = outputs_first(runtime) if lay_out else []
     try:
         runtime.native = NativePasses(runtime, chosen)
     except Unsupported as error:
-        for module in turned:
-            module.weight.data = module.weight.data.contiguous()
+        for parameter in turned:
+            parameter.data = parameter.data.contiguous()
         return str(error)
     runtime.speed = "native"
     runtime.copies.lay_out(packed=True)
@@ -416,14 +417,20 @@ def random_runtime(config: LlamaConfig, device: str) -> Runtime:
     return Runtime(model.eval().requires_grad_(False), None, info_of(model, "random"))
 
 
-def outputs_first(model: nn.Module) -> list[Conv1D]:
-    """Lay the weights of GPT-2's maps, which hold an input's weights together, out as all others: by outputs.
+def outputs_first(runtime: Runtime) -> list[nn.Parameter]:
+    """Lay weights out by outputs, as all others, where GPT-2's maps and gpt-oss's experts hold an input's together.
 
-    Returns: the maps that were transposed.
+    Returns: the weights that were transposed.
     """
-    turned = [module for module in model.modules() if isinstance(module, Conv1D) and module.weight.is_contiguous()]
-    for module in turned:
-        module.weight.data = module.weight.data.t().contiguous().t()
+    named = runtime.family.experts
+    weights = [module.weight for module in runtime.hf_model.modules() if isinstance(module, Conv1D)]
+    if named is not None and named.alternating:
+        experts: list[Any] = [block.parts.mlp.get_submodule(named.experts) for block in runtime.blocks]
+        plain = [one for one in experts if not isinstance(one, BlockExperts)]
+        weights += [weight for one in plain for weight in (one.gate_up_proj, one.down_proj)]
+    turned = [weight for weight in weights if weight.is_contiguous()]
+    for weight in turned:
+        weight.data = weight.data.transpose(-1, -2).contiguous().transpose(-1, -2)
     return turned
 
 

@@ -13,6 +13,7 @@ import torch
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from .config_bounds import ADVICE
+from .expert_checkpoints import BLOCKS
 from .families import family_of, heads_of, slot_values
 from .fingerprint import plain_name
 from .gguf_model import held_bytes
@@ -136,6 +137,9 @@ def _size(
 ) -> tuple[int, int]:
     """Return the bytes in memory of a stored tensor, and how many parameters it stands for."""
     leaf = name.rpartition(".")[2]
+    if scheme is not None and scheme.format == "mxfp4" and not shape.is_plain:
+        n_values = 2 * shape.n_values if leaf.endswith(f"_{BLOCKS}") else 0
+        return shape.n_bytes if codes_stay else n_values * dtype.itemsize, n_values
     if scheme is None or (shape.is_plain and (leaf in CODES or leaf not in NAMES.get(scheme.format, ()))):
         return shape.n_values * dtype.itemsize, shape.n_values
     n_values = 8 * shape.n_bytes // scheme.bits if leaf in CODES and not shape.is_plain else 0

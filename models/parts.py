@@ -17,17 +17,19 @@ IDLE = (nn.Identity, nn.Dropout)  # Modules that do nothing in evaluation mode.
 ADVICE = "swiftopt would leave it out and give other text: use transformers' own generate, or a model without it"
 
 
-def refuse_unnamed(model: nn.Module, parts: Iterable[Any]) -> None:
+def refuse_unnamed(model: nn.Module, parts: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
     """Raises: UnsupportedModel: the model has a module, parameter, buffer or hook outside of its parts.
 
-    Args: parts: the modules that a runtime calls, each with all that it holds; None: the model has no such part.
+    Args:   parts: the modules that a runtime calls, each with all that it holds; None: the model has no such part.
+            tensors: that it reads itself.
     """
+    read = {id(tensor) for tensor in tensors}
     called = {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
     for name, module in model.named_modules():
         if module in called:
             continue
         kind = f"{type(module).__name__} at {name or 'its root'}"
-        for tensor in _stored(module):
+        for tensor in (name for name in _stored(module) if id(getattr(module, name)) not in read):
             raise UnsupportedModel(f"the {kind} has a {tensor} that belongs to no known part of the model: {ADVICE}")
         if next(module.children(), None) is None and not isinstance(module, (*IDLE, nn.ModuleList)):
             raise UnsupportedModel(f"the {kind} is no known part of the model: {ADVICE}")

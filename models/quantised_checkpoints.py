@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors and fp8 without their libraries, bitsandbytes by its own.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, fp8 and MXFP4 without libraries, bitsandbytes by its own.
 
 Of the former the model is built without memory, its quantised linear maps become `CodedLinear`, or plain ones where
 their codes are 8-bit floats, and all else is read as it is stored. bitsandbytes (LLM.int8, nf4 and fp4, also with coded
@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, UnsupportedModel
 from .coded import CodedLinear, Codes, plain_linear
+from .expert_checkpoints import BLOCKS, SCALES, mixtures_of, read_experts, read_mxfp4, renamed, stored_experts
 from .families import family_of
 from .fingerprint import plain_name
+from .kernels.build import kernels
 from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, supported_config
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 from .stored_tensors import stored_tensors
@@ -40,6 +43,7 @@ NAMES: dict[CheckpointFormat, tuple[str, ...]] = {
     "int-quantized": WHOLE,
     "float-quantized": WHOLE[:2],
     "fp8": ("weight_scale_inv", "weight"),
+    "mxfp4": (BLOCKS, SCALES),
 }
 BIAS = "bias"  # GPTQ files store a bias of zeros even where the model has no bias.
 OPTIONAL = ("g_idx", "weight_zero_point", "weight_g_idx", "weight_shape")
@@ -50,41 +54,82 @@ MARKS = {"int8": ".SCB", "nf4": ".quant_state.bitsandbytes__nf4", "fp4": ".quant
 PACKED_ROWS = 32  # Outputs per block of bitsandbytes' own weight layout for CPUs.
 
 
-def load_packed(folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep) -> tuple[Any, int]:
+def load_packed(
+    folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep, coded: bool = True
+) -> tuple[Any, int]:
     """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
-    Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read.
+    Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read. coded:
+             False: experts are de-quantised, for our kernels do not compute them.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
     model, dtype_asked = empty_model(folder, dtype)
+    named = family_of(model.config).experts
+    chosen = kernels() if coded and dtype_asked in (torch.bfloat16, torch.float32) else "experts are computed by torch"
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
     with stored_tensors(folder) as tensors:
-        stored_names = {plain_name(name): name for name in tensors.shapes()}
+        stored_names = {renamed(plain_name(name), named): name for name in tensors.shapes()}
         rest = {places[name]: stored for name, stored in stored_names.items() if name in places}
         maps = _quantised_maps(model, scheme, stored_names)
-        if not maps:
+        blocks = [
+            name for name in mixtures_of(model, named) if plain_name(f"{name}.down_proj_{BLOCKS}") in stored_names
+        ]
+        experts = stored_experts(model, named, NAMES[scheme.format], stored_names)
+        if not maps and not experts and not blocks:
             raise _none_stored(folder, scheme)
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
-        reported = time.monotonic()
-        for number, (name, parts) in enumerate(maps.items()):
+        read_here |= {stored for one in experts for stored in one.names()}
+        n_read, n_all, reported = 0, len(maps) + len(experts) + len(blocks), time.monotonic()
+
+        def done() -> None:
+            nonlocal n_read, reported
+            n_read += 1
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                on_step(f"{doing}, {100 * number // len(maps)} % of the weights")
+                on_step(f"{doing}, {100 * n_read // n_all} % of the weights")
+
+        def make(parts: Mapping[str, Tensor], n_out: int, n_in: int) -> CodedLinear | nn.Linear:
+            empty = nn.Linear(n_in, n_out, bias=False, device="meta")
+            if NAMES[scheme.format][0] not in parts:  # An expert that the checkpoint leaves as it was.
+                return plain_linear(_shaped(parts, "weight", n_out, n_in, parts["weight"].dtype), None)
+            return _made(scheme, empty, parts, dtype_asked)
+
+        def read_block(name: str) -> Tensor:
+            stored = stored_names.get(plain_name(name))
+            if stored is None:
+                raise _Mismatch(f"it lacks {name}")
+            read_here.add(stored)
+            return cast(Tensor, tensors.read(stored))
+
+        # Biases of experts come first: they go where the maps go.
+        within = [f"{name}." for name in (*blocks, *(one.module for one in experts))]
+        first = {name: rest.pop(name) for name in list(rest) if name.startswith(tuple(within))}
+        _take_rest(model, {name: tensors.read(at) for name, at in first.items()}, dtype_asked, folder)
+        for stored in experts:
+            assert named is not None
+            with _fitting(stored.module, folder, scheme):
+                kept = not isinstance(chosen, str)
+                read_experts(
+                    model, stored, named, dtype_asked, kept, lambda name: tensors.read(name).contiguous(), make
+                )
+            done()
+        for name in blocks:
+            assert named is not None
+            with _fitting(name, folder, scheme):
+                read_mxfp4(model, name, named, dtype_asked, None if isinstance(chosen, str) else chosen, read_block)
+            done()
+        for name, parts in maps.items():
             rest.pop(f"{name}.bias", None)
             rest.pop(f"{name}.weight", None)
             read = {part: tensors.read(stored).contiguous() for part, stored in parts.items()}
-            try:
+            with _fitting(name, folder, scheme):
                 made = _made(scheme, model.get_submodule(name), read, dtype_asked)
-            except _Mismatch as error:
-                raise ModelNotFound(
-                    f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy"
-                    " the model again"
-                ) from None
             if name == "lm_head":
                 model.config.tie_word_embeddings = False  # The quantised LM head has its own weights, so do not tie it.
             model.set_submodule(name, made)
+            done()
         _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, dtype_asked, folder)
     model.tie_weights()
     refuse_missing([name for name, parameter in model.named_parameters() if parameter.is_meta], folder)
@@ -138,8 +183,20 @@ def _take_rest(model: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtyp
     model.load_state_dict({name: value.to(dtype) for name, value in values.items()}, strict=False, assign=True)
 
 
-class _Mismatch(Exception):
+class _Mismatch(ValueError):
     """A map's stored tensors do not fit the config; the message says how."""
+
+
+@contextmanager
+def _fitting(name: str, folder: Path, scheme: Scheme) -> Iterator[None]:
+    """Turn a mismatch of what is read into an error that names the map."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelNotFound(
+            f"{name} in {folder} is not what its config.json says ({scheme.words}): {error}; download or copy the model"
+            " again"
+        ) from None
 
 
 def _made(scheme: Scheme, module: Any, parts: Mapping[str, Tensor], dtype: torch.dtype) -> CodedLinear | nn.Linear:

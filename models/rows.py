@@ -417,7 +417,9 @@ class TableRows:
         query = kernels.store(query, key, value, self._data, rotation, layer, n_layers)
         view, n_tiles = table.field(self._view), table.n_tiles[self._view]
         return kernels.attend(
-            query, self._data, view, n_tiles, table.n_slots, layer, n_layers, key.shape[1], block.scaling, block.softcap
+            *(query, self._data, view, n_tiles, table.n_slots, layer, n_layers, key.shape[1], block.scaling),
+            softcap=block.softcap,
+            sinks=block.sinks,
         )
 
 

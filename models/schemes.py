@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from ..core.errors import UnsupportedModel
 
 CheckpointFormat = Literal[
-    "gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "bitsandbytes", "gguf"
+    "gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "mxfp4", "bitsandbytes", "gguf"
 ]
 SCHEME_BITS: dict[str, tuple[int, ...]] = {
     "gptq": (4, 8),
@@ -19,6 +19,7 @@ SCHEME_BITS: dict[str, tuple[int, ...]] = {
     "int-quantized": (8,),
     "float-quantized": (8,),
     "fp8": (8,),
+    "mxfp4": (4,),
     "bitsandbytes": (4, 8),
     "gguf": tuple(range(2, 33)),
 }
@@ -29,7 +30,7 @@ COMPRESSED = {
 }  # compressed-tensors formats and the number type of their codes.
 SUPPORTED = (
     "use GPTQ (4 or 8 bits), AWQ (gemm, 4 bits), compressed-tensors (pack-quantized, int-quantized or float-quantized"
-    " weights), fp8, bitsandbytes, a GGUF file, or the model as it was before"
+    " weights), fp8, mxfp4 (experts of gpt-oss), bitsandbytes, a GGUF file, or the model as it was before"
 )
 CONFIG_KEYS = ("quantization_config", "compression_config")  # compression_config: the former key of compressed-tensors.
 EIGHT = 8  # Group sizes must be multiples of 8.
@@ -185,6 +186,7 @@ _SCHEME_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": lambda found: Scheme("mxfp4", 4, 32, symmetric=True),
     "bitsandbytes": _bitsandbytes,
     "gguf": lambda found: Scheme("gguf", int(found["bits"]), None),
 }

@@ -291,7 +291,7 @@ class StackedLayers:
             keys[:, slot], values[:, slot] = key[row], value[row]
             visible_slots = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
             seen = keys[:, visible_slots], values[:, visible_slots]
-            attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap))
+            attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap, block.sinks))
         after_attention = hidden + first.added(attention_out(self._parts, torch.cat(attention_rows)))
         read = hidden if runtime.parallel else after_attention
         return after_attention + first.added(mlp_out(self._parts, normed(self._parts.mlp_norm, read)))

@@ -36,9 +36,16 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "glm4_moe": "glm4moe",
+    "exaone_moe": "exaone-moe",
+    "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "gpt_oss": "gpt-oss",
 }
 # The converter's classes that derive from LlamaModel, and those of them that do not permute.
-LIKE_LLAMA = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
+LIKE_LLAMA = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
 UNPERMUTED = ("apertus",)
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 NO_OUTPUT = ("gemma", "gemma2", "command-r", "cohere2", "bitnet")
@@ -106,7 +113,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
     """As llama.cpp's own tool rounds: vectors, norms and positions stay in float32."""
     types = gguf.GGMLQuantizationType
-    is_matrix = values.ndim > 1 and "norm" not in name and name != "position_embd.weight"
+    kept = ("norm", "ffn_gate_inp.", "exps.bias")
+    is_matrix = values.ndim > 1 and not any(one in name for one in kept) and name != "position_embd.weight"
     own = types[kind] if is_matrix else types.F32
     if own == types.Q4_K:
         writer.add_tensor(name, _random_q4_k(values), raw_dtype=own)
@@ -354,6 +362,71 @@ def _experts(config: Any) -> Settings:
     }
 
 
+SIGMOID = 2  # gguf.ExpertGatingFuncType.SIGMOID
+
+
+def _deepseek_experts(config: Any) -> Settings:
+    """What Glm4MoeModel and Dots1Model write of routers like DeepSeek's."""
+    return {
+        **_usual(config),
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_gating_func": SIGMOID,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+
+
+def _exaone_moe(config: Any) -> Settings:
+    return {
+        **_experts(config),
+        **_windows(config),
+        "vocab_size": config.vocab_size,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_shared_feed_forward_length": config.moe_intermediate_size * config.num_shared_experts,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_gating_func": SIGMOID,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+    }
+
+
+def _ernie_moe(config: Any) -> Settings:
+    return {
+        **_usual(config),
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+    }
+
+
+def _hunyuan_moe(config: Any) -> Settings:
+    return {
+        **_hunyuan(config),
+        "expert_count": config.num_experts,
+        "expert_used_count": config.moe_topk,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 1,
+    }
+
+
+def _gpt_oss(config: Any) -> Settings:
+    window = {"attention.sliding_window": config.sliding_window}
+    return {**_usual(config), **window, "expert_feed_forward_length": config.intermediate_size}
+
+
 _OWN: dict[str, Callable[[Any], Settings]] = {
     **dict.fromkeys(LIKE_LLAMA, _like_llama),
     "gemma": _gemma,
@@ -390,6 +463,20 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
         "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
     },
     "qwen3moe": _experts,
+    "granitemoe": _granite,
+    "glm4moe": lambda config: {**_deepseek_experts(config), "rope.dimension_count": _rotated(config)},
+    "dots1": _deepseek_experts,
+    "exaone-moe": _exaone_moe,
+    "minimax-m2": lambda config: {
+        **_usual(config),
+        "expert_feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": int(_head(config) * _rope(config).get("partial_rotary_factor", 1.0)),
+        "expert_gating_func": SIGMOID,
+    },
+    "ernie4_5-moe": _ernie_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "phimoe": lambda config: {**_usual(config), "attention.sliding_window": config.sliding_window or 0},
+    "gpt-oss": _gpt_oss,
     "olmoe": lambda config: {**_experts(config), "attention.layer_norm_rms_epsilon": config.rms_norm_eps},
 }
 
@@ -421,14 +508,25 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.stack([state[f"{norms[1]}.norms.{head}.weight"] for head in range(n_heads)])
             name = f"{norms[1]}.weight"
         layer = re.search(r"\.(\d+)\.", name)
-        if name.endswith(".experts.gate_up_proj") and layer is not None:
-            gate, up = tensor.chunk(2, dim=1)
-            yield f"blk.{layer[1]}.ffn_gate_exps.weight", gate
-            yield f"blk.{layer[1]}.ffn_up_exps.weight", up
+        if ".experts." in name and layer is not None:
+            part, kind = name.rpartition(".")[2].removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+            if architecture == "gpt-oss" and kind == "weight":
+                tensor = tensor.transpose(1, 2)
+            if part == "gate_up_proj":
+                gate, up = (tensor[:, ::2], tensor[:, 1::2]) if architecture == "gpt-oss" else tensor.chunk(2, dim=1)
+                yield f"blk.{layer[1]}.ffn_gate_exps.{kind}", gate
+                yield f"blk.{layer[1]}.ffn_up_exps.{kind}", up
+            else:
+                yield f"blk.{layer[1]}.ffn_down_exps.{kind}", tensor
             continue
-        if name.endswith(".experts.down_proj") and layer is not None:
-            yield f"blk.{layer[1]}.ffn_down_exps.weight", tensor
+        if name.endswith("e_score_correction_bias") and layer is not None:
+            yield f"blk.{layer[1]}.exp_probs_b.bias", tensor.flatten()
             continue
+        if "block_sparse_moe.router." in name and layer is not None:
+            yield f"blk.{layer[1]}.ffn_gate_inp.weight", tensor
+            continue
+        if name.endswith(".sinks"):
+            name += ".weight"
         if "shared_mlp.input_linear" in name and layer is not None:
             gate, up = tensor.chunk(2)
             yield f"blk.{layer[1]}.ffn_gate.weight", gate

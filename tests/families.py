@@ -187,6 +187,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "use_expert_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    "phimoe:window": {"sliding_window": WINDOW, "attention_bias": False},
+    "gpt_oss": {**_WINDOWS, "head_dim": 16, "rope_parameters": {**_YARN, "truncate": False}},
     "cohere2_moe": {
         **_WINDOWS,
         "logit_scale": 0.3,

@@ -392,6 +392,7 @@ template <class T> struct Reader {
     int64_t oldest, n_seen;
     const T* query;  // (n_heads, width)
     T* out;
+    const T* sinks;  // (n_heads,) scores of no slot, null: none
     int64_t end() const { return oldest + n_seen; }
     // Whether places and slots have the same numbers in its first run.
     bool in_place() const { return first < last && first->start == oldest; }
@@ -488,6 +489,10 @@ static void attend(
             mix<T>(m, scores + h * BESIDE + place / Word<T>::PER, slots, first, n_places, values, width, block, mixed + h * wide);
         });
     }
-    for (int h = 0; h < n; h++)
-        Word<T>::divide(mixed + h * wide, totals[h].sum, width, rows[h / n_heads].out + h % n_heads * width);
+    for (int h = 0; h < n; h++) {
+        const Reader<T>& row = rows[h / n_heads];
+        float sum = totals[h].sum;
+        if (row.sinks) sum += exp(splat(to_float(row.sinks[h % n_heads]) - totals[h].largest))[0];
+        Word<T>::divide(mixed + h * wide, sum, width, row.out + h % n_heads * width);
+    }
 }

@@ -139,7 +139,7 @@ static inline void tile_of(
 
 template <class T, int OUTS>
 static void products_by(
-    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, int next) {
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, const T* next) {
     constexpr int MOST = TILE / OUTS;
     const int n_shares = (m + MOST - 1) / MOST, share = n_shares ? (m + n_shares - 1) / n_shares : 0;
     auto one = [&](int row, int out, int at, const T* ahead, int n_ahead) {
@@ -158,7 +158,7 @@ static void products_by(
         // evenly, for a processor waits when it has asked for too much at a time.
         for (int out = 0; out < n; out += OUTS)
             for (int at = 0; at == 0 || at < k; at += BLOCK) {
-                const T* ahead = w + (at + BLOCK < k ? out * ldw + at + BLOCK : (out + OUTS < n ? out + OUTS : next) * ldw);
+                const T* ahead = at + BLOCK < k ? w + out * ldw + at + BLOCK : out + OUTS < n ? w + (out + OUTS) * ldw : next;
                 for (int turn = 0; turn < n_shares; turn++) {
                     const int from = turn * OUTS / n_shares, to = (turn + 1) * OUTS / n_shares;
                     one(turn * share, out, at, ahead + from * ldw, to - from);
@@ -167,7 +167,7 @@ static void products_by(
     } else {
         // Many rows: the weights of this call stay in the cache, block by block. The next block's are asked for tile by tile.
         for (int at = 0; at == 0 || at < k; at += BLOCK) {
-            const T* ahead = at + BLOCK < k ? w + at + BLOCK : w + next * ldw;
+            const T* ahead = at + BLOCK < k ? w + at + BLOCK : next;
             for (int turn = 0; turn < n_shares; turn++)
                 for (int out = 0; out < n; out += OUTS)
                     one(turn * share, out, at, ahead + out * ldw, out / OUTS % n_shares == turn ? OUTS : 0);
@@ -175,11 +175,11 @@ static void products_by(
     }
 }
 
-// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0. What this thread will probably be asked for next begins
-// `next` outputs behind the first.
+// All of C, (m, n) with rows `ldc` apart. K may be 0: then C is 0. `next`: where the weights begin that this thread will
+// probably be asked for next.
 template <class T>
 static void products(
-    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, int next) {
+    const T* x, int64_t ldx, int m, const T* w, int64_t ldw, int n, int k, float* c, int64_t ldc, const T* next) {
 #if defined(WITH_AVX512)
     if (m == 7 || m == 8) return products_by<T, 3>(x, ldx, m, w, ldw, n, k, c, ldc, next);  // one turn in place of two
 #endif

@@ -58,8 +58,8 @@ if importlib.util.find_spec("triton") is not None:
     @triton.jit(do_not_specialize=["layer"])
     def _attend(
         query, table, sums, tops, weights, layer, n_layers, stride, view, n_groups, n_heads, q_stride, scaling,
-        softcap, HAS_CAP: tl.constexpr, ROWS_: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-        SPLIT_: tl.constexpr, READ: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
+        softcap, sinks, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS_: tl.constexpr, WIDTH: tl.constexpr,
+        PADDED: tl.constexpr, SPLIT_: tl.constexpr, READ: tl.constexpr, BUFFER_: tl.constexpr, CAPACITY_: tl.constexpr,
         START_: tl.constexpr, RUN_: tl.constexpr, LISTED_: tl.constexpr, FIRST_: tl.constexpr,
         COUNT_: tl.constexpr, LIST_: tl.constexpr, WHOLE: tl.constexpr,
     ):  # fmt: skip
@@ -113,6 +113,14 @@ if importlib.util.find_spec("triton") is not None:
                 total = tl.dot(share.to(value.dtype), value, total * kept[:, None], input_precision="ieee")
                 top = higher
             at = (rows * n_heads + heads) * n_splits + split
+            if HAS_SINKS and split == 0:  # One of a row's splits has the sink, as a score that reads nothing.
+                sink = tl.load(sinks + heads, mask=there, other=float("-inf")).to(tl.float32)
+                higher = tl.maximum(top, sink)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                kept = tl.exp(top - base)
+                weight = weight * kept + tl.exp(sink - base)
+                total = total * kept[:, None]
+                top = higher
             if WHOLE:  # A row's one split is its answer: `_merge` would give the same bits.
                 total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
             else:
@@ -190,7 +198,7 @@ def store(
 @on_its_device
 def attend(
     query: Tensor, table: Tensor, view: int, n_tiles: int, n_slots: int, layer: int, n_layers: int, n_kv_heads: int,
-    scaling: float, softcap: float | None = None,
+    scaling: float, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention of (rows, heads, head_dim) over the buffers that a table names: (rows, heads * head_dim).
 
@@ -198,7 +206,7 @@ def attend(
     between them, so that a node of a tree is computed as the token of a chain is.
 
     Args: view: field that the window's view begins with. n_tiles: tiles of that view. n_slots: no row sees more.
-          softcap: bounds scores; None: no bound.
+          softcap: bounds scores; None: no bound. sinks: (heads,) further scores that read nothing; None: none.
     """
     query = query.contiguous()
     rows, heads, width = query.shape
@@ -211,7 +219,8 @@ def attend(
     tops, weights = (out if whole else torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     _attend[(n_tiles, n_kv_heads, n_splits)](
         query, table, sums, tops, weights, layer, n_layers, table.stride(0), view, groups, heads, query.stride(0),
-        scaling, softcap or 0.0, HAS_CAP=softcap is not None, ROWS_=max(TILE, triton.next_power_of_2(groups)),
+        scaling, softcap or 0.0, query if sinks is None else sinks, HAS_CAP=softcap is not None,
+        HAS_SINKS=sinks is not None, ROWS_=max(TILE, triton.next_power_of_2(groups)),
         WIDTH=width, PADDED=padded, SPLIT_=SPLIT, READ=read, BUFFER_=BUFFER, CAPACITY_=CAPACITY, START_=START, RUN_=RUN,
         LISTED_=LISTED, FIRST_=TILE_FIRST, COUNT_=TILE_COUNT, LIST_=LIST, WHOLE=whole, num_stages=ATTENTION_STAGES,
     )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from ..block_experts import PARTS, BlockExperts
+from ..block_experts import PARTS, BlockExperts, biases_of
+from ..coded import GROUPS, CodedLinear
 from ..family import Experts
 from . import layout
 from .layout import Unsupported
@@ -20,22 +22,53 @@ def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return isinstance(weights, Tensor) and weights.dim() == 3 and weights.dtype == dtype and weights.is_contiguous()
 
 
-def _map_of(weight: Tensor) -> layout.Map:
-    n_out, n_in = weight.shape
-    return layout.Map(weight.data_ptr(), None, None, None, n_in, n_in, n_out, 0, 0, 0)
+def _map_of(weight: Tensor, bias: Tensor | None = None) -> layout.Map:
+    (n_out, n_in), bias_at = weight.shape, None if bias is None else bias.data_ptr()
+    return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
 
 
-def maps_of(experts: Any, dtype: torch.dtype, halves: bool) -> tuple[list[layout.Map], list[layout.Map]]:
+def _by_turns(*halves: Sequence[layout.Map]) -> list[layout.Map]:
+    return [one for pair in zip(*halves, strict=True) for one in pair]
+
+
+def _refuse_other_input(gate: Any, up: Any) -> None:
+    """Raises: Unsupported: maps of codes cannot share an input, which is rounded once, or have groups of no kernel."""
+    orders = [getattr(one, "order", None) for one in (gate, up)]
+    groups = {one.group for one in (gate, up) if isinstance(one, CodedLinear)}
+    if len(groups) > 1 or len({None if order is None else tuple(order.tolist()) for order in orders}) > 1:
+        raise Unsupported("experts whose gate and up are grouped in several ways are computed by torch")
+    if not groups <= set(GROUPS):
+        raise Unsupported(f"groups of {min(groups)} weights are computed by torch")
+
+
+def maps_of(
+    experts: Any, named: Experts, dtype: torch.dtype, halves: bool, keep: Callable[[Tensor], Tensor]
+) -> tuple[list[layout.Map], list[layout.Map]]:
     """Describe the maps of each expert: gate and up as one, or with `halves` one after the other, and the output's.
 
-    Maps of a GGUF file's codes are always two.
+    Maps of codes, and those with a gate by turns, are always two.
+
+    Args: keep: keeps a tensor alive as long as what is described, and returns it.
     """
     if isinstance(experts, BlockExperts):
-        gate, up, down = ([packed.map() for packed in experts.maps[part]] for part in PARTS)
-        return [one for pair in zip(gate, up, strict=True) for one in pair], down
+        biases = {part: keep(bias.to(dtype)) for part, bias in experts.biases.items()}
+        gate, up, down = (
+            [one.map(None if part not in biases else biases[part][e]) for e, one in enumerate(experts.maps[part])]
+            for part in PARTS
+        )
+        for one, other in zip(experts.maps["gate"], experts.maps["up"], strict=True):
+            _refuse_other_input(one, other)
+        return _by_turns(gate, up), down
     into, out = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    plain = not getattr(experts, "is_transposed", False) and not getattr(experts, "has_bias", False)
-    if not plain or not _is_stack(into, dtype) or not _is_stack(out, dtype):
+    if named.alternating and into is not None and out is not None:
+        both, down = (weights.detach().transpose(1, 2) for weights in (into, out))
+        if not _is_stack(both, dtype) or not _is_stack(down, dtype):
+            raise Unsupported("experts that lie by inputs are computed by torch")
+        biases = {part: keep(bias.to(dtype)) for part, bias in biases_of(experts, named).items()}
+        places = {"gate": both[:, ::2], "up": both[:, 1::2], "down": down}
+        gate, up, down = ([_map_of(*one) for one in zip(places[part], biases[part], strict=True)] for part in PARTS)
+        return _by_turns(gate, up), down
+    if named.clamped or not _is_stack(into, dtype) or not _is_stack(out, dtype):
         raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
     n_experts, n_hidden, n_inner = out.shape
     if into.shape != (n_experts, 2 * n_inner, n_hidden):
@@ -58,17 +91,19 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     scores = named.scores if named.scores != "configured" else config.expert_selection_fn
     normalised = named.normalised or (scores == "softmax" and named.scores == "configured")
     n_chosen = int(setting("top_k", "num_experts_per_tok", "moe_topk", default=1))
-    if not 0 < n_chosen <= n_experts < MOST_EXPERTS:
+    is_possible = n_chosen == 2 if scores == "sparse_mixer" else n_chosen > 0
+    if not is_possible or not n_chosen <= n_experts < MOST_EXPERTS:
         raise Unsupported(f"a choice of {n_chosen} from {n_experts} experts is computed by torch")
     return layout.Choosing(
         n_experts,
         n_chosen,
         setting("num_group", "n_group", default=1) or 1,
         setting("topk_group", default=1) or 1,
-        scores == "sigmoid",
+        layout.SCORES.index(scores),
         normalised or bool(setting("norm_topk_prob", default=False)),
         float(setting("norm_min", default=1e-20)),
         float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)) * (0.5 if is_mean(config) else 1),
+        float(setting("router_jitter_noise", default=0.0)),
     )
 
 

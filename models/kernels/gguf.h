@@ -8,7 +8,6 @@
 struct Decoded {
     uint8_t codes[SUPER];
     uint16_t d, m;  // float16: of scales, and of what is added or taken off
-    float scale;    // in place of both
     uint8_t scales[SUPER / 16], mins[SUPER / 16];
 };
 
@@ -16,6 +15,7 @@ struct Decoded {
 struct GgufType {
     int number, bytes, inputs, bits, group;
     ScaleType scale_type;
+    Table table;
     void (*decode)(const uint8_t* from, Decoded& to);
 };
 
@@ -52,11 +52,6 @@ static void decode_q8_0(const uint8_t* from, Decoded& to) {
     for (int i = 0; i < 32; i++) to.codes[i] = from[2 + i] ^ 128;
 }
 
-static const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static inline void look_up(const int8_t* table, int half, uint8_t* codes, int n) {
-    for (int i = 0; i < n; i++) codes[i] = uint8_t(table[codes[i]] + half);
-}
-static void decode_iq4_nl(const uint8_t* from, Decoded& to) { decode_q4_0(from, to), look_up(IQ4, 128, to.codes, 32); }
 static void decode_iq4_xs(const uint8_t* from, Decoded& to) {
     const int high = half_at(from + 2);
     to.d = half_at(from);
@@ -64,12 +59,12 @@ static void decode_iq4_xs(const uint8_t* from, Decoded& to) {
         to.scales[g] = uint8_t(((from[4 + g / 2] >> 4 * (g % 2) & 15) | (high >> 2 * g & 3) << 4) - 32);
         decode_halves(from + 8 + 16 * g, to.codes + 32 * g);
     }
-    look_up(IQ4, 128, to.codes, SUPER);
 }
-static void decode_mxfp4(const uint8_t* from, Decoded& to) {
-    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    to.scale = std::ldexp(1.0f, from[0] - 128);
-    decode_halves(from + 1, to.codes), look_up(doubled, 16, to.codes, 32);
+static void decode_mxfp4(const uint8_t* from, Decoded& to) { to.scales[0] = from[0], decode_halves(from + 1, to.codes); }
+// Of checkpoints: their scale, and bytes that have the first input and the second, ….
+static void decode_mxfp4_pairs(const uint8_t* from, Decoded& to) {
+    to.scales[0] = from[0];
+    for (int i = 0; i < 16; i++) to.codes[2 * i] = from[1 + i] & 15, to.codes[2 * i + 1] = from[1 + i] >> 4;
 }
 
 static void decode_q2_k(const uint8_t* from, Decoded& to) {
@@ -122,20 +117,22 @@ static void decode_q6_k(const uint8_t* from, Decoded& to) {
     to.d = half_at(from + 208);
 }
 
+constexpr int CHECKPOINT_MXFP4 = 1039;  // of no file: blocks of MXFP4 as gpt-oss's checkpoints have them, behind their scales
 static const GgufType GGUF_TYPES[] = {
-    {2, 18, 32, 4, 32, CENTRED, decode_q4_0},
-    {3, 20, 32, 4, 32, PAIRS, decode_q4_1},
-    {6, 22, 32, 5, 32, CENTRED, decode_q5_0},
-    {7, 24, 32, 5, 32, PAIRS, decode_q5_1},
-    {8, 34, 32, 8, 32, CENTRED, decode_q8_0},
-    {10, 84, SUPER, 4, 16, SUPER_PAIRS, decode_q2_k},
-    {11, 110, SUPER, 4, 16, SUPER_CENTRED, decode_q3_k},
-    {12, 144, SUPER, 4, 32, SUPER_PAIRS, decode_q4_k},
-    {13, 176, SUPER, 5, 32, SUPER_PAIRS, decode_q5_k},
-    {14, 210, SUPER, 6, 16, SUPER_CENTRED, decode_q6_k},
-    {20, 18, 32, 8, 32, CENTRED, decode_iq4_nl},
-    {23, 136, SUPER, 8, 32, SUPER_CENTRED, decode_iq4_xs},
-    {39, 17, 32, 5, 32, ZERO_CODES_F32, decode_mxfp4},
+    {2, 18, 32, 4, 32, CENTRED, NUMBERS, decode_q4_0},
+    {3, 20, 32, 4, 32, PAIRS, NUMBERS, decode_q4_1},
+    {6, 22, 32, 5, 32, CENTRED, NUMBERS, decode_q5_0},
+    {7, 24, 32, 5, 32, PAIRS, NUMBERS, decode_q5_1},
+    {8, 34, 32, 8, 32, CENTRED, NUMBERS, decode_q8_0},
+    {10, 84, SUPER, 4, 16, SUPER_PAIRS, NUMBERS, decode_q2_k},
+    {11, 110, SUPER, 4, 16, SUPER_CENTRED, NUMBERS, decode_q3_k},
+    {12, 144, SUPER, 4, 32, SUPER_PAIRS, NUMBERS, decode_q4_k},
+    {13, 176, SUPER, 5, 32, SUPER_PAIRS, NUMBERS, decode_q5_k},
+    {14, 210, SUPER, 6, 16, SUPER_CENTRED, NUMBERS, decode_q6_k},
+    {20, 18, 32, 4, 32, CENTRED, IQ4, decode_q4_0},
+    {23, 136, SUPER, 4, 32, SUPER_CENTRED, IQ4, decode_iq4_xs},
+    {39, 17, 32, 4, 32, EXPONENTS, E2M1, decode_mxfp4},
+    {CHECKPOINT_MXFP4, 17, 32, 4, 32, EXPONENTS, E2M1, decode_mxfp4_pairs},
 };
 
 static const GgufType* gguf_type(int number) {
@@ -183,10 +180,7 @@ static void write_scales(const GgufType& type, const Decoded* outputs, uint8_t* 
             memcpy(to, &number, sizeof number), to += sizeof number;
         }
     };
-    if (type.scale_type == ZERO_CODES_F32) {
-        put([](const Decoded& own) { return own.scale; }), put([](const Decoded&) { return 0.0f; });
-        return;
-    }
+    if (type.scale_type == EXPONENTS) return put([](const Decoded& own) { return own.scales[0]; });
     const bool pairs = type.scale_type == PAIRS || type.scale_type == SUPER_PAIRS;
     put([](const Decoded& own) { return own.d; });
     if (pairs) put([](const Decoded& own) { return own.m; });
@@ -213,15 +207,15 @@ static void repack_block(const GgufType& type, const uint8_t* const* rows, const
 }
 
 // The weights of one output as numbers, exact but for one rounding.
-template <int BITS> static void numbers_of(const Packed& from, int64_t output, float* to) {
-    using U = Unit<BITS>;
+template <int KIND> static void numbers_of(const Packed& from, int64_t output, float* to) {
+    using U = Unit<KIND>;
     const int block = int(output / OUTPUTS), own = int(output % OUTPUTS);
-    const uint8_t* codes = from.codes + block * (from.block_bytes() * BITS / 8);
+    const uint8_t* codes = from.codes + block * (from.block_bytes() * bits_of(KIND) / 8);
     float scales[OUTPUTS], zeros[OUTPUTS];
     for (int g = 0; g < from.groups; g++) {
         Sixteen scale, zero;
         const auto shared = from.is_super(from.scale_type) ? from.shared_by(block, g) : Packed::Shared{};
-        from.scales_of(from.scale_type, block, g, float(1 << (BITS - 1)), shared, scale, zero);
+        from.scales_of(from.scale_type, block, g, float(middle_of(KIND)), shared, scale, zero);
         for (int i = 0; i < VECTORS; i++) store(scales + i * LANES, scale.v[i]), store(zeros + i * LANES, zero.v[i]);
         for (int at = 0; at < from.group; at += U::INPUTS, codes += U::LINES * 64) {
             const U unit(codes);

@@ -6,11 +6,14 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 from typing import Any
 
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
-SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU = range(6)
+SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
+SCORES = ("softmax", "sigmoid", "sparse_mixer")  # Of experts.
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
 ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION = range(6)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
-ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED = range(8)
+ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
+SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
+NUMBERS, E2M1, IQ4 = range(3)  # Tables that codes are places in: the values of `Table` in `codes.h`.
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
 
 
@@ -27,7 +30,7 @@ class Map(Structure):
     _fields_ = [
         *_fields(c_void_p, "weight bias scales order"),
         *_fields(c_int64, "stride"),
-        *_fields(c_int32, "n_in n_out bits group scale_type"),
+        *_fields(c_int32, "n_in n_out bits group scale_type table"),
     ]
 
 
@@ -43,6 +46,7 @@ class Attention(Structure):
         *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
         *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm"),
         *_fields(c_float, "scaling softcap clip added_scale"),
+        ("sinks", c_void_p),
     ]
 
 
@@ -69,8 +73,8 @@ class Mlp(Structure):
 
 class Choosing(Structure):
     _fields_ = [
-        *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen sigmoid normalised"),
-        *_fields(c_float, "least scale"),
+        *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen scores normalised"),
+        *_fields(c_float, "least scale jitter"),
     ]
 
 

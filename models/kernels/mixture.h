@@ -21,18 +21,42 @@ struct Choice {  // of an expert by a row, and what its output is multiplied by
     float weight;
 };
 
+// Scores of experts: the softmax of logits, or their sigmoids; or logits by which Phi's router chooses two (arXiv:2409.12136).
+enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER };
 struct Choosing {  // how experts are chosen by scores
     int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
-    int32_t sigmoid, normalised;  // scores: sigmoids of logits, or their softmax; weights are divided by their sum
+    int32_t scores, normalised;   // what scores are; weights are divided by their sum
     float least, scale;           // the least sum that they are divided by; what they are then multiplied by
+    float jitter;                 // of SPARSE_MIXER: half the largest share by which an expert counts beside the best
 };
+
+// The two best experts of one row by their logits, in ascending order. The weight of each is its share of the exponentials of
+// those that are nearly as good, the best not among them for the second.
+static inline void mix_sparsely(const Choosing& how, const float* logits, Choice* choices) {
+    int first = -1;
+    for (int turn = 0; turn < 2; turn++) {
+        int best = -1;
+        for (int e = 0; e < how.n_experts; e++)
+            if (e != first && (best < 0 || logits[e] > logits[best])) best = e;
+        float total = 0;
+        for (int e = 0; e < how.n_experts; e++) {
+            const float behind = logits[best] - logits[e];
+            const bool is_near = !(behind / std::max(std::fabs(logits[e]), logits[best]) > 2 * how.jitter);
+            if (e != first && is_near) total += std::exp(-behind);
+        }
+        choices[turn] = {best, 1.0f / total};
+        first = best;
+    }
+    if (choices[0].expert > choices[1].expert) std::swap(choices[0], choices[1]);
+}
 
 // The experts of one row, in ascending order. `scores`: logits, overwritten. `correction`: added where experts are chosen,
 // null: nothing. `taken` and `groups`: room for n_experts and n_groups values. Of equal scores the first expert's counts.
 static inline void choose(
     const Choosing& how, float* scores, const float* correction, float* taken, float* groups, Choice* choices) {
     const int n = how.n_experts;
-    if (how.sigmoid) {
+    if (how.scores == SPARSE_MIXER) return mix_sparsely(how, scores, choices);
+    if (how.scores == SIGMOID) {
         for (int e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     } else {
         float largest = scores[0], total = 0;

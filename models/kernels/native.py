@@ -160,6 +160,7 @@ class NativePasses:
             block.softcap or 0.0,
             block.clip or 0.0,
             block.added_scale,
+            None if block.sinks is None else self._address(self._kept(block.sinks)),
         )
 
     def _convolution_of(self, block: Block, parts: LayerModules) -> layout.Convolution:
@@ -208,9 +209,11 @@ class NativePasses:
         router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
         shared = submodule(mlp, named.shared)
         # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
-        into, out = maps_of(experts, self.runtime.dtype, halves=shared is not None)
+        into, out = maps_of(experts, named, self.runtime.dtype, shared is not None, self._kept)
         n_experts, n_inner = len(out), out[0].n_in
         activation = layout.Mlp(gated=1, activation=self._activation)
+        if named.clamped:
+            activation.activation, activation.curve[:2] = layout.CLAMPED, (experts.limit, experts.alpha)
         if shared is not None:
             into += [self._map_of(getattr(shared, name)) for name in self.runtime.family.mlp_in]
             out.append(self._map_of(getattr(shared, self.runtime.family.mlp_out)))
@@ -430,13 +433,12 @@ def _rows_of(shares: Iterable[Iterable[range]]) -> Tensor:
 def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
     """Describe a linear map with contiguous weights (n_out, n_in) or with packed codes."""
     bias_at = None if bias is None else bias.data_ptr()
-    if isinstance(weight, CodedLinear | QuantisedLinear):
+    if isinstance(weight, CodedLinear):
+        return weight.map(bias)
+    if isinstance(weight, QuantisedLinear):
         assert weight.group is not None  # Packed weights have a group size.
-        order_tensor = getattr(weight, "order", None)
-        order = None if order_tensor is None else order_tensor.data_ptr()
-        zeros = weight.scale_type if isinstance(weight, CodedLinear) else layout.ZERO_VALUES
-        shape = weight.n_in, weight.n_out, weight.bits, weight.group
-        return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), order, 0, *shape, zeros)
+        form = weight.n_in, weight.n_out, weight.bits, weight.group, layout.ZERO_VALUES
+        return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), None, 0, *form)
     n_out, n_in = weight.shape
     return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
 

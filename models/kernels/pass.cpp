@@ -14,7 +14,7 @@ struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the m
     const void *weight, *bias, *scales;
     const int32_t* order;  // which of its inputs the codes are for, one after the other; null: they are in order
     int64_t stride;        // between the rows of `weight`
-    int32_t n_in, n_out, bits, group, scale_type;
+    int32_t n_in, n_out, bits, group, scale_type, table;
 };
 
 enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE };  // wide: rounded once, behind the weight
@@ -34,6 +34,7 @@ struct Attention {
     int32_t head_norm;
     float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
     float added_scale;             // of what the residual stream gets
+    const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
 };
 
 struct Convolution {  // gated and short, in place of attention; `mixers.h`
@@ -44,12 +45,14 @@ struct Convolution {  // gated and short, in place of attention; `mixers.h`
     float added_scale;
 };
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };
 struct Mlp {
     Norm before, after, inner;
     Map in[2], out;  // gate and up, or one map (of gate and then up where `gated`)
     int32_t n_in_maps, gated, n_inner, activation;
-    float curve[4];  // of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent
+    // Of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent. Of CLAMPED: the bound of both
+    // halves, and the factor in the sigmoid.
+    float curve[4];
     float added_scale;
 };
 
@@ -115,12 +118,12 @@ Packed packed_of(const Map& map) {
     return {map.weight, map.scales, (map.n_in + map.group - 1) / map.group * map.group, map.group, map.scale_type};
 }
 
-// f(bits), as a constant.
-template <class F> void by_bits(int bits, F&& f) {
-    if (bits == 4) f(std::integral_constant<int, 4>{});
-    else if (bits == 5) f(std::integral_constant<int, 5>{});
-    else if (bits == 6) f(std::integral_constant<int, 6>{});
-    else f(std::integral_constant<int, 8>{});
+// f(the kind of a map's codes), as a constant.
+template <class F> void by_kind(const Map& map, F&& f) {
+    const auto is = [&](auto kind) { return kind_of(map.bits, map.table) == kind && (f(kind), true); };
+    is(std::integral_constant<int, 4>{}) || is(std::integral_constant<int, 5>{}) || is(std::integral_constant<int, 6>{}) ||
+        is(std::integral_constant<int, 8>{}) || is(std::integral_constant<int, kind_of(4, E2M1)>{}) ||
+        is(std::integral_constant<int, kind_of(4, IQ4)>{});
 }
 
 float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7
@@ -133,6 +136,8 @@ float gelu_erf(float x) {  // x * Phi(x); erf by Abramowitz and Stegun 7.1.26, o
 }
 
 vf chosen(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
+
+vf smaller(vf a, vf b) { return chosen(a < b, a, b); }
 
 vf activated(vf x, const Mlp& mlp) {
     const int32_t kind = mlp.activation;
@@ -149,6 +154,10 @@ vf activated(vf x, const Mlp& mlp) {
         const float* c = mlp.curve;
         const vf low = exp(chosen(x < c[3], x, splat(c[3]))) - 1.0f - x;
         return chosen(x > 0.0f, x * x * c[0], low * c[1]) + x * c[2];
+    }
+    if (kind == CLAMPED) {
+        const vf low = smaller(x, splat(mlp.curve[0]));
+        return low / (exp(low * -mlp.curve[1]) + 1.0f);
     }
     float lanes[LANES];
     store(lanes, x);
@@ -440,16 +449,23 @@ template <class T> class Runner {
                   codes.sums + row * groups, codes.halves + 2 * row * groups);
     }
 
-    // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`.
+    struct Output {  // one of a map
+        const Map* map;
+        int number;
+    };
+
+    // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`. `next`: where this thread
+    // will probably go on; without a map, in this one if all threads are as fast.
     void outputs(
-        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread) const {
-        const int step = n_threads_;  // panels until this thread's next one, if all are as fast
+        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread,
+        Output next = {}) const {
+        if (!next.map) next = {&map, first + n_threads_ * (last - first)};
         if (map.scales) {
             const Packed packed = packed_of(map);
             const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
-            by_bits(map.bits, [&](auto bits) {
-                packed_products<bits>(
-                    packed, x.codes, rows, b0, b1, c, ldc, step * (b1 - b0), on_line(scratch[thread].items));
+            by_kind(map, [&](auto kind) {
+                packed_products<kind>(
+                    packed, x.codes, rows, b0, b1, c, ldc, onward_to(next), on_line(scratch[thread].items));
             });
         } else {
             const T* weight = (const T*)map.weight + first * map.stride;
@@ -458,13 +474,20 @@ template <class T> class Runner {
             else
 #endif
                 products<T>(x.rows, map.n_in, rows, weight, map.stride, last - first, map.n_in, c, ldc,
-                            step * (last - first));
+                            (const T*)next.map->weight + next.number * next.map->stride);
         }
         if (map.bias) {
             const T* bias = (const T*)map.bias + first;
             for (int r = 0; r < rows; r++)
                 for (int o = 0; o < last - first; o++) c[r * ldc + o] += to_float(bias[o]);
         }
+    }
+
+    static Onward onward_to(const Output& next) {
+        if (!next.map->scales) return {};
+        const Packed packed = packed_of(*next.map);
+        const int block = next.number / OUTPUTS;
+        return {packed.codes + block * (packed.block_bytes() * next.map->bits / 8), packed.scales_at(block)};
     }
 
     // `sink(row, first output, n, values)` for all outputs of a map.
@@ -583,7 +606,7 @@ template <class T> class Runner {
                 const int64_t at = (from + r) * q_size + (kv * group + own) * width;
                 const Run* runs = view->runs.items;
                 rows[r] = {runs + view->first[row], runs + view->first[row + 1], view->oldest[row], view->n_seen[row],
-                           mixed_ + at, inner_ + at};
+                           mixed_ + at, inner_ + at, part.sinks ? (const T*)part.sinks + kv * group + own : nullptr};
             }
             attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, part.softcap,
                    (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
@@ -798,7 +821,18 @@ template <class T> class Runner {
         const int most_inner = std::max(part.n_inner, part.n_shared_inner);
         const int64_t panels = (most_inner + PANEL - 1) / PANEL;
         const bool joint = part.n_in_maps == 1;
-        each(MAPS, thread, shares_.n * panels, 1, [&](int64_t item, int64_t) {
+        const int64_t out_panels = (n_hidden + PANEL - 1) / PANEL, n_items = shares_.n * panels;
+        // Where the thread of an item goes on, if all are as fast: at another expert's map at times.
+        auto onward_in = [&](int64_t item, int half) -> Output {
+            if (item >= n_items) return {&out_of(shares_[0]), int(item - n_items) * PANEL};
+            const Share& share = shares_[item / panels];
+            const int first = int(item % panels) * PANEL;
+            return joint ? Output{&in_of(share), first + half * out_of(share).n_in} : Output{&in_of(share) + half, first};
+        };
+        auto onward_out = [&](int64_t item) -> Output {
+            return {&out_of(shares_[std::min<int64_t>(item / out_panels, int64_t(shares_.n) - 1)]), int(item % out_panels) * PANEL};
+        };
+        each(MAPS, thread, n_items, 1, [&](int64_t item, int64_t) {
             const Share& share = shares_[item / panels];
             const int inner = out_of(share).n_in, first = int(item % panels) * PANEL, last = std::min(first + PANEL, inner);
             if (first >= inner) return;
@@ -807,19 +841,20 @@ template <class T> class Runner {
             T* to = input_of(inner_of_, share).rows + first;
             auto& tile = tiles[thread];
             float *gate = tile.items, *up = gate + whole_sides(share.n) * PANEL;
-            outputs(maps[0], input, share.n, first, last, gate, PANEL, thread);
-            outputs(maps[joint ? 0 : 1], input, share.n, first + joint * inner, last + joint * inner, up, PANEL, thread);
+            const int64_t next = item + n_threads_;
+            outputs(maps[0], input, share.n, first, last, gate, PANEL, thread, onward_in(next, 0));
+            outputs(maps[joint ? 0 : 1], input, share.n, first + joint * inner, last + joint * inner, up, PANEL, thread,
+                    onward_in(next, 1));
             for (int r = 0; r < share.n; r++)
                 gated(part.mlp, gate + r * PANEL, up + r * PANEL, last - first, to + int64_t(r) * inner);
         });
         prepare_shares(inner_of_, thread, out_of);
-        const int64_t out_panels = (n_hidden + PANEL - 1) / PANEL;
         each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
             const Share& share = shares_[item / out_panels];
             const int first = int(item % out_panels) * PANEL, last = std::min(first + PANEL, n_hidden);
             const Input input = input_of(inner_of_, share);
             auto& tile = tiles[thread];
-            outputs(out_of(share), input, share.n, first, last, tile.items, PANEL, thread);
+            outputs(out_of(share), input, share.n, first, last, tile.items, PANEL, thread, onward_out(item + n_threads_));
             for (int r = 0; r < share.n; r++)
                 round_to(out_of_ + (share.first + r) * n_hidden + first, tile.items + r * PANEL, last - first);
         });
@@ -867,7 +902,12 @@ template <class T> class Runner {
     static void gated(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
         for (int at = 0; at < n; at += LANES) {
             vf a = as_stored<T>(activated(as_stored<T>(part_of(gate, at, n)), mlp));
-            if (up) a = a * as_stored<T>(part_of(up, at, n));
+            if (up) {
+                vf beside = as_stored<T>(part_of(up, at, n));
+                if (mlp.activation == CLAMPED)  // gpt-oss: one more than the other half, bounded
+                    beside = as_stored<T>(smaller(larger(beside, splat(-mlp.curve[0])), splat(mlp.curve[0])) + 1.0f);
+                a = a * beside;
+            }
             if (at + LANES <= n) {
                 store(to + at, a);
             } else {
@@ -990,17 +1030,19 @@ extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_
 // The weights of `n` outputs of a packed map as numbers, (n, n_in); `outputs` null: of the first ones.
 extern "C" void swiftopt_numbers(const Map* map, const int64_t* outputs, int64_t n, float* to) {
     const Packed packed = packed_of(*map);
-    by_bits(map->bits, [&](auto bits) {
-        for (int64_t i = 0; i < n; i++) numbers_of<bits>(packed, outputs ? outputs[i] : i, to + i * packed.n_in);
+    by_kind(*map, [&](auto kind) {
+        for (int64_t i = 0; i < n; i++) numbers_of<kind>(packed, outputs ? outputs[i] : i, to + i * packed.n_in);
     });
 }
 
-// Types of tensors of GGUF files, six numbers each: as in files, bytes and inputs of a block, bits, group, type of scales.
+// Types of tensors of GGUF files, seven numbers each: as in files, bytes and inputs of a block, bits, group, type of scales,
+// table of codes.
 // Returns how many there are.
 extern "C" int swiftopt_gguf_types(int32_t* types) {
     int n = 0;
     for (const GgufType& type : GGUF_TYPES) {
-        for (int32_t number : {type.number, type.bytes, type.inputs, type.bits, type.group, int(type.scale_type)})
+        for (int32_t number :
+             {type.number, type.bytes, type.inputs, type.bits, type.group, int(type.scale_type), int(type.table)})
             *types++ = number;
         n++;
     }

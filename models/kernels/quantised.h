@@ -1,15 +1,11 @@
 // Products with weights of 8 or 4 bits, of drafts and of quantised targets: activations are rounded to 8 bits per group of inputs, sums of a group
 // are integers and exact, and groups are added up in one order.
 //
-// Weights lie in blocks of 16 outputs; a weight is (code - half) * scale + zero, half 8 or 128. Codes of 8 bits: for every
-// 4 inputs a line of 64 bytes, output by output. Codes of 4 bits: for every 8 inputs a line, the first 4 in the low halves.
-// Codes of 6 bits: for every 16 inputs two such lines of their lower 4 bits, and one of the upper 2, whose lowest bits are
-// those of the first four inputs; codes of 5 bits: for every 32 inputs four lines, and one of the upper bits.
+// Weights lie in blocks of 16 outputs (`codes.h`); a weight is (code - middle) * scale + zero.
 // Scales: per block and group 16 scales, then 16 zeros, in bfloat16. Those of targets are as `ScaleType` says.
 #pragma once
-#include "dense.h"
+#include "codes.h"
 
-constexpr int OUTPUTS = 16;  // of a block
 constexpr int FINEST = 32;   // inputs that share a scale of theirs at least; weights of 16 inputs may share one
 constexpr int TILE_CODES = 64;  // inputs of a tile of codes
 constexpr int AHEAD = 8192;  // bytes of codes of all blocks of a tile that are asked for before they are used
@@ -60,14 +56,19 @@ static void round_row(const T* x, int n_in, int group, int8_t* codes, float* sca
     }
 }
 
-// A number for each output of a block, in as many vectors as it takes.
-constexpr int VECTORS = OUTPUTS / LANES;
-struct Sixteen {
-    vf v[VECTORS] = {};
-};
 template <class S> static inline Sixteen sixteen(const S* from) {
     Sixteen f;
     for (int i = 0; i < VECTORS; i++) f.v[i] = load(from + i * LANES);
+    return f;
+}
+// 2 to the power of a byte less 128.
+static inline Sixteen halves_of_powers(const uint8_t* from) {
+    Sixteen f;
+    for (int i = 0; i < VECTORS; i++) {
+        const vi power = __builtin_convertvector(*(const vub*)(from + i * LANES), vi);
+        const vi least = (power == 0) & (1 << 22);  // 2^-127 is no normal number
+        f.v[i] = (vf)(power << 23 | least) * 0.5f;
+    }
     return f;
 }
 static inline void add_product(Sixteen& sum, const Sixteen& a, const Sixteen& b) {
@@ -90,13 +91,6 @@ static inline Sixteen times(Sixteen a, float b) {
     return a;
 }
 
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-constexpr int LINE_LANES = 16, BLOCKS_TOGETHER = 4;  // words of a vector of codes; blocks of a tile, what the registers hold
-#elif defined(__AVX2__)
-constexpr int LINE_LANES = 8, BLOCKS_TOGETHER = 1;
-#else
-constexpr int LINE_LANES = 4, BLOCKS_TOGETHER = 1;
-#endif
 // Rows from which on reading spread blocks takes less time than unpacking codes of `bits` bits for every four rows.
 constexpr int few_to_spread(int bits) {
 #if defined(WITH_AVX512) && defined(__AVX512VNNI__)
@@ -107,127 +101,13 @@ constexpr int few_to_spread(int bits) {
 }
 // Bytes of spread blocks, with scales for every 16 inputs.
 constexpr int64_t SPREAD_ROOM = BLOCKS_TOGETHER * (SPREAD_INPUTS * OUTPUTS + SPREAD_INPUTS / 16 * 2 * OUTPUTS * sizeof(float));
-typedef uint16_t vq __attribute__((vector_size(LINE_LANES * 4), aligned(2), may_alias));
-constexpr int LINE_VECTORS = OUTPUTS / LINE_LANES;
-
-// Codes of four inputs for each output of a block, or what is made of them.
-struct Quads {
-    vq w[LINE_VECTORS];
-};
-static inline Quads line(const uint8_t* from) {
-    Quads q;
-    for (int i = 0; i < LINE_VECTORS; i++) q.w[i] = *(const vq*)(from + i * LINE_LANES * 4);
-    return q;
-}
-// The bits of `mask`, of each byte, after a shift to the right, or to the left where it is below 0.
-static inline Quads bits_of(Quads q, int shift, int mask) {
-    for (int i = 0; i < LINE_VECTORS; i++) q.w[i] = (shift < 0 ? q.w[i] << -shift : q.w[i] >> shift) & uint16_t(mask * 257);
-    return q;
-}
-static inline Quads joined(Quads a, const Quads& b) {
-    for (int i = 0; i < LINE_VECTORS; i++) a.w[i] |= b.w[i];
-    return a;
-}
-
-// One integer per output of a block. `add` takes codes of 8 bits, `add_pair` two times four of at most 6 bits, whose products
-// with 8 bits fit 16 bits, and so do sums of four.
-#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
-struct Sums {
-    __m512i v = _mm512_setzero_si512();
-    void add(const Quads& q, int32_t x) { v = _mm512_dpbusd_epi32(v, (__m512i)q.w[0], _mm512_set1_epi32(x)); }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) { add(a, x), add(b, y); }
-};
-static inline Sixteen converted(const Sums& s) { return {(vf)_mm512_cvtepi32_ps(s.v)}; }
-#elif defined(__AVX2__)
-struct Sums {
-    __m256i v[2] = {};
-    void add(const Quads& q, int32_t x) {
-        const __m256i all = _mm256_set1_epi32(x), odd = _mm256_srai_epi16(all, 8);
-        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
-        for (int i = 0; i < 2; i++) {
-            const __m256i w = (__m256i)q.w[i];
-            const __m256i evens = _mm256_and_si256(w, _mm256_set1_epi16(255)), odds = _mm256_srli_epi16(w, 8);
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(evens, even));
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(odds, odd));
-        }
-    }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) {
-        for (int i = 0; i < 2; i++) {
-            const __m256i pairs = _mm256_add_epi16(
-                _mm256_maddubs_epi16((__m256i)a.w[i], _mm256_set1_epi32(x)),
-                _mm256_maddubs_epi16((__m256i)b.w[i], _mm256_set1_epi32(y)));
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
-    }
-};
-static inline Sixteen converted(const Sums& s) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(((const vi*)s.v)[i], vf);
-    return f;
-}
-#else
-typedef int16_t vs __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
-struct Sums {
-    vi v[VECTORS] = {};
-    // Codes of every other input lie in 16 bits.
-    static vs even(vs x) { return x << 8 >> 8; }
-    static vs odd(vs x) { return x >> 8; }
-    static vs all(int32_t x) { return (vs)(vi{} + x); }
-    static vi quads_of(vs pairs) { return ((vi)pairs << 16 >> 16) + ((vi)pairs >> 16); }
-    void add(const Quads& q, int32_t x) {
-        for (int i = 0; i < VECTORS; i++)
-            v[i] += quads_of(((vs)q.w[i] & 255) * even(all(x))) + quads_of((vs)(q.w[i] >> 8) * odd(all(x)));
-    }
-    static vs pairs(const vq& w, int32_t x) { return ((vs)w & 255) * even(all(x)) + (vs)(w >> 8) * odd(all(x)); }
-    void add_pair(const Quads& a, int32_t x, const Quads& b, int32_t y) {
-        for (int i = 0; i < VECTORS; i++) v[i] += quads_of(pairs(a.w[i], x) + pairs(b.w[i], y));
-    }
-};
-static inline Sixteen converted(const Sums& s) {
-    Sixteen f;
-    for (int i = 0; i < VECTORS; i++) f.v[i] = __builtin_convertvector(s.v[i], vf);
-    return f;
-}
-#endif
-
-// The codes of a block for INPUTS inputs, which lie in LINES lines of 64 bytes.
-template <int BITS> struct Unit {
-    static constexpr int INPUTS = BITS == 8 ? 4 : BITS == 4 ? 8 : BITS == 6 ? 16 : 32, N = INPUTS / 4;
-    static constexpr int LINES = INPUTS * BITS / 32;
-    Quads quads[N];
-
-    explicit Unit(const uint8_t* codes) {
-        if constexpr (BITS == 8) {
-            quads[0] = line(codes);
-            return;
-        }
-        for (int i = 0; i < N; i += 2) {
-            const Quads halves = line(codes + i / 2 * 64);
-            quads[i] = bits_of(halves, 0, 15), quads[i + 1] = bits_of(halves, 4, 15);
-        }
-        if constexpr (BITS > 4) {
-            constexpr int MORE = BITS - 4;  // bits above the halves
-            const Quads above = line(codes + N / 2 * 64);
-#pragma GCC unroll 8
-            for (int i = 0; i < N; i++) quads[i] = joined(quads[i], bits_of(above, i * MORE - 4, ((1 << MORE) - 1) << 4));
-        }
-    }
-    // Add its products with INPUTS codes of a row.
-    void add_to(Sums& sums, const int8_t* x) const {
-        int32_t xs[N];
-        memcpy(xs, x, INPUTS);
-        if constexpr (BITS == 8) sums.add(quads[0], xs[0]);
-        else
-            for (int i = 0; i < N; i += 2) sums.add_pair(quads[i], xs[i], quads[i + 1], xs[i + 1]);
-    }
-};
-
 // What the scales of a block and group are: those of drafts, in bfloat16, and whole numbers beside scales of a type, for 16
 // outputs each; numbers in float16 that are added (PAIRS) or none (CENTRED); and, per SUPER inputs, numbers in float16 for all
-// groups of these and numbers of 8 bits for each: scales and what is taken off (SUPER_PAIRS), or signed scales alone. SPREAD
-// blocks have both as they are used, in float32.
+// groups of these and numbers of 8 bits for each: scales and what is taken off (SUPER_PAIRS), or signed scales alone. Powers of
+// 2, a byte each, for codes that are doubled (EXPONENTS). SPREAD blocks have both as they are used, in float32.
 enum ScaleType : int32_t {
-    ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, SUPER_PAIRS, SUPER_CENTRED, SPREAD
+    ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS, SUPER_PAIRS, SUPER_CENTRED,
+    SPREAD
 };
 constexpr int ANY = -1;  // in place of a constant type of scales
 constexpr int SUPER = 256;
@@ -244,8 +124,8 @@ struct Packed {
         : codes((const uint8_t*)its_codes), scales((const uint8_t*)its_scales), n_in(its_inputs), group(its_group),
           scale_type(its_type), groups(its_inputs / its_group) {
         while (group << super_shift < SUPER) super_shift++;
-        const int numbers = scale_type == CENTRED || scale_type == SUPER_CENTRED ? 1 : 2;
-        const int size = scale_type == ZERO_CODES_F32 ? 4 : 2;
+        const int numbers = scale_type == CENTRED || scale_type == SUPER_CENTRED || scale_type == EXPONENTS ? 1 : 2;
+        const int size = scale_type == ZERO_CODES_F32 ? 4 : scale_type == EXPONENTS ? 1 : 2;
         group_bytes = numbers * OUTPUTS * (scale_type < SUPER_PAIRS ? size : 1);
         if (scale_type >= SUPER_PAIRS) group_bytes += numbers * OUTPUTS * 2 >> super_shift;
     }
@@ -292,30 +172,39 @@ struct Packed {
             by_codes((const f16*)at, half, scale, zero);
         } else if (type == ZERO_CODES_F32) {
             by_codes((const float*)at, half, scale, zero);
+        } else if (type == EXPONENTS) {
+            scale = halves_of_powers(at), zero = times(scale, -half);
         } else if (type == PAIRS) {
             scale = sixteen((const f16*)at), zero = sixteen((const f16*)at + OUTPUTS);
         } else {
             scale = sixteen((const f16*)at), zero = times(scale, -half);
         }
     }
-    void ask_for_scales(int64_t at) const { __builtin_prefetch(scales + at * group_bytes, 0, 2); }
+    const uint8_t* scales_at(int block) const { return scales + int64_t(block) * groups * group_bytes; }
     template <class S> static void by_codes(const S* from, float half, Sixteen& scale, Sixteen& zero) {
         scale = sixteen(from), zero = product(scale, minus(sixteen(from + OUTPUTS), half));
     }
 };
 
-// R rows by B blocks of 16 outputs. `next`: blocks from each of these on to the one that this thread takes next. The groups
+// Where codes and scales of blocks begin that a thread takes next; null: it takes none.
+struct Onward {
+    const uint8_t *codes, *scales;
+};
+
+// R rows by B blocks of 16 outputs. `next`: the blocks that this thread takes next, if its codes are to be asked for. The groups
 // of `w` are those of the rows from `group` on; sums begin with what is in `c` unless it is the first.
-template <int BITS, int TYPE, int R, int B>
+template <int KIND, int TYPE, int R, int B>
 static inline void packed_tile(
-    const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, bool first, int next) {
-    using U = Unit<BITS>;
+    const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
+    using U = Unit<KIND>;
     const int type = TYPE == ANY ? w.scale_type : TYPE;
     const int groups = w.groups, split = w.group < FINEST;  // whether half a group of the row is one of the weights
-    const int64_t bytes = w.block_bytes() * BITS / 8, group_bytes = bytes / groups, row_groups = k / w.group;
+    const int64_t bytes = w.block_bytes() * bits_of(KIND) / 8, group_bytes = bytes / groups, row_groups = k / w.group;
     const float* row_sums = split ? x.halves : x.sums;
     const uint8_t* codes[B];
     for (int b = 0; b < B; b++) codes[b] = w.codes + (block + b) * bytes;
+    // From behind a block to where the next one begins.
+    const int64_t to_codes = next.codes - (codes[0] + bytes), to_scales = next.scales - w.scales_at(block + 1);
     Sixteen acc[R][B] = {};
     if (group)
         for (int r = 0; r < R; r++)
@@ -325,12 +214,12 @@ static inline void packed_tile(
         Sums sums[R][B];
         if (w.begins_super(g, type))
             for (int b = 0; b < B; b++) shared[b] = w.shared_by(block + b, g);
-        const int64_t ahead = AHEAD / B + (g * group_bytes + AHEAD / B < bytes ? 0 : (next - 1) * bytes);
-        const int64_t later = GROUPS_AHEAD + (g + GROUPS_AHEAD < groups ? 0 : int64_t(next - 1) * groups);
+        const int64_t ahead = AHEAD / B + (g * group_bytes + AHEAD / B < bytes ? 0 : to_codes);
+        const int64_t later = GROUPS_AHEAD * w.group_bytes + (g + GROUPS_AHEAD < groups ? 0 : to_scales);
         for (int at = (group + g) * w.group; at < (group + g + 1) * w.group; at += U::INPUTS) {
             for (int b = 0; b < B; b++) {
                 const U unit(codes[b]);
-                if (first)
+                if (next.codes)
                     for (int i = 0; i < U::LINES; i++) __builtin_prefetch(codes[b] + ahead + i * 64, 0, 2);
                 codes[b] += U::LINES * 64;
                 for (int r = 0; r < R; r++) unit.add_to(sums[r][b], x.codes + int64_t(row + r) * k + at);
@@ -338,8 +227,8 @@ static inline void packed_tile(
         }
         for (int b = 0; b < B; b++) {
             Sixteen scale, zero;
-            if (first) w.ask_for_scales(int64_t(block + b) * groups + g + later);
-            w.scales_of(type, block + b, g, float(1 << (BITS - 1)), shared[b], scale, zero);
+            if (next.codes) __builtin_prefetch(w.scales_at(block + b) + g * w.group_bytes + later, 0, 2);
+            w.scales_of(type, block + b, g, float(middle_of(KIND)), shared[b], scale, zero);
             for (int r = 0; r < R; r++) {
                 const int64_t own = (row + r) * row_groups + group + g;
                 add_product(acc[r][b], converted(sums[r][b]), times(scale, x.scales[own >> split]));
@@ -352,30 +241,32 @@ static inline void packed_tile(
             for (int i = 0; i < VECTORS; i++) store(c + r * ldc + b * OUTPUTS + i * LANES, acc[r][b].v[i]);
 }
 
-template <int BITS, int TYPE, int B, int R>
+template <int KIND, int TYPE, int B, int R>
 static inline void packed_tile_of(
-    int m, const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, bool first,
-    int next) {
+    int m, const Packed& w, int block, const Rounded& x, int row, int k, int group, float* c, int64_t ldc, Onward next) {
     if (m == R) {
-        packed_tile<BITS, TYPE, R, B>(w, block, x, row, k, group, c, ldc, first, next);
+        packed_tile<KIND, TYPE, R, B>(w, block, x, row, k, group, c, ldc, next);
     } else if constexpr (R > 1) {
-        packed_tile_of<BITS, TYPE, B, R - 1>(m, w, block, x, row, k, group, c, ldc, first, next);
+        packed_tile_of<KIND, TYPE, B, R - 1>(m, w, block, x, row, k, group, c, ldc, next);
     }
 }
 
 // Rows 0 … m - 1 by blocks first … last - 1, a tile after the other.
-template <int BITS, int TYPE>
+template <int KIND, int TYPE>
 static void packed_tiles(
-    const Packed& w, const Rounded& x, int m, int k, int group, int first, int last, float* c, int64_t ldc, int next) {
+    const Packed& w, const Rounded& x, int m, int k, int group, int first, int last, float* c, int64_t ldc, Onward next) {
+    const int64_t bytes = w.block_bytes() * bits_of(KIND) / 8;
     for (int row = 0; row < m; row += ROWS_TOGETHER, c += ROWS_TOGETHER * ldc) {
         const int rows = std::min(ROWS_TOGETHER, m - row);
         int block = first;
         auto tiles = [&](auto together, auto most) {
             constexpr int B = together;
             for (; block + B <= last; block += B)
-                packed_tile_of<BITS, TYPE, B, most>(
-                    rows, w, block, x, row, k, group, c + (block - first) * OUTPUTS, ldc, row == 0 && next,
-                    block + 2 * B <= last ? B : next);
+                packed_tile_of<KIND, TYPE, B, most>(
+                    rows, w, block, x, row, k, group, c + (block - first) * OUTPUTS, ldc,
+                    row || !next.codes    ? Onward{}
+                    : block + 2 * B <= last ? Onward{w.codes + (block + B) * bytes, w.scales_at(block + B)}
+                                            : next);
         };
         // Codes that are unpacked for their rows take registers, too: half as many blocks then.
         constexpr int HALF = BLOCKS_TOGETHER > 1 ? BLOCKS_TOGETHER / 2 : 1;
@@ -391,14 +282,14 @@ static void packed_tiles(
 }
 
 // Spread groups [from, to) of a block: a line for every 4 inputs, and scales as they are used.
-template <int BITS> static void spread_block(const Packed& w, int block, int from, int to, uint8_t* codes, float* scales) {
-    using U = Unit<BITS>;
-    const uint8_t* at = w.codes + block * (w.block_bytes() * BITS / 8) + int64_t(from) * w.group * OUTPUTS * BITS / 8;
+template <int KIND> static void spread_block(const Packed& w, int block, int from, int to, uint8_t* codes, float* scales) {
+    using U = Unit<KIND>;
+    const uint8_t* at = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8) + int64_t(from) * w.group * OUTPUTS * bits_of(KIND) / 8;
     Packed::Shared shared;
     for (int g = from; g < to; g++, scales += 2 * OUTPUTS) {
         Sixteen scale, zero;
         if (g == from || w.begins_super(g, w.scale_type)) shared = w.is_super(w.scale_type) ? w.shared_by(block, g) : shared;
-        w.scales_of(w.scale_type, block, g, float(1 << (BITS - 1)), shared, scale, zero);
+        w.scales_of(w.scale_type, block, g, float(middle_of(KIND)), shared, scale, zero);
         for (int i = 0; i < VECTORS; i++)
             store(scales + i * LANES, scale.v[i]), store(scales + OUTPUTS + i * LANES, zero.v[i]);
         for (int i = 0; i < w.group; i += U::INPUTS, at += U::LINES * 64, codes += sizeof(U)) {
@@ -410,24 +301,24 @@ template <int BITS> static void spread_block(const Packed& w, int block, int fro
 
 #if defined(WITH_TILES)
 // As `packed_tile`, of G times 16 rows by one block, by tiles; sums of codes are whole numbers: the bits are the same.
-template <int BITS, int G>
+template <int KIND, int G>
 static inline void packed_sides(const Packed& w, int block, const Rounded& x, int row, int k, float* c, int64_t ldc) {
     const int groups = w.groups;
-    const uint8_t* codes = w.codes + block * (w.block_bytes() * BITS / 8);
+    const uint8_t* codes = w.codes + block * (w.block_bytes() * bits_of(KIND) / 8);
     Sixteen acc[G * SIDE] = {};
     alignas(64) uint8_t unpacked[SIDE][64];
     alignas(64) int32_t sums[G * SIDE][SIDE];
     for (int g = 0; g < groups; g++) {
         unrolled<G>([&](auto s) { zero_tile<s>(); });
         for (int at = g * w.group; at < (g + 1) * w.group; at += TILE_CODES) {
-            for (int i = 0; i < SIDE * BITS / 8; i++, codes += 64) {
+            for (int i = 0; i < SIDE * bits_of(KIND) / 8; i++, codes += 64) {
                 if (row == 0) __builtin_prefetch(codes + AHEAD / 4, 0, 2);
-                if constexpr (BITS == 4) {
-                    const Unit<4> own(codes);
+                if constexpr (bits_of(KIND) == 4) {
+                    const Unit<KIND> own(codes);
                     memcpy(unpacked[2 * i], own.quads, sizeof own.quads);
                 }
             }
-            load_tile<7>(BITS == 4 ? unpacked[0] : codes - SIDE * 64, 64);
+            load_tile<7>(bits_of(KIND) == 4 ? unpacked[0] : codes - SIDE * 64, 64);
             unrolled<G>([&](auto s) {
                 load_tile<4 + s>(x.codes + int64_t(row + s * SIDE) * k + at, k);
                 add_bytes<s, 4 + s, 7>();
@@ -435,7 +326,7 @@ static inline void packed_sides(const Packed& w, int block, const Rounded& x, in
         }
         unrolled<G>([&](auto s) { store_tile<s>(sums[s * SIDE], sizeof sums[0]); });
         Sixteen scale, zero;
-        w.scales_of(w.scale_type, block, g, float(1 << (BITS - 1)), {}, scale, zero);
+        w.scales_of(w.scale_type, block, g, float(middle_of(KIND)), {}, scale, zero);
         for (int r = 0; r < G * SIDE; r++) {
             const int64_t own = int64_t(row + r) * groups + g;
             add_product(acc[r], converted({_mm512_load_si512(sums[r])}), times(scale, x.scales[own]));
@@ -451,14 +342,15 @@ template <int... TYPES, class F> static inline void unrolled_types(F&& f) {
     (f(std::integral_constant<int, TYPES>()), ...), f(std::integral_constant<int, ANY>());
 }
 
-// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart. What this thread will
-// probably be asked for next begins `next` blocks behind the first. `room`: SPREAD_ROOM bytes.
-template <int BITS>
+// C of rows 0 … m - 1 and blocks first … last - 1, (m, 16 * (last - first)) with rows `ldc` apart. `next`: what this thread
+// will probably be asked for next. `room`: SPREAD_ROOM bytes.
+template <int KIND>
 static void packed_products(
-    const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc, int next, void* room) {
+    const Packed& w, const Rounded& x, int m, int first, int last, float* c, int64_t ldc, Onward next, void* room) {
 #if defined(WITH_TILES)
+    constexpr int BITS = bits_of(KIND);
     if (BITS % 4 == 0 && m >= 2 * ROWS_TOGETHER && w.group % TILE_CODES == 0) {
-        constexpr int WHOLE = BITS % 4 == 0 ? BITS : 8;  // other codes have no tiles
+        constexpr int WHOLE = BITS % 4 == 0 ? KIND : 8;  // other codes have no tiles
         for (int block = first; block < last; block++)
             for (int row = 0; row < m; row += 2 * SIDE) {
                 float* own = c + row * ldc + (block - first) * OUTPUTS;
@@ -468,15 +360,16 @@ static void packed_products(
         return;
     }
 #endif
-    if (m < few_to_spread(BITS)) {
+    if (m < few_to_spread(bits_of(KIND))) {
         // The types of scales that codes of so many bits have in files and drafts are constants.
-        constexpr int USUAL = BITS == 8 ? CENTRED : BITS == 6 ? SUPER_CENTRED : SUPER_PAIRS;
-        constexpr int DRAFTS = BITS % 4 ? USUAL : ZERO_VALUES;
-        constexpr int BARE = BITS == 6 ? USUAL : CENTRED, PLUS = BITS < 6 ? PAIRS : USUAL;
+        constexpr int WIDTH = bits_of(KIND), TABLE = table_of(KIND);
+        constexpr int USUAL = TABLE == E2M1 ? EXPONENTS : TABLE == IQ4 || WIDTH == 6 ? SUPER_CENTRED : WIDTH == 8 ? CENTRED : SUPER_PAIRS;
+        constexpr int DRAFTS = TABLE || WIDTH % 4 ? USUAL : ZERO_VALUES;
+        constexpr int BARE = TABLE == E2M1 || WIDTH == 6 ? USUAL : CENTRED, PLUS = !TABLE && WIDTH < 6 ? PAIRS : USUAL;
         bool done = false;
         unrolled_types<USUAL, DRAFTS, BARE, PLUS>([&](auto type) {
             if (done || (type != ANY && type != w.scale_type)) return;
-            packed_tiles<BITS, type>(w, x, m, w.n_in, 0, first, last, c, ldc, next), done = true;
+            packed_tiles<KIND, type>(w, x, m, w.n_in, 0, first, last, c, ldc, next), done = true;
         });
         return;
     }
@@ -491,10 +384,10 @@ static void packed_products(
             uint8_t* codes = (uint8_t*)room;
             float* scales = (float*)(codes + BLOCKS_TOGETHER * SPREAD_INPUTS * OUTPUTS);
             for (int b = 0; b < n; b++)
-                spread_block<BITS>(w, block + b, from, from + part.groups, codes + b * part.block_bytes(),
+                spread_block<KIND>(w, block + b, from, from + part.groups, codes + b * part.block_bytes(),
                                    scales + b * part.groups * 2 * OUTPUTS);
             part.codes = codes, part.scales = (const uint8_t*)scales;
-            packed_tiles<8, SPREAD>(part, x, m, w.n_in, from, 0, n, c + (block - first) * OUTPUTS, ldc, 0);
+            packed_tiles<8, SPREAD>(part, x, m, w.n_in, from, 0, n, c + (block - first) * OUTPUTS, ldc, {});
         }
     }
 }

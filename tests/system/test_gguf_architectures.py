@@ -15,6 +15,7 @@ from native import library
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
 from swiftopt.models.block_experts import BlockExperts
 from swiftopt.models.block_maps import BlockLinear
+from swiftopt.models.blocks import has_experts
 from swiftopt.models.gguf_forms import FORMS
 from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.gguf_settings import config_of
@@ -82,6 +83,20 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": []}),
     "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
     "olmoe": ("olmoe", {"clip_qkv": None, "norm_topk_prob": False}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "granitemoe": ("granitemoe", {}),
+    "glm4moe": ("glm4_moe", {}),
+    "glm4moe, ungrouped": ("glm4_moe:ungrouped", {"norm_topk_prob": False}),
+    "dots1": ("dots1", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone-moe": ("exaone_moe", {"layer_types": FOURTH}),
+    "minimax-m2": ("minimax_m2", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {}),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "phimoe": ("phimoe", {"router_jitter_noise": 0.01}),
+    "gpt-oss": ("gpt_oss", {}),
 }
 
 
@@ -223,6 +238,9 @@ WIDE = {
 }
 
 
+_MXFP4 = {f"blk.{layer}.ffn_{part}_exps.weight": "MXFP4" for layer in range(4) for part in ("gate", "up", "down")}
+
+
 @pytest.mark.parametrize(("what", "kind"), _rows(kinds=True))
 def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_path: Path, new_cache: Path) -> None:
     """As with the numbers that they stand for, and each row with the same bits alone and in company."""
@@ -230,20 +248,25 @@ def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     wide = {name: size for name, size in WIDE.items() if known.get(name) is not None}
     model = tiny_model(family, torch.float32, scale=1.0, **{**changed, **wide})
-    path = write_gguf(tmp_path / "a.gguf", model, kind, _factors(model))
+    kinds = _MXFP4 if what == "gpt-oss" else {}
+    path = write_gguf(tmp_path / "a.gguf", model, kind, _factors(model), kinds=kinds)
     library()
     whole = load(str(path), "float32", "cpu", speed="eager")
     coded = load(str(path), device="cpu", speed="exact")
     linear = [name for name, module in whole.hf_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linear = [name for name in linear if not name.endswith((".router", ".gate.wg"))]  # As llama.cpp's tool rounds.
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) > 16
     mixtures = [name for name, _ in whole.hf_model.named_modules() if name.endswith(".experts")]
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockExperts) for name in mixtures)
-    assert len(mixtures) == (4 if family in MIXTURES else 0)
+    assert len(mixtures) == sum(has_experts(block.parts.mlp) for block in whole.blocks)
+    assert bool(mixtures) == (family in MIXTURES)
     buffers = [runtime.new_buffer(48) for runtime in (whole, coded, coded)]
     right, together = (
         runtime.forward(Rows(IDS, 0), at) for runtime, at in zip((whole, coded), buffers[:2], strict=True)
     )
-    assert float((together.float() - right).norm()) < 0.1 * float(right.norm())
+    errors = (together.float() - right).norm(dim=-1) / right.norm(dim=-1)
+    # Rounding makes some rows of a mixture take another expert.
+    assert float(errors.median() if mixtures else errors.max()) < 0.1
     alone = torch.cat([coded.forward(Rows([token], i), buffers[2]) for i, token in enumerate(IDS)])
     assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from swiftopt.models import block_maps
 from swiftopt.models.block_maps import BlockEmbedding, BlockLinear, forms, packed_blocks
+from swiftopt.models.expert_checkpoints import PAIRS_OF_MXFP4, mxfp4_numbers
 from swiftopt.models.gguf_reader import TYPES, FileTensor
 from swiftopt.models.kernels.build import Kernels
 
+MXFP4 = 39
 PACKED = [kind for kind, (_, block, _) in TYPES.items() if block > 1]
 ids = [TYPES[kind][0] for kind in PACKED]
 each_level = pytest.mark.parametrize("level", LEVELS)
@@ -65,7 +67,7 @@ def meant(tensor: FileTensor) -> Tensor:
 
 def test_the_kernels_know_the_blocks_of_the_reader(kernels: Kernels) -> None:
     known = {kind: (form.inputs, form.block_bytes) for kind, form in forms(kernels).items()}
-    assert known == {kind: TYPES[kind][1:] for kind in PACKED}
+    assert known == {kind: TYPES[kind][1:] for kind in PACKED} | {PAIRS_OF_MXFP4: TYPES[MXFP4][1:]}
 
 
 @each_level
@@ -77,8 +79,24 @@ def test_numbers_are_those_of_the_file(level: str, kind: int, n_out: int, n_in: 
     assert torch.equal(packed.numbers(torch.arange(n_out)), meant(tensor))
 
 
+def test_blocks_of_mxfp4_checkpoints_stand_for_what_transformers_reads(kernels: Kernels) -> None:
+    """Two codes of neighbours in each byte, behind the exponent of their scale, from 0 on."""
+    generator = torch.Generator().manual_seed(9)
+    blocks = torch.randint(0, 256, (37, 5, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 160, (37, 5), generator=generator, dtype=torch.uint8)
+    scales[0, :2] = torch.tensor([0, 1])
+    data = torch.cat((scales[..., None], blocks), dim=-1).numpy().reshape(-1)
+    packed = packed_blocks(FileTensor("weight", PAIRS_OF_MXFP4, (37, 160), data), kernels)
+    numbers = packed.numbers()
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    expected = table[codes] * 2.0 ** (scales.double()[..., None] - 127)
+    assert torch.equal(numbers.double(), expected.flatten(1).float().double())
+    assert torch.equal(mxfp4_numbers(blocks, scales), numbers)
+
+
 def test_the_types_with_kernels_take_at_most_three_percent_more_than_in_the_file(kernels: Kernels) -> None:
-    for kind in (2, 8, 12, 13, 14):
+    for kind in (2, 8, 12, 13, 14, 20, 23, 39):
         tensor = made(kind, 64, 512)
         packed = packed_blocks(tensor, kernels)
         assert packed.codes.nbytes + packed.scales.nbytes <= 1.03 * tensor.data.nbytes

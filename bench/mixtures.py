@@ -1,0 +1,300 @@
+"""Mixtures of experts at the shapes of real models, with random weights: a GGUF file, and what a pass over it reads.
+
+python -m swiftopt.bench.mixtures file qwen3-30b-a3b /tmp/qwen3-30b-a3b.gguf
+python -m swiftopt.bench.mixtures rates /tmp/qwen3-30b-a3b.gguf
+swiftopt bench peers --gguf /tmp/qwen3-30b-a3b.gguf --depths 0 --at-once 1,4,8 --max-new-tokens 64
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from ..models.block_experts import HALVES, PARTS, BlockExperts
+from ..models.block_maps import PackedBlocks
+from ..models.blocks import Block
+from ..models.buffer import KVBuffer
+from ..models.costs import machine_name
+from ..models.kernels.native import NativePasses, linear
+from ..models.loading import load
+from ..models.rows import Rows
+from ..models.runtime import Runtime
+
+SCHEMA = "swiftopt.bench-mixture/1"
+TOKENS = 1024  # Tokens of the vocabulary: a whole one would make the head most of a few layers.
+TEXT = Path(__file__).parent.parent / "examples" / "stream.jsonl"
+BLOCKS = {"Q4_K": (256, 144), "Q8_0": (32, 34), "MXFP4": (32, 17)}  # Values and bytes of a block.
+MIDDLE = {"Q4_K": 7.5, "Q8_0": 0.0, "MXFP4": 0.0}
+REPEATS = 15
+DENSE_EXPERTS = 8  # Experts whose maps make a dense one.
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """A layer of a real model. `kinds`: types of the experts' tensors and of the other matrices."""
+
+    architecture: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    chosen: int
+    kinds: tuple[str, str]
+    head_norms: bool = False
+    biases: bool = False
+    window: int | None = None
+
+
+SHAPES = {
+    "qwen3-30b-a3b": MixtureShape("qwen3moe", 2048, 768, 32, 4, 128, 128, 8, ("Q4_K", "Q4_K"), head_norms=True),
+    "gpt-oss-20b": MixtureShape("gpt-oss", 2880, 2880, 64, 8, 64, 32, 4, ("MXFP4", "Q8_0"), biases=True, window=128),
+}
+
+
+@click.group()
+def main() -> None:
+    """Mixtures of experts at the shapes of real models, with random weights."""
+
+
+@main.command()
+@click.argument("shape", type=click.Choice(list(SHAPES)))
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--layers", default=8, show_default=True)
+def file(shape: str, path: Path, layers: int) -> None:
+    """Write a GGUF file of some layers with random weights; llama.cpp loads it, too."""
+    import gguf
+
+    own, rng = SHAPES[shape], np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(path), own.architecture, use_temp_file=False)
+    writer.add_name(f"{shape}, {layers} layers of random weights")
+    for name, value in _settings(own, layers).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{own.architecture}.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = [chr(code) for code in range(33, 127)]
+    writer.add_token_list([*letters, *(f"<{i}>" for i in range(TOKENS - len(letters)))])
+    writer.add_token_types([1] * TOKENS)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    tensors = list(_tensors(own, layers, rng))
+    for name, size, kind, _ in tensors:
+        raw = _raw_shape(size, kind)
+        own_type = gguf.GGMLQuantizationType[kind]
+        kept = np.dtype(np.float32) if kind == "F32" else np.dtype(np.uint8)
+        n_bytes = int(np.prod(raw)) * kept.itemsize
+        writer.add_tensor_info(name, raw if kind != "F32" else size, kept, n_bytes, own_type if kind != "F32" else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, _, _, make in tensors:
+        writer.write_tensor_data(make())
+    writer.close()
+    click.echo(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+
+
+def _settings(own: MixtureShape, layers: int) -> dict[str, Any]:
+    window = {"attention.sliding_window": own.window} if own.window else {}
+    return {
+        "block_count": layers,
+        "context_length": 32768,
+        "embedding_length": own.hidden,
+        "feed_forward_length": own.inner,
+        "attention.head_count": own.heads,
+        "attention.head_count_kv": own.kv_heads,
+        "attention.key_length": own.head_dim,
+        "attention.value_length": own.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+        "expert_count": own.experts,
+        "expert_used_count": own.chosen,
+        "expert_feed_forward_length": own.inner,
+        **window,
+    }
+
+
+Tensor = tuple[str, tuple[int, ...], str, Callable[[], "np.ndarray[Any, Any]"]]
+
+
+def _tensors(own: MixtureShape, layers: int, rng: np.random.Generator) -> Iterator[Tensor]:
+    """Yield name, shape, type and maker of each tensor."""
+    of_experts, other = own.kinds
+
+    def matrix(name: str, *shape: int, kind: str = other) -> Tensor:
+        return name, shape, kind, lambda: _random(shape, kind, rng)
+
+    def ones(name: str, n: int) -> Tensor:
+        return name, (n,), "F32", lambda: np.ones(n, np.float32)
+
+    def small(name: str, *shape: int) -> Tensor:
+        return name, shape, "F32", lambda: rng.normal(0, 0.02, shape).astype(np.float32)
+
+    yield matrix("token_embd.weight", TOKENS, own.hidden)
+    yield ones("output_norm.weight", own.hidden)
+    yield matrix("output.weight", TOKENS, own.hidden)
+    sizes = {"q": own.heads * own.head_dim, "k": own.kv_heads * own.head_dim, "v": own.kv_heads * own.head_dim}
+    for layer in range(layers):
+        at = f"blk.{layer}"
+        yield ones(f"{at}.attn_norm.weight", own.hidden)
+        yield ones(f"{at}.{'post_attention_norm' if own.biases else 'ffn_norm'}.weight", own.hidden)
+        for part, n_out in sizes.items():
+            yield matrix(f"{at}.attn_{part}.weight", n_out, own.hidden)
+            if own.biases:
+                yield small(f"{at}.attn_{part}.bias", n_out)
+        yield matrix(f"{at}.attn_output.weight", own.hidden, sizes["q"])
+        if own.head_norms:
+            yield ones(f"{at}.attn_q_norm.weight", own.head_dim)
+            yield ones(f"{at}.attn_k_norm.weight", own.head_dim)
+        yield f"{at}.ffn_gate_inp.weight", (own.experts, own.hidden), "F32", _router(own, rng)
+        for part in PARTS:
+            n_out, n_in = (own.hidden, own.inner) if part == "down" else (own.inner, own.hidden)
+            yield matrix(f"{at}.ffn_{part}_exps.weight", own.experts, n_out, n_in, kind=of_experts)
+            if own.biases:
+                yield small(f"{at}.ffn_{part}_exps.bias", own.experts, n_out)
+        if own.biases:
+            yield small(f"{at}.attn_output.bias", own.hidden)
+            yield small(f"{at}.attn_sinks.weight", own.heads)
+            yield small(f"{at}.ffn_gate_inp.bias", own.experts)
+
+
+def _router(own: MixtureShape, rng: np.random.Generator) -> Callable[[], np.ndarray[Any, Any]]:
+    """Routing is near uniform: the worst case for reading an expert once for several rows."""
+    return lambda: rng.normal(0, 1 / np.sqrt(own.hidden), (own.experts, own.hidden)).astype(np.float32)
+
+
+def _raw_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    if kind == "F32":
+        return shape
+    values, n_bytes = BLOCKS[kind]
+    return (*shape[:-1], shape[-1] // values * n_bytes)
+
+
+def _random(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Return blocks of any codes whose weights have a standard deviation of 0.7 by the root of the inputs."""
+    values, n_bytes = BLOCKS[kind]
+    blocks = np.frombuffer(rng.bytes(int(np.prod(shape)) // values * n_bytes), np.uint8).reshape(-1, n_bytes).copy()
+    deviation = 0.7 / np.sqrt(shape[-1])
+    if kind == "Q4_K":
+        scale = np.float16(deviation / (31 * 4.6))
+        blocks[:, :4] = np.array([scale, scale * np.float16(MIDDLE[kind])], np.float16).view(np.uint8)
+    elif kind == "Q8_0":
+        blocks[:, :2] = np.array([deviation / 74], np.float16).view(np.uint8)
+    else:
+        blocks[:, 0] = 127 + round(float(np.log2(deviation / 2.6)))
+    return blocks.reshape(_raw_shape(shape, kind))
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option("--rows", default="1,2,4,8,16", show_default=True)
+@click.option("--context", default=100, show_default=True)
+@torch.inference_mode()
+def rates(path: Path, rows: str, context: int) -> None:
+    """Bytes that a pass reads (distinct experts) by its time, and the same of dense maps with the same codes.
+
+    Rows are recorded tokens, the text of `examples/stream.jsonl` letter by letter, and every pass has others.
+    """
+    runtime = load(str(path), device="cpu", speed="exact")
+    token_ids = [ord(letter) - 33 for letter in TEXT.read_text(encoding="utf-8") if 33 <= ord(letter) < 127]
+    results = []
+    for n_rows in map(int, rows.split(",")):
+        results.append(_rate(runtime, token_ids, context, n_rows))
+        one = results[-1]
+        click.echo(
+            f"{n_rows} rows: {one['ms']:.2f} ms, {one['mb']:.0f} MB, {one['gb_s']:.1f} GB/s; dense maps of the same"
+            f" codes {one['dense_gb_s']:.1f} GB/s: {one['share']:.2f}"
+        )
+    click.echo(json.dumps({"schema": SCHEMA, "file": path.name, "device": machine_name(runtime), "results": results}))
+
+
+def _rate(runtime: Runtime, token_ids: list[int], context: int, n_rows: int) -> dict[str, Any]:
+    """Time passes over rows after a context, in turns with dense maps; the bytes of the chosen experts are counted."""
+    native, buffer = runtime.native, runtime.new_buffer(context + n_rows)
+    assert isinstance(native, NativePasses)
+    runtime.prefill(token_ids[:context], buffer)
+    maps = [one for block in runtime.blocks for one in _dense_maps(_experts(runtime, block), n_rows)]
+    dense_bytes = sum(_size(one) for one, _ in maps)
+    spent, dense, counts = [], [], []
+    for repeat in range(REPEATS + 1):
+        first = context + repeat * n_rows
+        ids = token_ids[first : first + n_rows]
+        start = time.perf_counter()
+        runtime.forward(Rows(ids, context), buffer)
+        between = time.perf_counter()
+        for packed, x in maps:
+            linear(native.kernels, packed.map(), x)
+        end = time.perf_counter()
+        if repeat:  # The first is a warm-up.
+            spent.append(between - start)
+            dense.append(dense_bytes / (end - between))
+            counts.append(_bytes_of(runtime, ids, context, buffer))
+    read = median(count / seconds for count, seconds in zip(counts, spent, strict=True))
+    return {
+        "rows": n_rows,
+        "ms": round(1e3 * median(spent), 3),
+        "mb": round(median(counts) / 1e6, 1),
+        "gb_s": round(read / 1e9, 2),
+        "dense_gb_s": round(median(dense) / 1e9, 2),
+        "share": round(read / median(dense), 3),
+    }
+
+
+def _experts(runtime: Runtime, block: Block) -> BlockExperts:
+    named = runtime.family.experts
+    assert named is not None
+    experts = block.parts.mlp.get_submodule(named.experts)
+    assert isinstance(experts, BlockExperts)
+    return experts
+
+
+def _dense_maps(experts: BlockExperts, n_rows: int) -> list[tuple[PackedBlocks, torch.Tensor]]:
+    """Join the maps of some experts, gate and up and those of outputs, to two dense ones; and give rows for each."""
+    made = []
+    for parts in HALVES.values():
+        every = [one for part in parts for one in experts.maps[part][:DENSE_EXPERTS]]
+        some = [one for one in every if isinstance(one, PackedBlocks)]
+        codes, scales = (torch.cat([getattr(one, name) for one in some]) for name in ("codes", "scales"))
+        first = some[0]
+        joined = replace(first, codes=codes, scales=scales, n_out=sum(one.n_out for one in some))
+        made.append((joined, torch.randn(n_rows, first.n_in).bfloat16()))
+    return made
+
+
+def _size(packed: Any) -> int:
+    return int(packed.codes.nbytes + packed.scales.nbytes)
+
+
+def _bytes_of(runtime: Runtime, ids: list[int], context: int, buffer: KVBuffer) -> int:
+    """Return the bytes of the weights that a pass reads; torch's own routers say which experts rows choose."""
+    named, native, chosen = runtime.family.experts, runtime.native, list[torch.Tensor]()
+    assert named is not None
+    routers = [block.parts.mlp.get_submodule(named.router) for block in runtime.blocks]
+    hooks = [router.register_forward_hook(lambda _, args, out: chosen.append(out[2])) for router in routers]
+    runtime.native = None
+    try:
+        runtime.forward(Rows(ids, context), buffer)
+    finally:
+        runtime.native = native
+        for hook in hooks:
+            hook.remove()
+    total = _size(runtime.head_module(None))
+    for block, router, of_layer in zip(runtime.blocks, routers, chosen, strict=True):
+        experts = _experts(runtime, block)
+        total += sum(_size(one) for one in (*block.parts.qkv, block.parts.out)) + router.weight.nbytes
+        total += sum(_size(experts.maps[part][one]) for one in torch.unique(of_layer).tolist() for part in PARTS)
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Reads the experts of quantised checkpoints: a tensor for each map of each, or MXFP4 blocks of all of a layer.
+
+Codes are kept where our kernels compute; elsewhere maps are de-quantised into the tensors that transformers has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.settings import n_threads
+from .block_experts import HALVES, PARTS, BlockExperts, ExpertMap, stacked
+from .block_maps import packed_blocks
+from .coded import CodedLinear
+from .family import Experts
+from .fingerprint import plain_name
+from .gguf_reader import FileTensor
+from .kernels.build import Kernels
+
+BLOCKS, SCALES = "blocks", "scales"  # Of MXFP4, behind the name of a tensor of all experts and a "_".
+PAIRS_OF_MXFP4 = 1039  # `CHECKPOINT_MXFP4` of `kernels/gguf.h`: a scale and 16 bytes of two codes each.
+# Halves of the numbers that MXFP4's codes stand for are whole (OCP Microscaling Formats, 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+EXPONENT_BIAS = 127
+
+# A map's module (out, in) from its stored tensors, by the names of its format, and its sizes.
+MakeMap = Callable[[Mapping[str, Tensor], int, int], CodedLinear | nn.Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """A layer's experts in files: the stored names of each map's tensors, by the names of its format."""
+
+    module: str
+    maps: Mapping[str, list[dict[str, str]]]  # By each of `PARTS`, an expert after the other.
+
+    def names(self) -> Iterator[str]:
+        for maps in self.maps.values():
+            for parts in maps:
+                yield from parts.values()
+
+
+def mixtures_of(model: nn.Module, named: Experts | None) -> dict[str, Any]:
+    """Return the modules of a model's experts, by name."""
+    if named is None:
+        return {}
+    modules: dict[str, Any] = dict(model.named_modules())
+    return {
+        name: one for name, one in modules.items() if name.endswith(f".{named.experts}") and hasattr(one, "down_proj")
+    }
+
+
+def renamed(name: str, named: Experts | None) -> str:
+    """Return the name that transformers gives to a tensor of a checkpoint's mixture."""
+    for stored, own in named.renamed.items() if named is not None else ():
+        if stored in name:
+            return name.replace(stored, own, 1)
+    return name
+
+
+def stored_experts(
+    model: nn.Module, named: Experts | None, formats: tuple[str, ...], own: Mapping[str, str]
+) -> list[StoredExperts]:
+    """Find the experts whose maps are stored one by one.
+
+    Args: formats: names of a map's tensors; the first marks one as quantised. own: stored names by `plain_name`.
+    """
+    found = []
+    for module, experts in mixtures_of(model, named).items():
+        assert named is not None
+        n_experts = experts.down_proj.shape[0]
+        maps: dict[str, list[dict[str, str]]] = {}
+        for part, stored in zip(PARTS, named.stored, strict=True):
+            stems = [plain_name(f"{module}.{expert}.{stored}.") for expert in range(n_experts)]
+            maps[part] = [
+                {leaf: own[stem + leaf] for leaf in (*formats, "weight") if stem + leaf in own} for stem in stems
+            ]
+        if any(formats[0] in parts for of_part in maps.values() for parts in of_part):
+            found.append(StoredExperts(module, maps))
+    return found
+
+
+def read_experts(
+    model: Any,
+    stored: StoredExperts,
+    named: Experts,
+    dtype: torch.dtype,
+    coded: bool,
+    read: Callable[[str], Tensor],
+    make: MakeMap,
+) -> None:
+    """Put a layer's experts into the model; the maps are made by several threads at once."""
+    module: Any = model.get_submodule(stored.module)
+    n_experts, n_hidden, n_inner = module.down_proj.shape
+    sizes = {part: (n_hidden, n_inner) if part == "down" else (n_inner, n_hidden) for part in PARTS}
+
+    def made(place: tuple[str, int]) -> CodedLinear | nn.Linear:
+        part, expert = place
+        return make({leaf: read(name) for leaf, name in stored.maps[part][expert].items()}, *sizes[part])
+
+    places = [(part, expert) for part in PARTS for expert in range(n_experts)]
+    with ThreadPoolExecutor(n_threads()) as pool:
+        all_maps = list(pool.map(made, places))
+    maps = {part: all_maps[i * n_experts : (i + 1) * n_experts] for i, part in enumerate(PARTS)}
+    codes = {part: [one for one in of_part if isinstance(one, CodedLinear)] for part, of_part in maps.items()}
+    if coded and all(len(of_part) == n_experts for of_part in codes.values()):
+        model.set_submodule(stored.module, BlockExperts(codes, named, module, dtype))
+        return
+    for leaf, parts in HALVES.items():
+        weights = {part: torch.stack([one.weight.data.to(dtype) for one in maps[part]]) for part in parts}
+        setattr(module, leaf, nn.Parameter(stacked(weights, leaf, named), requires_grad=False))
+
+
+def read_mxfp4(
+    model: Any,
+    module_name: str,
+    named: Experts,
+    dtype: torch.dtype,
+    kernels: Kernels | None,
+    read: Callable[[str], Tensor],
+) -> None:
+    """Put a layer's experts of MXFP4 into the model, as codes for these kernels, or None: de-quantised.
+
+    A checkpoint has, for each of the module's tensors, the codes of 32 inputs in 16 bytes, two by two, uint8 (experts,
+    out, groups, 16), and the exponents of the groups' scales, uint8 (experts, out, groups).
+
+    Raises: ValueError: the tensors are not of these shapes.
+    """
+    module: Any = model.get_submodule(module_name)
+    n_experts, n_inner, n_hidden = module.down_proj.shape
+    shapes = {"gate_up_proj": (2 * n_inner, n_hidden), "down_proj": (n_hidden, n_inner)}
+    maps: dict[str, list[ExpertMap]] = {}
+    for leaf, (n_out, n_in) in shapes.items():
+        blocks, scales = (read(f"{module_name}.{leaf}_{kind}") for kind in (BLOCKS, SCALES))
+        groups = (n_experts, n_out, n_in // 32)
+        if n_in % 32 or tuple(blocks.shape) != (*groups, 16) or tuple(scales.shape) != groups:
+            raise ValueError(f"its {leaf} has codes {list(blocks.shape)} with scales {list(scales.shape)}")
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise ValueError(f"its {leaf} has codes of {blocks.dtype} with scales of {scales.dtype}")
+        if kernels is None:
+            weights = torch.empty((n_experts, n_out, n_in), dtype=dtype)
+            for expert in range(n_experts):
+                weights[expert] = mxfp4_numbers(blocks[expert], scales[expert])
+            setattr(module, leaf, nn.Parameter(weights.transpose(1, 2), requires_grad=False))
+            continue
+        whole = torch.cat((scales[..., None], blocks), dim=-1)
+        for i, part in enumerate(HALVES[leaf]):
+            step = len(HALVES[leaf])
+            own = [whole[expert, i::step].contiguous().numpy().reshape(-1) for expert in range(n_experts)]
+            tensors = (FileTensor(f"{module_name}.{part}", PAIRS_OF_MXFP4, (n_out // step, n_in), data) for data in own)
+            maps[part] = [packed_blocks(tensor, kernels) for tensor in tensors]
+    if kernels is not None:
+        model.set_submodule(module_name, BlockExperts(maps, named, module, dtype))
+
+
+def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return what codes uint8 (…, groups, 16) of scales uint8 (…, groups) stand for: float32 (…, 32 groups)."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.ldexp(table[codes.int()], scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)
