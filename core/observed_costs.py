@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
 
+from .context_costs import RowShare, deepened
 from .costs import CostProfile, Quality, context_bucket
 from .settings import STORED
 from .types import LayerSet
@@ -31,6 +32,9 @@ MIN_REFINED_PASSES = 64
 MAX_LOG_STEP = math.log(2.0)
 PASSES_PER_REBUILD = 16  # Passes after which `updated` computes a new profile.
 MAX_CACHED_COSTS = 512  # Entries of a bucket's cache of profiled costs; a full cache is cleared.
+
+MANY_PASSES = 64  # Passes of a context that was not measured during which its costs are computed anew with each one.
+MIN_CHANGE = 0.02  # Least change of what a longer context adds, in plain passes, that is taken over.
 
 K = TypeVar("K", int, str)
 # Number of rows of a pass, and the layer set of the draft; None: a pass of the target model.
@@ -69,6 +73,10 @@ class _Bucket:
     formats: dict[str, _Quotient] = field(default_factory=dict)
     current: CostProfile | None = None
     n_since: int = 0  # Passes learned since `current` was computed.
+    # Profile of another context length that `profile` was computed from; None: it was measured for this one.
+    origin: CostProfile | None = None
+    # What the longer context was taken to add to a plain pass, in seconds, and to each further row of that.
+    deepened_by: tuple[float, float] = (0.0, 0.0)
     # Cache: cost of a pass according to `profile`, in one-row target passes.
     profiled: dict[Part, float] = field(default_factory=dict)
 
@@ -95,14 +103,29 @@ class _Bucket:
         elif self.base.n >= MIN_BASE_PASSES:
             expected_costs = [self._expected_cost(*part) for part in parts]
             residual = _clip(math.log(seconds) - self.base.log - math.log(sum(expected_costs)))
-            prior = PRIOR_WEIGHTS[self.profile.quality]
+            prior = PRIOR_WEIGHTS[self.profile.quality if self.origin is None else "disturbed"]
             for (n_rows, layer_set), cost in zip(parts, expected_costs, strict=True):
                 for quotient, weight in self._quotients(n_rows, layer_set):
                     quotient.add(residual, weight * cost / sum(expected_costs), prior)
         else:
             return
         self.n_since += 1
-        if self.n_since >= PASSES_PER_REBUILD:
+        if self.n_since >= (PASSES_PER_REBUILD if self.origin is None or self.n_passes > MANY_PASSES else 1):
+            self.current = None
+
+    def learn_depth(self, parts: Sequence[Part], seconds: float, share: RowShare) -> None:
+        """Learn what the longer context adds to passes, where the profile is of another one."""
+        if self.origin is None or self.base.n < MIN_BASE_PASSES:
+            return
+        base_s, origin_s = math.exp(self.base.log), self.origin.target_pass_s(1)
+        ((n_rows, layer_set), *others) = parts
+        if layer_set is None and n_rows > 1 and not others:
+            share.learn(n_rows, seconds / base_s, self.origin.verify_cost(n_rows), base_s / origin_s - 1)
+        added_s = max(0.0, base_s - origin_s)
+        (known_s, known_share), by = self.deepened_by, (added_s, share.value)
+        if abs(added_s - known_s) > MIN_CHANGE * base_s or abs(share.value - known_share) > MIN_CHANGE:
+            self.profile, self.deepened_by = deepened(self.origin, self.profile.context_bucket, *by), by
+            self.profiled.clear()
             self.current = None
 
     def _expected_cost(self, n_rows: int, layer_set: LayerSet | None) -> float:
@@ -177,6 +200,7 @@ class ObservedCosts:
 
     def __init__(self, profile: CostProfile, others: Iterable[CostProfile] = ()) -> None:
         self._typical_bucket = profile.context_bucket
+        self._row_share = RowShare()
         self._buckets = {other_profile.context_bucket: _Bucket(other_profile) for other_profile in others}
         self._buckets[self._typical_bucket] = _Bucket(profile)
 
@@ -186,6 +210,7 @@ class ObservedCosts:
             if any(layer_set is not None and self.missing(layer_set) for _, layer_set in timing.parts):
                 continue
             bucket = self._bucket_for(context_bucket(math.ceil(timing.n_positions)))
+            bucket.learn_depth(timing.parts, timing.seconds, self._row_share)
             bucket.learn(timing.parts, timing.seconds)
             if bucket.n_passes > self._buckets[self._typical_bucket].n_passes:
                 self._typical_bucket = bucket.profile.context_bucket
@@ -194,10 +219,13 @@ class ObservedCosts:
         """Return the context bucket that learns from passes; a new one starts with the costs of the nearest."""
         bucket = self._buckets.get(size)
         if bucket is None or not (bucket.n_passes or bucket.is_trusted):
-            nearest_profile = self._nearest_bucket(size).updated()
+            nearest_bucket = self._nearest_bucket(size)
+            nearest_profile = nearest_bucket.updated()
             # The costs come from another context length, so they do not count as refined here.
             quality: Quality = "disturbed" if nearest_profile.quality == "disturbed" else "quiet"
-            bucket = self._buckets[size] = _Bucket(replace(nearest_profile, context_bucket=size, quality=quality))
+            nearest_profile = replace(nearest_profile, context_bucket=size, quality=quality)
+            is_longer = nearest_bucket.profile.context_bucket < size
+            bucket = self._buckets[size] = _Bucket(nearest_profile, origin=nearest_profile if is_longer else None)
         return bucket
 
     def _nearest_bucket(self, size: int) -> _Bucket:

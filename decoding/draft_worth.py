@@ -49,6 +49,11 @@ class PassCosts:
             self._lookups[profile.context_bucket] = lookups
         self._lookup = lookups
 
+    @property
+    def context_bucket(self) -> int:
+        """The context length that the costs in use are those of."""
+        return self._lookup.profile.context_bucket
+
     def draft(self, n_rows: int) -> float:
         """Return the cost of a draft pass over `n_rows` rows of each sequence; infinite without a draft model."""
         return self._draft_pass_cost(n_rows * self.load)

@@ -100,10 +100,16 @@ class Learned:
     """Estimates learnt from all requests, by which each round is planned; those of draft models by their names."""
 
     models: dict[str, ModelEstimates] = field(default_factory=dict)
-    throughput: Throughput = field(default_factory=Throughput)
+    throughput: Throughput = field(default_factory=Throughput)  # Over all contexts.
+    # By the context bucket of the costs: what a round brings for its time depends on how much of it rows take.
+    throughputs: dict[int, Throughput] = field(default_factory=dict)
     matched: HitRates = field(default_factory=HitRates)  # Hit rates over all texts; each text also has its own.
     # Acceptance of second candidates after the first was refused.
     second: Rate = field(default_factory=lambda: Rate(0.5))
+
+    def throughput_at(self, context_bucket: int) -> Throughput:
+        """Return the throughput in contexts of that length; a new one begins with that over all contexts."""
+        return self.throughputs.setdefault(context_bucket, replace(self.throughput))
 
 
 @dataclass(slots=True)
@@ -209,6 +215,7 @@ class AdaptiveDrafter(Drafter):
         """Index the committed tokens (at first the prompt), here so that it counts as drafting time, and draft."""
         for costs in (self.costs, *(offer.costs for offer in self._offers)):
             costs.follow(self.context.root_slot, self.context.load.checked)
+        self.throughput = self.learned.throughput_at(self.costs.context_bucket)
         self.matches.read(self.context.token_ids)
         self.context.n_learnt = len(self.context.token_ids)
         max_length = min(room, self.settings.max_draft_length)
@@ -241,11 +248,12 @@ class AdaptiveDrafter(Drafter):
                 occurrence.judge(depth <= n_accepted)
         if n_accepted < len(chain.token_ids) and n_accepted in chain.seconds:
             learned.second.learn(len(path) > n_accepted)
-        learned.throughput.add(len(outcome.walk.token_ids), self.estimated)
+        for throughput in (self.throughput, learned.throughput):
+            throughput.add(len(outcome.walk.token_ids), self.estimated)
 
     def _fill_chain(self, chain: _Chain, max_length: int) -> PassGenerator[Draft | None]:
         """Choose the kind of round and fill its chain; return its draft if the draft is still on the device."""
-        rate, load = self.learned.throughput.rate, self.context.load.checked
+        rate, load = self.throughput.rate, self.context.load.checked
         cursor = self.matches.at_end()
         if self._offers:
             guess_chances = [guess.chance for guess in self._guesses_ahead(cursor, max_length)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -10,19 +11,23 @@ import pytest
 from fakes import cheap_draft_costs, flat_costs
 from native import quick_runtime
 
+from swiftopt.core.costs import CostProfile
 from swiftopt.core.errors import SettingsError
+from swiftopt.core.observed_costs import ObservedCosts, PassTiming
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Context, Ending, TokenRule
+from swiftopt.decoding.corpus import Corpora
 from swiftopt.decoding.draft_models import OtherModel
 from swiftopt.decoding.draft_worth import PassCosts
 from swiftopt.decoding.engine import side_by_side
-from swiftopt.decoding.events import Round
+from swiftopt.decoding.events import Prefilled, Round
 from swiftopt.decoding.hit_rates import HitRates
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.text_matches import Matches
 from swiftopt.models.runtime import Runtime
+from swiftopt.tasks.traffic import SwitchedDrafter
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
 
@@ -136,3 +141,79 @@ def test_text_is_learnt_once_where_several_requests_are_gone_on_with() -> None:
     for ids, at in cut.values():
         Matches(once, ids).read([*ids, *at.token_ids])
     assert isinstance(again.drafter, AdaptiveDrafter) and again.drafter.learned.matched.seen == once.seen
+
+
+# --- deep contexts, by a made-up machine
+
+
+class DeepCosts:
+    """Costs of contexts that are `depth` tokens longer than those that are decoded here."""
+
+    def __init__(self, costs: ObservedCosts) -> None:
+        self.costs, self.depth = costs, 0
+
+    def at(self, n_positions: int | None = None) -> CostProfile:
+        return self.costs.at(None if n_positions is None else n_positions + self.depth)
+
+    def missing(self, layer_set: LayerSet) -> frozenset[str]:
+        return self.costs.missing(layer_set)
+
+
+WEIGHTS = replace(cheap_draft_costs(), pass_s={1: 0.07, 2: 0.071, 4: 0.074, 8: 0.082, 16: 0.13, 32: 0.23, 64: 0.43})
+
+
+def pass_s(n_rows: int, depth: int, shared: float, of_row: float) -> float:
+    """Seconds of a pass: its weights, and per 1,000 slots what all rows share and what each row takes."""
+    return WEIGHTS.target_pass_s(n_rows) + depth / 1000 * (shared + n_rows * of_row)
+
+
+def deep_speedups(shared: float, of_row: float, wrong: float, depths: list[int]) -> list[float]:
+    """Plain seconds / seconds with drafts of requests at these depths, one after the other, after two plain rounds.
+
+    Their answers come again with a share `wrong` of the tokens changed. Costs were measured at 512 tokens.
+    """
+    measured = {n: pass_s(n, 512, shared, of_row) for n in WEIGHTS.pass_s}
+    costs = DeepCosts(ObservedCosts(replace(WEIGHTS, pass_s=measured, context_bucket=512)))
+    method = Method("adaptive", AdaptiveDrafter(None, PassCosts(costs, None), AdaptiveSettings()))
+    rng, corpora, speedups = random.Random(3), Corpora(1 << 20), list[float]()
+    for depth in depths:
+        ids, sampling = [rng.randrange(2, 90) for _ in range(5)], Sampling(temperature=1.5, seed=2)
+        plain = run(PLAIN, ids, 100, sampling)
+        answer = [rng.randrange(2, 90) if rng.random() < wrong else token_id for token_id in plain.token_ids]
+        corpora.add("", "code", ids, answer)
+        costs.depth, seconds, n_rounds = depth, 0.0, 0
+
+        def drafts() -> bool:
+            return n_rounds >= 2  # noqa: B023 - the drafter is used within this turn of the loop
+
+        work = decoding(
+            model(),
+            ids,
+            Method("adaptive", SwitchedDrafter(method, drafts)),
+            TokenRule.of(sampling, None, len(ids)),
+            Ending(100),
+        )
+        for event in side_by_side([work]):
+            if isinstance(event, Prefilled):
+                event.context.corpus = corpora.of("", "code")
+            elif isinstance(event, Round):
+                taken_s = pass_s(event.n_rows, depth + event.context.root_slot, shared, of_row)
+                parts = ((event.n_rows, None),)
+                costs.costs.learn([PassTiming(parts, depth + event.context.root_slot, taken_s)])
+                n_rounds, seconds = n_rounds + 1, seconds + taken_s
+        speedups.append(99 * pass_s(1, depth + 50, shared, of_row) / seconds)
+    return speedups
+
+
+@pytest.mark.parametrize(("shared", "of_row"), [(0.0025, 0.0025), (0.0, 0.005), (0.001, 0.015)])
+def test_drafts_are_at_no_depth_slower_than_plain_beyond_what_finding_out_costs(shared: float, of_row: float) -> None:
+    """Half of what is drafted from is wrong, and a row costs as much as at depth 0, or its own attention."""
+    for depth in (0, 8_000, 24_000):
+        first, *later = deep_speedups(shared, of_row, 0.5, [depth] * 4)
+        assert first > 0.95 and sum(later) / len(later) > 0.97, depth
+
+
+def test_drafts_at_a_depth_are_as_long_as_they_pay_there_whatever_others_do() -> None:
+    deep = deep_speedups(0.0025, 0.0025, 0.0, [24_000] * 3)[-1]
+    *_, short, beside_short = deep_speedups(0.0025, 0.0025, 0.0, [0, 24_000] * 3)
+    assert beside_short > 0.98 * deep > 2.4 and short > 7

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from swiftopt.core.context_costs import deepened
 from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.observed_costs import MAX_BASE_WEIGHT, MIN_REFINED_PASSES, ObservedCosts, PassTiming
 from swiftopt.core.types import LayerSet
@@ -112,6 +113,35 @@ def test_each_context_length_has_costs_of_its_own_and_an_unknown_one_those_of_th
     assert costs.at() is costs.at(4096), "the usual context is the one of most passes"
     assert costs.at(100_000) is costs.at(4096), "the nearest that is known"
     assert sorted(known.context_bucket for known in costs.refined()) == [512, 4096]
+
+
+def deep_pass_s(n_rows: int, share: float) -> float:
+    """A context whose attention takes 30 s of the first row and a share of that of each further one."""
+    return PROFILE.target_pass_s(n_rows) + 30.0 * (1 + share * (n_rows - 1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 2.0])
+def test_few_passes_of_a_long_context_tell_what_its_rows_cost(share: float) -> None:
+    """Of one width, so that those of others follow from it; in the next context from the first plain passes."""
+    costs = ObservedCosts(PROFILE)
+    for at, n in ((16_000, 12), (30_000, 1)):
+        for _ in range(n):
+            timings = [PassTiming(((n_rows, None),), at, deep_pass_s(n_rows, share)) for n_rows in (1, 1, 1, 4)]
+            costs.learn(timings)
+        known = costs.at(at)
+        for n_rows in (2, 4, 8):
+            expected = deep_pass_s(n_rows, share) / deep_pass_s(1, share)
+            assert known.verify_cost(n_rows) == pytest.approx(expected, rel=0.1 if n > 1 else 0.15), (at, n_rows)
+    assert costs.at(512) == PROFILE
+
+
+def test_drafts_read_the_keys_of_a_long_context_too() -> None:
+    deep = deepened(PROFILE, 16384, 30.0, 0.5)
+    whole = PROFILE.draft_pass_s(DRAFT)
+    assert deep.draft_pass_s(DRAFT) == pytest.approx(whole + 30.0)
+    assert deep.draft_cost(DRAFT, 4) * 40 == pytest.approx(1.2 * whole + 30.0 * (1 + 0.5 * 3))
+    assert deep.draft_pass_s(SKIPS) == pytest.approx(PROFILE.draft_pass_s(SKIPS) + 30.0 * 3 / 4), "one attention less"
+    assert deep.target_pass_s(8) == pytest.approx(16 + 30.0 * 4.5) and deep.context_bucket == 16384
 
 
 def test_passes_of_one_context_take_a_disturbed_profile_of_another_out_of_use() -> None:

@@ -1,0 +1,69 @@
+"""What a longer context adds to the time of passes: attention of each row over the slots that were added.
+
+The first row's share is what a plain pass takes longer. Further rows read the same keys and values, so that each adds
+less or as much; how much is a property of kernels and machine, and is learned from passes over several rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .costs import CostProfile, FormatCosts
+from .settings import FORMATS
+
+PRIOR_SHARE = 1.0  # A further row is taken to cost as much as the first until passes say otherwise.
+PRIOR_WEIGHT = 1.0
+MAX_WEIGHT = 64.0  # Weight of older passes above which they fade.
+MAX_SHARE = 8.0  # Bound on the share that one pass may show: it may have been interrupted.
+MIN_ADDED = 0.05  # Least addition to a plain pass, as a share of it, from which something can be learned.
+
+
+@dataclass(slots=True)
+class RowShare:
+    """What a further row of a pass adds for a longer context / what the first row does."""
+
+    value: float = PRIOR_SHARE
+    _weight: float = PRIOR_WEIGHT
+
+    def learn(self, n_rows: int, cost: float, cost_before: float, added: float) -> None:
+        """Learn from a pass over several rows.
+
+        Args: cost: in plain passes of its context. cost_before: the same in the context that was measured. added: what
+              the longer context adds to a plain pass, in plain passes of the context that was measured.
+        """
+        if added < MIN_ADDED:
+            return
+        share = ((cost * (1 + added) - cost_before) / added - 1) / (n_rows - 1)
+        # The share's error is that of the cost times 1 / this.
+        precision = added * (n_rows - 1) / (1 + added)
+        self._weight = min(MAX_WEIGHT, self._weight + precision**2)
+        step = max(0.0, min(MAX_SHARE, share)) - self.value
+        self.value += min(1.0, precision**2 / self._weight) * step
+
+
+def deepened(profile: CostProfile, context_bucket: int, added_s: float, row_share: float) -> CostProfile:
+    """Return a profile for a longer context, in which a plain pass takes `added_s` seconds more.
+
+    A draft's attention reads as many keys and values as the target's, whatever its weights' format. Costs of a name
+    that is no format are those of a single layer.
+    """
+
+    def added(n_rows: int) -> float:
+        return added_s * (1 + row_share * (n_rows - 1))
+
+    def deeper(name: str, costs: FormatCosts) -> FormatCosts:
+        n_layers = profile.n_layers if name in FORMATS else 1
+        share = n_layers / profile.n_layers
+        pass_s = costs.fixed_s + costs.head_s + n_layers * (costs.attn_s + costs.mlp_s)
+        wider = {
+            n: (pass_s * times + share * added(n)) / (pass_s + share * added_s) for n, times in costs.wider.items()
+        }
+        return replace(costs, attn_s=costs.attn_s + added_s / profile.n_layers, wider=wider)
+
+    return replace(
+        profile,
+        context_bucket=context_bucket,
+        attn_s=profile.attn_s + added_s / profile.n_layers,
+        pass_s={n: seconds + added(n) for n, seconds in profile.pass_s.items()},
+        formats={name: deeper(name, costs) for name, costs in profile.formats.items()},
+    )
