@@ -30,6 +30,16 @@ ANY_ARGUMENTS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "const", "enum", "if", "dependentSchemas"),
 )
 
+# Keywords that combine schemas, and those of objects: a part with both is satisfied only where its branches allow what
+# the part itself names.
+COMBINING = ("anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")
+ALWAYS_COMBINING = ("allOf", "if", "dependentSchemas", "dependencies", "unevaluatedProperties")
+COUNTING_OTHERS = ("additionalProperties", "patternProperties", "minProperties", "maxProperties")
+OF_OBJECTS = (
+    *COUNTING_OTHERS,
+    *("properties", "required", "propertyNames", "dependentRequired"),
+)
+
 Place = tuple[str | int, ...]  # Path of a part within a schema: object keys and list indices.
 Schema = Mapping[str, Any]
 
@@ -95,6 +105,23 @@ def has_arguments(parameters: Schema | None) -> bool:
         return True
     allows_others = (key in parameters and parameters[key] not in (None, False) for key in ANY_ARGUMENTS)
     return bool(parameters.get("properties") or parameters.get("required")) or any(allows_others)
+
+
+def can_close(root: Schema) -> bool:
+    """Return whether no object in a schema is described by several of its parts together."""
+    return not any(
+        any(key in part for key in ALWAYS_COMBINING)
+        or (any(key in part for key in COMBINING) and any(key in part for key in OF_OBJECTS))
+        for _, part in walk(root)
+    )
+
+
+def is_described(part: Schema) -> bool:
+    """Return whether a part names properties of an object, needs no others, and does not say that there are others."""
+    names = part.get("properties")
+    if not isinstance(names, Mapping) or not names or any(key in part for key in COUNTING_OTHERS):
+        return False
+    return all(name in names for name in part.get("required") or ())
 
 
 def target(root: Schema, reference: Any) -> Any:

@@ -483,8 +483,10 @@ def _pair_answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Te
 
 
 def _too_long_error(slots: Slots, memory: int) -> ContextOverflow:
+    most_tokens = slots.capacity * memory // max(1, slots.n_bytes)
+    # Clients find out what to do by the words that other servers begin with, too.
     return ContextOverflow(
-        f"the prompt is too long, or too many new tokens are to follow ({slots.capacity} tokens need"
-        f" {slots.n_bytes / 1e6:.0f} MB of keys and values, which may take {memory / 1e6:.0f} MB):"
-        " shorten the prompt or ask for fewer new tokens"
+        f"this model's maximum context length is {most_tokens} tokens in the memory that it may take, but"
+        f" {slots.capacity} tokens need {slots.n_bytes / 1e6:.0f} MB of keys and values, which may take"
+        f" {memory / 1e6:.0f} MB: shorten the prompt or ask for fewer new tokens"
     )

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..core.errors import SchemaError
-from ..core.json_schemas import Place, Schema, find_endless, limits, parts, rewrite, target
+from ..core.json_schemas import Place, Schema, can_close, find_endless, is_described, limits, parts, rewrite, target
 
 # These limits keep compilation under 0.5 s and a mask under 0.1 s; other requests wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
@@ -63,7 +63,8 @@ def line(message: str) -> str:
 def _rewrite(schema: Schema) -> dict[str, Any]:
     try:
         root = {**schema, "x-guidance": None}
-        adapted = rewrite(root, partial(_adapt_part, root=root, endless_ids=find_endless(root)))
+        adapt = partial(_adapt_part, root=root, endless_ids=find_endless(root), closes=can_close(root))
+        adapted = rewrite(root, adapt)
         schema_json = json.dumps(schema)
     except RecursionError:
         raise SchemaError("the JSON schema cannot be used: it is nested too deeply") from None
@@ -98,13 +99,21 @@ def _find_problem_path(schema: Schema, problem: str) -> str:
     return path
 
 
-def _adapt_part(schema: Schema, adapted: dict[str, Any], root: Schema, endless_ids: frozenset[int]) -> Any:
-    """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads."""
+def _adapt_part(
+    schema: Schema, adapted: dict[str, Any], root: Schema, endless_ids: frozenset[int], closes: bool
+) -> Any:
+    """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads.
+
+    Where the schema `closes`, an object has the properties that are named, unless others are mentioned: nobody has told
+    the model what else there could be, and small models would go on inventing properties without end.
+    """
     if id(schema) in endless_ids:
         return False
     adapted = limits(adapted)
     if isinstance(format_name := adapted.get("format"), str) and not _is_enforced_format(format_name):
         del adapted["format"]  # JSON Schema treats an unknown format as an annotation.
+    if closes and is_described(schema):
+        adapted["additionalProperties"] = False
     _check_exact([adapted.get("enum"), adapted.get("const")])
     if isinstance(adapted.get("patternProperties"), dict):
         adapted |= _list_pattern_names(adapted)

@@ -19,6 +19,7 @@ from ..core.streams import text_of
 from .bodies import Lenient
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
+from .response_tools import CALLS, ResponseTools, chat_call, chat_name
 from .schemas import MOST_MESSAGES, AskedChat, CommonFields
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -36,7 +37,7 @@ RESPONSE_PATHS = {  # Pattern of a field's path in a chat -> its path in a reque
     r"messages\b": "input",
     r"max_tokens\b": "max_output_tokens",
     r"response_format(\.json_schema)?\b": "text.format",
-    r"(tools\[\d+\]|tool_choice)\.function\b": r"\1",
+    r"(tool_choice)\.function\b": r"\1",
 }
 REASONING_TYPES = {"reasoning_text": "text"}  # Part types of reasoning items.
 
@@ -63,6 +64,8 @@ class AskedResponse(CommonFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     _places: dict[str, str] = PrivateAttr(default_factory=dict)  # Path in the chat -> path in the request.
+    _left_out: list[str] = PrivateAttr(default_factory=list)  # Places of tools and items that the chat does not have.
+    _offered: ResponseTools = PrivateAttr(default_factory=lambda: ResponseTools(()))
 
     def check(self) -> None:
         super().check()
@@ -91,7 +94,7 @@ class AskedResponse(CommonFields):
                     return path + "".join(path_parts[n:])
             return match[0]
 
-        text = re.sub(r"\bmessages\[\d+\](\.\w+|\[\d+\])*", own, text)
+        text = re.sub(r"\b(messages|tools)\[\d+\](\.\w+|\[\d+\])*", own, text)
         for pattern, path in RESPONSE_PATHS.items():
             text = re.sub(rf"\b{pattern}", path, text)
         return text
@@ -106,7 +109,7 @@ class AskedResponse(CommonFields):
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "presence_penalty": self.presence_penalty or 0.0,
             "frequency_penalty": self.frequency_penalty or 0.0,
-            "tools": [{**blank, **tool} for tool in self.tools or ()],
+            "tools": [{**(blank if tool.get("type") == "function" else {}), **tool} for tool in self.tools or ()],
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
@@ -127,22 +130,34 @@ class AskedResponse(CommonFields):
         else:
             for i, input_item in enumerate(self.input):
                 messages.add_item(input_item, f"input[{i}]")
-        self._places = messages.places
+        self._offered = ResponseTools(self.tools or ())
+        self._places = messages.places | self._offered.places
+        self._left_out = messages.left_out + self._offered.left_out
         if not messages.found:
-            raise InvalidInput("input is an empty list: send at least one item", "input")
+            raise InvalidInput("input has nothing to answer: send at least one message", "input")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
-            choice = _tool(choice)
+            own = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
+            kind, name = choice.get("type"), chat_name(choice.get("namespace"), choice.get("name"))
+            choice = {"type": "function" if kind == "custom" else kind, "function": {**own, "name": name}}
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
-            **{"tools": [_tool(tool) for tool in self.tools or ()] or None, "tool_choice": choice},
+            **{"tools": self._offered.functions or None, "tool_choice": choice},
         }
         try:
             return AskedChat.model_validate(values)
         except ValidationError as error:
             problem, path, _ = explain_body_error(error.errors(include_url=False), values)
             raise InvalidInput(problem, path) from error
+
+    def unused(self) -> Iterator[str]:
+        yield from self._left_out
+
+    @property
+    def offered(self) -> ResponseTools:
+        """The tools that the chat has, once it was made."""
+        return self._offered
 
     def _format(self) -> dict[str, Any] | None:
         """Return the form of the text as chats have it."""
@@ -155,12 +170,15 @@ class AskedResponse(CommonFields):
 class Messages:
     """The items of an input as messages of a chat: `found`, and by places in these the `places` in the request.
 
+    `left_out` are the places of items that say nothing to the model.
+
     A message of the assistant, its thought before it and the calls behind it are one message, as they were answered.
     """
 
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
+        self.left_out: list[str] = []
         self._is_open = False  # Whether further items may extend the last assistant message.
 
     def add(self, message: dict[str, Any], path: str, role: str = ".role", content: str = ".content") -> None:
@@ -189,13 +207,13 @@ class Messages:
                     self.add(message, path)
             case "reasoning":
                 thought = text_of(item.get("content") or (), f"{path}.content", REASONING_TYPES)
-                if not thought:
-                    problem = f"{path} has no text of its thought, and none is stored here: leave it out"
-                    raise InvalidInput(problem, f"{path}.content")
-                self.add({"role": "assistant", "reasoning_content": thought}, path)
-            case "function_call":
+                if thought:
+                    self.add({"role": "assistant", "reasoning_content": thought}, path)
+                else:  # Clients send only what they may show of a thought: its id, or a summary.
+                    self.left_out.append(path)
+            case "function_call" | "custom_tool_call":
                 self._add_call(item, path)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 if item.get("output") is None:
                     raise InvalidInput(f"{path} has no output: give what the function returned", f"{path}.output")
                 message = {"role": "tool", "content": item["output"], "tool_call_id": item.get("call_id")}
@@ -210,12 +228,7 @@ class Messages:
         calls = self.found[-1].setdefault("tool_calls", [])
         call_place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}]"
         self.places |= {call_place: path, f"{call_place}.function": path}
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
+        calls.append(chat_call(item))
 
 
 class ResponseExchange(Exchange):
@@ -226,7 +239,7 @@ class ResponseExchange(Exchange):
     def __init__(self, app: State, request: Request, body: AskedResponse) -> None:
         body.check()
         super().__init__(app, request, body.chat())
-        self.asked = body
+        self.asked, self._item_of = body, body.offered.item
         self.ignored = sorted({*body.ignored, *map(body.name_of, self.ignored)})
         self._repeated_fields, self._numbers = body.repeated(), count()
         number = self.id.removeprefix("resp-")
@@ -239,7 +252,7 @@ class ResponseExchange(Exchange):
         text = [self._text_item("completed")] if choice.text or not choice.calls else []
         return {
             **self._head("incomplete" if is_cut else "completed"),
-            "output": [*self._thought_items("completed"), *text, *map(_call_item, choice.calls)],
+            "output": [*self._thought_items("completed"), *text, *map(self._item_of, choice.calls)],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": int(time.time()),
             **self.explanation(),
@@ -287,17 +300,14 @@ class ResponseExchange(Exchange):
             index = part_position["output_index"]
             yield self._event("output_item.done", output_index=index, item=self._text_item("completed"))
         for i, call in enumerate(choice.calls, start=bool(choice.thought) + bool(choice.text)):
-            item, output_position = _call_item(call), {"output_index": i}
-            yield self._event(
-                "output_item.added", **output_position, item={**item, "status": "in_progress", "arguments": ""}
-            )
-            yield self._event(
-                "function_call_arguments.delta", **output_position, item_id=item["id"], delta=item["arguments"]
-            )
-            yield self._event(
-                "function_call_arguments.done", **output_position, item_id=item["id"], arguments=item["arguments"]
-            )
-            yield self._event("output_item.done", **output_position, item=item)
+            call_item, call_position = self._item_of(call), {"output_index": i}
+            field, events = CALLS[call_item["type"]]
+            begun_item = {**call_item, "status": "in_progress", field: ""}
+            of_item = {**call_position, "item_id": call_item["id"]}
+            yield self._event("output_item.added", **call_position, item=begun_item)
+            yield self._event(f"{events}.delta", **of_item, delta=call_item[field])
+            yield self._event(f"{events}.done", **of_item, **{field: call_item[field]})
+            yield self._event("output_item.done", **call_position, item=call_item)
         response = self.whole()
         yield self._event(response["status"], response=response)
 
@@ -347,12 +357,6 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def _thought_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
-
-
-def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
-    number = call["id"].removeprefix("call_")
-    common = {"id": f"fc_{number}", "type": "function_call", "status": "completed", "call_id": call["id"]}
-    return {**common, **call["function"]}
 
 
 @router.post("/responses", operation_id="response", response_class=Response)

@@ -148,7 +148,6 @@ IMAGE = [{"type": "input_image", "image_url": "data:,"}]
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
         ({"input": [ITEM, {**ITEM, "name": None}]}, "input[1].name"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "a"}]}, "input[0].content"),
         ({"input": []}, "input"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name"),

@@ -190,7 +190,9 @@ def test_names_of_a_pattern_are_listed_where_they_are_few() -> None:
 
 
 def test_property_is_not_written_again_in_other_characters() -> None:
-    grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": True}
+    )
     assert ord("u") not in following(matcher_of(grammar, '{"a": null, "\\'))
 
 
@@ -364,3 +366,27 @@ def test_one_of_several_references_is_told_by_a_constant() -> None:
     assert {drawn(Grammar.json_schema(schema), seed) for seed in range(9)} == {
         f'{{"kind": "{name}", "{name}": null}}' for name in kinds
     }
+
+
+NAMED = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (NAMED, True),
+        ({**NAMED, "properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "null"}}}, True),
+        ({"anyOf": [NAMED, {"type": "null"}]}, True),
+        ({**NAMED, "additionalProperties": {"type": "null"}}, False),
+        ({**NAMED, "patternProperties": {"^b": {"type": "null"}}}, False),
+        ({**NAMED, "required": ["a", "b"]}, False),
+        ({**NAMED, "minProperties": 2}, False),
+        ({"allOf": [NAMED, {"type": "object", "properties": {"b": {"type": "null"}}}]}, False),
+        ({**NAMED, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]}, False),
+    ],
+)  # fmt: skip
+def test_objects_have_no_more_than_what_is_named_where_nothing_says_that_there_is_more(
+    schema: dict[str, Any], is_closed: bool
+) -> None:
+    matcher = matcher_of(Grammar.json_schema(schema), '{"a": null')
+    assert (ord(",") not in following(matcher)) is is_closed
