@@ -96,7 +96,8 @@ def generate(
     is_streamed = stream is None and not as_json  # Whether the text is printed as it is generated.
     noted_remarks: set[str] = set()
     with ExitStack() as stack:
-        store = stack.enter_context(inputs.open_store(db))
+        # Plain decoding looks nothing up, and what opens databases takes a while to import.
+        store = None if request.method == "plain" else stack.enter_context(inputs.open_store(db))
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
 
         from ..decoding.events import Generated

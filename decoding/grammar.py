@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -192,6 +191,8 @@ def _matcher(vocabulary: LLTokenizer, source: str, words: str) -> LLMatcher:
 @lru_cache(maxsize=MAX_VOCABULARIES)
 def _vocabulary(tokenizer: Any, n_vocab: int, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Return a tokenizer in llguidance's form; raise InvalidInput if llguidance cannot read it."""
+    from llguidance.hf import from_tokenizer  # It imports transformers' converters of tokenizers.
+
     try:
         n_tokens = max(n_vocab, tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True))
         return from_tokenizer(tokenizer, n_tokens, list(stop_token_ids))

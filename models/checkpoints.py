@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
 from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
 from .costs import is_out_of_memory
 from .saved import (
@@ -67,6 +65,8 @@ def read_model(folder: Path, dtype: str, placement: str, by_library: bool = Fals
 @contextmanager
 def _source(folder: Path, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield transformers' class for a folder, and what to give it: the folder, or the tensors of a text part alone."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
     if not is_multimodal(folder):
         yield AutoModelForCausalLM, {"pretrained_model_name_or_path": folder, "dtype": dtype}
         return

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from .blocks import Block, LayerModules, has_experts
 from .family import Family
@@ -68,6 +67,8 @@ class GatedMlp(nn.Module):
     def __init__(self, into: nn.Module, down: nn.Module, activation: str) -> None:
         super().__init__()
         self.into, self.down_proj, self._kernel = into, down, GATES.get(activation)
+        from transformers.activations import ACT2FN
+
         self._activation: Callable[[Tensor], Tensor] = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,6 +126,8 @@ def join_maps(runtime: Runtime) -> None:
 
 
 def _joined_layer(block: Block, family: Family, activation: str) -> LayerModules:
+    from transformers.activations import ACT2FN
+
     parts = block.parts
     if (qkv := joined(parts.qkv)) is not None:
         parts = replace(parts, qkv=(qkv,))

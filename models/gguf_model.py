@@ -92,10 +92,13 @@ def load_gguf(
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
     """
-    from .quantised_checkpoints import empty_model
+    from .quantised_checkpoints import unquantised_config, without_weights
+    from .skeleton import Skeleton, fits
 
-    model, dtype_asked = empty_model(folder, dtype)
+    config, dtype_asked = unquantised_config(folder, dtype)
     chosen = kernels() if coded and dtype_asked == torch.bfloat16 else "codes are computed in bfloat16"
+    is_bare = not isinstance(chosen, str) and fits(config)
+    model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
     reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
     reported = time.monotonic()

@@ -8,17 +8,11 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
@@ -57,6 +51,9 @@ from .saved import (
     supported_type,
 )
 from .sources import Source, base_folder, check_names, local_folder
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +288,8 @@ def load_tokenizer(folder: Path, config: Any = None) -> Any:
             is_gguf = (folder / GGUF_WEIGHTS).exists()
             if is_gguf:
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            from transformers import AutoTokenizer
+
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
             if tokenizer.chat_template is None:
                 tokenizer.chat_template = _processor_template(folder)
@@ -412,6 +411,8 @@ def _has_maps_by_library(runtime: Runtime) -> bool:
 
 def random_runtime(config: LlamaConfig, device: str) -> Runtime:
     """Return a model of random bfloat16 weights, for measurements."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device(device):
         model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
     return Runtime(model.eval().requires_grad_(False), None, info_of(model, "random"))

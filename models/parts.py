@@ -48,7 +48,7 @@ def _stored(module: nn.Module) -> list[str]:
 
 def _is_original(module: nn.Module) -> bool:
     """Tell whether a module runs its transformers or torch class's own forward, possibly compiled or dispatched."""
-    libraries = ("transformers", "torch")
+    libraries = ("transformers", "torch", __name__.partition(".")[0])  # Our own are those of `skeleton`.
     if type(module).forward.__module__.partition(".")[0] not in libraries:
         return False
     forward = vars(module).get("forward")

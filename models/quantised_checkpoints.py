@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, UnsupportedModel
@@ -146,17 +145,28 @@ def _none_stored(folder: Path, scheme: Scheme) -> ModelNotFound:
 
 def empty_model(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
     """Return the unquantised model on the meta device (without weights), and its dtype."""
-    from accelerate import init_empty_weights
+    config, dtype_asked = unquantised_config(folder, dtype)
+    return without_weights(config, dtype_asked), dtype_asked
 
+
+def unquantised_config(folder: Path, dtype: str) -> tuple[Any, torch.dtype]:
+    """Return the config of a folder's model as if it were not quantised, and the dtype that is asked for."""
     config = supported_config(folder)
     for name in CONFIG_KEYS:
         if hasattr(config, name):
             delattr(config, name)
     stored = getattr(config, "dtype", None) or torch.float32
-    dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
+    return config, stored if dtype == "auto" else getattr(torch, dtype)
+
+
+def without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a config, its parameters on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
     auto: Any = AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        return auto.from_config(config, dtype=dtype_asked), dtype_asked
+        return auto.from_config(config, dtype=dtype)
 
 
 def _quantised_maps(model: nn.Module, scheme: Scheme, own: Mapping[str, str]) -> dict[str, dict[str, str]]:

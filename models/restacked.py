@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..core.errors import LayerSetError, UnsupportedModel
 from ..core.types import KINDS, LayerSet, SubLayer
@@ -223,6 +222,8 @@ def takes_fewer_bits(folder: Path) -> bool:
 
 def _text_settings(config: Any) -> dict[str, Any]:
     """Return what the config.json of a text part on its own says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name]}
 

@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ _LOUD = ("transformers", "huggingface_hub", "accelerate")
 def quiet() -> Iterator[None]:
     """Silence the progress bars and warnings of the libraries that load models, and restore them."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     bars: Any = transformers_logging
@@ -71,18 +69,14 @@ def quiet() -> Iterator[None]:
     bars.get_verbosity()
     levels = {name: logging.getLogger(name).level for name in _LOUD}
     had_bars, had_hub_bars = bars.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    reader: Any = modeling_gguf_pytorch_utils  # transformers cannot disable this module's progress bar.
-    bar = reader.tqdm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             bars.disable_progress_bar()
-            reader.tqdm = partial(bar, disable=True)
             for name in _LOUD:
                 logging.getLogger(name).setLevel(logging.ERROR)
             yield
         finally:
-            reader.tqdm = bar
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
             if had_bars:

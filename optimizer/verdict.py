@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
 from ..core.types import NOT_FASTER, Completion, Prompt, Verdict, n_turns
 from ..decoding.methods import PLAIN, Method
@@ -154,6 +153,8 @@ def jackknife_interval(
     Args: rows: what is summed, (prompts, columns). statistic: of sums (..., columns), their values (...).
           error: chance that the interval misses, of both sides together.
     """
+    from scipy.special import stdtrit
+
     row_values = np.asarray(rows, dtype=float)
     n_rows, sums = len(row_values), row_values.sum(axis=0)
     if n_rows < 2:

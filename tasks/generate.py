@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
 from ..core.plainly import REQUESTED, WhyPlain
@@ -23,9 +23,11 @@ from ..models.costs import machine_name, memory_for_texts
 from ..models.loading import load
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
-from ..store import Store
 from .job import ModelTurn
 from .recipes import Recipe, Recipes, open_session
+
+if TYPE_CHECKING:
+    from ..store import Store
 
 MOST_PLANNED = 64  # Tasks whose decoding methods a planner keeps in memory.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
@@ -17,7 +17,9 @@ from ..core.errors import LeaseLost, StoreError, StoreUnavailable, SwiftoptError
 from ..core.requests import JobSpec, Lease, TuneRequest, Wanted
 from ..core.streams import stream_lines, stream_sha256
 from ..core.types import Prompt
-from ..store import Jobs
+
+if TYPE_CHECKING:
+    from ..store import Jobs
 
 PEEK_S = 1.0  # Seconds between two reads of the verb (pause, stop, ...) that users asked for.
 RENEW_S = 5.0  # Seconds between two renewals of the lease.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from .. import __version__
 from ..core.costs import CostProfile, context_bucket
@@ -35,8 +35,10 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..models.sources import check_names, known_folder, tokenizer_folder
 from ..optimizer.search import Search
-from ..store import Store
 from .job import PATIENCE_S, ModelTurn, with_retries
+
+if TYPE_CHECKING:
+    from ..store import Store
 
 TYPICAL_POSITIONS = 512  # Context length in tokens at which costs are measured when no stream shows typical lengths.
 
