@@ -357,7 +357,7 @@ class Engine:
     def _stored_blocks(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
         """Return what reads the text's blocks from disk, if they hold more than a buffer does."""
         folder = self.folder
-        if folder is None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
+        if folder is None or buffer.states is not None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
             return iter(())
         return folder.reading(slots, buffer, n_filled)
 
@@ -380,7 +380,7 @@ class Engine:
 
         Waiting costs at most one more pass, because the two requests' passes would run together.
         """
-        if self.memory is None:
+        if self.memory is None or slots.runtime.recurrent:  # A state that has gone on is no use to others.
             return False
         tokens, (n_read, _) = slots.tokens[:-1], self._longest_prefix(slots)
         earlier_requests = takewhile(lambda other_request: other_request is not request, self.requests)
@@ -412,14 +412,15 @@ class Engine:
         if self.memory is None:
             return slots.spare
         spare_bytes_used = sum(
-            held_slots.bytes_of(buffer.capacity - held_slots.first) for held_slots, buffer in self._held_buffers
+            held_slots.bytes_per_slot * (buffer.capacity - held_slots.first)
+            for held_slots, buffer in self._held_buffers
         )
         free_bytes = self.memory - self.n_bytes - promised_bytes - slots.bytes_of(slots.first)
         return max(
             0,
             min(
                 slots.spare,
-                min(int(MAX_SPARE_FRACTION * self.memory) - spare_bytes_used, free_bytes) // slots.bytes_of(1),
+                min(int(MAX_SPARE_FRACTION * self.memory) - spare_bytes_used, free_bytes) // slots.bytes_per_slot,
             ),
         )
 
@@ -429,10 +430,10 @@ class Engine:
         The latest is taken because a prefix that many texts share must not make an old text look recently used.
         """
         tokens = slots.tokens[:-1]  # The last token is always read again, for its logits.
-        prefixes = [Match(prefix.common(slots, tokens), prefix) for prefix in self.prefixes]
+        prefixes = [Match(prefix.reachable(slots, tokens), prefix) for prefix in self.prefixes]
         if self.memory is not None:
             running_texts = (text for request in self.requests for text in request.texts)
-            prefixes += [Match(min(n_read, text.common(slots, tokens)), text) for text, n_read in running_texts]
+            prefixes += [Match(text.reachable(slots, tokens[:n_read]), text) for text, n_read in running_texts]
         longest = max(reversed(prefixes), key=itemgetter(0), default=NO_MATCH)
         return longest if longest.n_tokens else NO_MATCH
 
@@ -442,7 +443,9 @@ class Engine:
         if prefix is not None:
             self.prefixes.use(prefix, n_filled)
         self._make_room(n_bytes, keep=prefix)
-        buffer = slots.runtime.new_buffer(capacity)
+        buffer = slots.runtime.new_buffer(capacity, slots.rows, slots.lag)
+        if buffer.states is not None:
+            buffer.states.keeps_snapshots = self.memory is not None
         if prefix is None:
             return buffer, 0, None
         buffer.copy_from(prefix.buffer, n_filled)
@@ -456,7 +459,7 @@ class Engine:
         if freed.token_ids:
             prefix = Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
             self.prefixes.add(prefix)
-            if self.folder is not None:
+            if self.folder is not None and buffer.states is None:
                 self.folder.store(prefix)
         self._make_room(0)
 

@@ -22,6 +22,7 @@ from .work import Free, Slots, Work
 
 MAX_FORCED_TOKENS = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
 MIN_FORCED_TOKENS = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
+MOST_LAG = 64  # Maximum tokens of a window that a search scores exactly where layers are recurrent.
 FIRST_NEW_SLOTS = 256  # With bounded memory, buffers start with slots for this many new tokens and grow by doubling.
 
 
@@ -79,6 +80,7 @@ def decoding(
     first_capacity = min(capacity, len(token_ids) + FIRST_NEW_SLOTS + draft_rows)
     spare_slots = max(0, scratch_rows - draft_rows)
     slots = Slots(runtime, capacity, first_capacity, shareable_ids, salt, method.drafter.slot_bytes, spare_slots)
+    slots.rows, slots.lag = draft_rows, min(scratch_rows, MOST_LAG)
     buffer, n_read, state, load = yield from slots.acquire()
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt_list = list(prompt_ids)
@@ -223,6 +225,7 @@ def _round(context: Context, verifier: Verifier, drafter: Drafter, ending: Endin
     verified_at = perf_counter()
     token_ids = _commit(context, walk.token_ids, ending)
     context.keep_states(target.states, (0, *walk.path)[: len(token_ids)])
+    context.buffer.commit(context.root_slot)
     context.load.n_tokens += len(token_ids)
     context.searched = False
     n_accepted = min(len(walk.path), len(token_ids), draft.n_steps)

@@ -37,7 +37,7 @@ class Prefix:
 
     @property
     def n_bytes(self) -> int:
-        return self.buffer.capacity * self.slots.runtime.slot_bytes
+        return self.buffer.capacity * self.slots.runtime.slot_bytes + self.buffer.state_bytes
 
     def common(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
         """Return the length of the common prefix with `token_ids`, whose keys and values can be reused."""
@@ -46,6 +46,10 @@ class Prefix:
         n_compared = min(len(self.token_ids), len(token_ids))
         is_same = self.token_ids[:n_compared] == token_ids[:n_compared]
         return n_compared if is_same.all() else int(is_same.argmin())
+
+    def reachable(self, slots: Slots, token_ids: NDArray[np.int64]) -> int:
+        """Return behind how many of `token_ids` another text can go on from this one's buffer."""
+        return self.buffer.reachable(self.common(slots, token_ids))
 
 
 @dataclass(slots=True)

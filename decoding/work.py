@@ -58,7 +58,8 @@ class Slots:
     them and asks for more. The text's passes write only behind what it has read. Only texts of one `salt` share any.
     `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for passes that
     the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
-    others that go on from it; None: not known.
+    others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has behind
+    committed text, and `lag`, the committed slots that rows of a search may leave unread.
     """
 
     runtime: Runtime
@@ -69,6 +70,8 @@ class Slots:
     draft_slot_bytes: int = 0
     spare: int = 0
     state: Tensor | None = None
+    rows: int = 1
+    lag: int = 0
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
@@ -78,8 +81,12 @@ class Slots:
     def n_bytes(self) -> int:
         return self.bytes_of(self.capacity)
 
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.runtime.slot_bytes + self.draft_slot_bytes
+
     def bytes_of(self, n_slots: int) -> int:
-        return n_slots * (self.runtime.slot_bytes + self.draft_slot_bytes)
+        return n_slots * self.bytes_per_slot + self.runtime.state_bytes(self.rows, self.lag)
 
     def acquire(self) -> Generator[Slots, Granted, Granted]:
         return (yield self)

@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .families import HeadLayout, heads_of
-from .family import Family, names_in
+from .family import Family, GatedDelta, names_in
+from .recurrent import DeltaRule
 
 
 def submodule(root: nn.Module, names: str | None) -> Any:
@@ -67,7 +68,7 @@ class RowGroup:
 
     `spans`: consecutive shares of the group, as (first row in the group, first slot, length): where their keys and
     values go. `mask`: as for `attend`, over [start, end). `before`: int64 (rows, n), the slots of the last n tokens
-    that a convolution reads for a row, its own last; -1 before the text.
+    that a convolution reads for a row, its own last; -1 before the text. `seen`, `is_text`: see `Rows`.
     """
 
     rotation: RotaryTables | None
@@ -76,6 +77,8 @@ class RowGroup:
     end: int
     mask: Tensor | None
     before: Tensor | None = None
+    seen: Tensor | None = None
+    is_text: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -101,6 +104,10 @@ class LayerRows(Protocol):
         """
         ...
 
+    def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
+        """Return what rows read of a recurrent layer's state by their inputs (rows, values): (rows, heads, width)."""
+        ...
+
 
 @runtime_checkable
 class AddingNorm(Protocol):
@@ -124,6 +131,7 @@ class LayerModules:
     mlp: Any
     mlp_post: Any
     conv: Any = None
+    mixer: Any = None
 
     def modules(self) -> Iterator[Any]:
         """Yield every module; None where the layer lacks it."""
@@ -136,7 +144,14 @@ def queries_keys_values(
     block: Block, parts: LayerModules, normed: Tensor, rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated."""
-    query, key, value = split_heads(block.heads, [project(normed) for project in parts.qkv])
+    return rotated_heads(block, parts, [project(normed) for project in parts.qkv], rotation)
+
+
+def rotated_heads(
+    block: Block, parts: LayerModules, projected: Sequence[Tensor], rotation: RotaryTables | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `queries_keys_values` does, of the projections' outputs."""
+    query, key, value = split_heads(block.heads, projected)
     is_normed, kind = parts.q_norm is not None and parts.k_norm is not None, block.head_norm
     if is_normed and kind == "whole":
         query = parts.q_norm(query.flatten(1)).view_as(query)
@@ -169,6 +184,17 @@ def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows
     if parts.conv.bias is not None:
         mixed = mixed + parts.conv.bias
     out = cast(Tensor, parts.out(out_gate * mixed.to(inputs.dtype)))
+    return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+
+
+def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
+    """Return what a gated delta rule gives for normed states (rows, hidden_size)."""
+    assert block.rule is not None
+    projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
+    inputs, gates = projected[:, block.input_order], projected[:, block.gate_order]
+    read, width = rows.recurrence(block, inputs), block.rule.form.value_width
+    mixed = parts.inner_norm(read.reshape(-1, width), gates.reshape(-1, width))
+    out = cast(Tensor, parts.out(mixed.view(len(normed), -1)))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
@@ -205,10 +231,11 @@ class Block:
     """The two sub-layers of one decoder layer, each with the norms around it.
 
     `n_taps`: tokens that a short convolution reads for a row, its own among them, where the layer has one in place of
-    attention; 0: it has attention. `clip`: what the projections give lies between it and its negative; None: no bound.
-    `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one. `softcap` bounds scores; None: no
-    bound. `sinks`: (heads,) further scores that read nothing; None: none. `added_scale`: what a sub-layer adds is
-    multiplied by it.
+    attention, or before the gated delta rule `rule`; 0: it has attention. `input_order`, `gate_order`: where what the
+    rule takes, and its gates, lie in the projections' outputs. `clip`: what the projections give lies between it and
+    its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
+    `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
+    `added_scale`: what a sub-layer adds is multiplied by it.
     """
 
     def __init__(
@@ -229,18 +256,23 @@ class Block:
         q_norm, k_norm = (None, None) if mixer else family.head_norms or (None, None)
         self.parts = LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
-            qkv=tuple(attn.get_submodule(name) for name in ((mixer.into,) if mixer else family.qkv)),
+            qkv=tuple(attn.get_submodule(name) for name in (mixer.into if mixer else family.qkv)),
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm),
-            inner_norm=None if mixer else submodule(attn, family.inner_norm),
+            inner_norm=submodule(attn, mixer.norm if mixer else family.inner_norm),
             out=attn.get_submodule(mixer.out if mixer else family.out),
             attn_post=submodule(layer, family.attn_post_norm),
             mlp_norm=submodule(layer, family.mlp_norm),
             mlp=layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family),
             mlp_post=submodule(layer, family.mlp_post_norm),
             conv=attn.get_submodule(mixer.conv) if mixer else None,
+            mixer=attn if isinstance(mixer, GatedDelta) else None,
         )
         self.n_taps = self.parts.conv.kernel_size[0] if mixer else 0
+        self.rule: DeltaRule | None = None
+        if isinstance(mixer, GatedDelta):
+            self.rule = DeltaRule.of(attn, self.parts.conv)
+            self.input_order, self.gate_order = self.rule.form.orders(mixer.by_key_head)
         self.device = next(attn.parameters()).device
 
     def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
@@ -250,9 +282,15 @@ class Block:
         """
         parts = parts or self.parts
         if self.n_taps:
-            return self.added(convolved(self, parts, normed, rows))
-        query, key, value = queries_keys_values(self, parts, normed, rows.rotation)
-        return self.added(attention_out(parts, rows.attend(self, query, key, value)))
+            mix = convolved if self.rule is None else recalled
+            return self.added(mix(self, parts, normed, rows))
+        projected = [project(normed) for project in parts.qkv]
+        query, key, value = rotated_heads(self, parts, projected, rows.rotation)
+        mixed = rows.attend(self, query, key, value)
+        if self.heads.gated:
+            gates = split_gates(self.heads, projected)
+            mixed = mixed * torch.sigmoid(gates)
+        return self.added(attention_out(parts, mixed))
 
     def mlp(self, normed: Tensor, parts: LayerModules | None = None) -> Tensor:
         return self.added(mlp_out(parts or self.parts, normed))
@@ -323,6 +361,15 @@ class BufferRows:
             read.append(slots[group.before] * (group.before >= 0)[..., None])
         return torch.cat(read)
 
+    def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
+        assert block.rule is not None
+        read, n_rows = [], [group.n_rows for group, _ in self.groups]
+        for own, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
+            assert buffer.states is not None
+            slots = [slot + i for _, slot, length in group.spans for i in range(length)]
+            read.append(buffer.states.advance(block.index, block.rule, own, slots, group.seen, group.is_text))
+        return torch.cat(read)
+
 
 def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | None:
     """Return the rotations of several groups of rows as one; None where they have none."""
@@ -351,11 +398,21 @@ def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor,
     if heads.grouped:
         grouped = projected[0].view(rows, heads.n_kv_heads, heads.n_groups + 2, heads.width)
         return grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
-    if len(projected) == 1:
-        kv = heads.n_kv_heads * heads.width
-        projected = torch.split(projected[0], [heads.n_heads * heads.width, kv, kv], dim=-1)
-    query, key, value = (part.view(rows, -1, heads.width) for part in projected)
-    return query, key, value
+    query, key, value = (part.view(rows, -1, heads.width) for part in _parted(heads, projected))
+    return query[:, :: 1 + heads.gated], key, value
+
+
+def split_gates(heads: HeadLayout, projected: Sequence[Tensor]) -> Tensor:
+    """Return the gates of heads, (rows, heads * width), each of which lies behind its query."""
+    queries = _parted(heads, projected)[0]
+    return queries.view(len(queries), heads.n_heads, 2, heads.width)[:, :, 1].flatten(1)
+
+
+def _parted(heads: HeadLayout, projected: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(projected) > 1:
+        return projected
+    kv = heads.n_kv_heads * heads.width
+    return torch.split(projected[0], [(1 + heads.gated) * heads.n_heads * heads.width, kv, kv], dim=-1)
 
 
 def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .recurrent import RecurrentStates
+
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
 CONTAINER = Path("/sys/fs/cgroup")  # Folder of the container's memory limit and usage files (cgroup v2).
 
@@ -41,7 +43,8 @@ class KVBuffer:
     is one copy per device, and one of (layers, capacity, values) for convolutions. Zero-filled: a masked slot that was
     never written must not hold a NaN.
 
-    Args: conv_inputs: per layer the values of a convolution's input, 0 for attention; of one size (default: all 0).
+    Args: conv_inputs: per layer the values of a convolution's input, 0 for others; of one size (default: all 0).
+          states: of recurrent layers, which have no slots.
     """
 
     def __init__(
@@ -52,17 +55,21 @@ class KVBuffer:
         capacity: int,
         dtype: torch.dtype,
         conv_inputs: Sequence[int] = (),
+        states: RecurrentStates | None = None,
     ) -> None:
-        self.capacity, self.head_stride = capacity, capacity * head_dim
+        self.capacity, self.head_stride, self.states = capacity, capacity * head_dim, states
         conv_inputs = conv_inputs or (0,) * len(devices)
+        is_recurrent = [states is not None and layer in states.states for layer in range(len(devices))]
         self._blocks: dict[torch.device, Tensor] = {}
         self._inputs: dict[torch.device, Tensor] = {}
-        # One tensor (kv_heads, capacity, head_dim) per layer, or twice the (1, capacity, values) of a convolution.
+        # One tensor (kv_heads, capacity, head_dim) per layer; of a convolution twice its (1, capacity, values); of a
+        # recurrent layer the inputs that it keeps, and its states.
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for device in dict.fromkeys(devices):
-            widths = [width for width, place in zip(conv_inputs, devices, strict=True) if place == device]
+            layers_here = zip(conv_inputs, devices, is_recurrent, strict=True)
+            widths = [width for width, place, recurrent in layers_here if place == device and not recurrent]
             shape = (2, widths.count(0), kv_heads, capacity, head_dim)
             self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
             if any(widths):
@@ -70,9 +77,14 @@ class KVBuffer:
                 self._inputs[device] = torch.zeros((n_convolutions, capacity, max(widths)), dtype=dtype, device=device)
         layers = {device: iter(block.transpose(0, 1)) for device, block in self._blocks.items()}
         convolutions = {device: iter(inputs[:, None]) for device, inputs in self._inputs.items()}
-        self._has_keys = [not width for width in conv_inputs]
-        for device, has_keys in zip(devices, self._has_keys, strict=True):
-            keys, values = next(layers[device]) if has_keys else [next(convolutions[device])] * 2
+        self._has_keys = [
+            not width and not recurrent for width, recurrent in zip(conv_inputs, is_recurrent, strict=True)
+        ]
+        for layer, (device, has_keys) in enumerate(zip(devices, self._has_keys, strict=True)):
+            if states is not None and is_recurrent[layer]:
+                keys, values = states.inputs[layer], states.states[layer]
+            else:
+                keys, values = next(layers[device]) if has_keys else [next(convolutions[device])] * 2
             self.keys.append(keys)
             self.values.append(values)
 
@@ -108,7 +120,29 @@ class KVBuffer:
         pointers = ctypes.c_void_p * len(self.keys)
         return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent layers' states, which do not depend on the number of slots."""
+        return 0 if self.states is None else self.states.n_bytes
+
+    def commit(self, n_slots: int, is_place: bool = False) -> None:
+        """Say that the first slots hold text which stays, and whether other texts may go on from their end."""
+        if self.states is not None:
+            self.states.commit(n_slots)
+            if is_place:
+                self.states.take_snapshot()
+
+    def reachable(self, n_slots: int) -> int:
+        """Return behind how many of the first slots another text can go on from this buffer."""
+        return n_slots if self.states is None else self.states.reachable(n_slots)
+
     def copy_from(self, other: KVBuffer, n: int) -> None:
+        """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
+        if self.states is not None and other.states is not None:
+            self.states.make_room(other.states)
+            self.states.copy_from(other.states, n)
+            for layer, inputs in self.states.inputs.items():
+                self.keys[layer] = inputs
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
         for device, inputs in self._inputs.items():
@@ -136,6 +170,8 @@ class KVBuffer:
 
     def move(self, source: int | Tensor, target: int) -> None:
         """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""
+        if self.states is not None:
+            self.states.move(source if isinstance(source, int) else source.tolist(), target)
         for device, block in (*self._blocks.items(), *self._inputs.items()):
             slots = block.movedim(-2, 0)
             if isinstance(source, int):

@@ -148,8 +148,16 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     return by_rows
 
 
+def _buffer_at(runtime: Runtime, bucket: int, n_rows: int) -> KVBuffer:
+    """Return a buffer for passes of up to `n_rows` rows behind `bucket` slots of zeros."""
+    buffer = runtime.new_buffer(bucket + n_rows, n_rows)
+    if buffer.states is not None:
+        buffer.states.begin_at(bucket)
+    return buffer
+
+
 def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
-    run = _pass(runtime, runtime.new_buffer(bucket + n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
+    run = _pass(runtime, _buffer_at(runtime, bucket, n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
     _warm(run, runtime)
     return min(_seconds(run) for _ in range(2))
 
@@ -240,7 +248,7 @@ def _measured(
     """Time passes with a layer set that skips nothing, together with one row's pass of the whole model, the base."""
     widths = [n for n in widths if n < runtime.max_positions]
     bucket = min(bucket, runtime.max_positions - widths[-1])
-    timed = partial(_pass, runtime, runtime.new_buffer(bucket + widths[-1]), bucket)
+    timed = partial(_pass, runtime, _buffer_at(runtime, bucket, widths[-1]), bucket)
     inner = frozenset(range(1, runtime.n_layers - 1))
     unseen = replace(layer_set, skip_attn=frozenset(sorted(inner)[::2]), skip_mlp=frozenset(sorted(inner)[1::2]))
     runs = {f"rows {n}": timed(n, layer_set) for n in widths}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import Experts, Family, ShortConv, differences
+from .family import GATED_SHARED, Experts, Family, ShortConv, differences
 from .gguf_forms import FORMS
+from .hybrids import HYBRIDS
 from .mtp_names import NAMED, NUMBERED
 from .text_parts import MULTIMODAL, NAMES
 
@@ -62,18 +63,6 @@ _COHERE: dict[str, Any] = dict(
     logit_scale="logit_scale",
 )
 
-_LFM2: dict[str, Any] = dict(
-    norm="model.embedding_norm",
-    attn_norm="operator_norm",
-    out="out_proj",
-    head_norms=("q_layernorm", "k_layernorm"),
-    mixer=ShortConv(),
-    mlp="feed_forward",
-    mlp_norm="ffn_norm",
-    hidden_act="silu",
-    mlp_in=("w1", "w3"),
-    mlp_out="w2",
-)
 _SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
 _MIXTRAL: dict[str, Any] = dict(stored=("w1", "w3", "w2"), renamed={".block_sparse_moe.": ".mlp."})
 
@@ -91,9 +80,7 @@ FAMILIES: dict[str, Family] = {
         decilm_bias="qkv",
     ),
     "qwen3": Family(models="Qwen3", sliding="by_layer", head_norms=_HEAD_NORMS),
-    "gemma": Family(
-        models="Gemma, CodeGemma",
-    ),
+    "gemma": Family(models="Gemma, CodeGemma"),
     "gemma2": Family(models="Gemma 2", **_FOUR_NORMS, sliding="by_layer", fields=_HIDDEN_ACTIVATION),
     "vaultgemma": Family(
         models="VaultGemma", mlp_norm="pre_feedforward_layernorm", sliding="by_layer", fields=_HIDDEN_ACTIVATION
@@ -134,9 +121,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": Family(models="StarCoder, SantaCoder", **_GPT2, projection="multi_query"),
     "ministral": Family(models="Ministral 8B", sliding="by_layer"),
     "ministral3": Family(models="Ministral 3", sliding="all", scales_queries=True),
-    "seed_oss": Family(
-        models="Seed-OSS",
-    ),
+    "seed_oss": Family(models="Seed-OSS"),
     "cwm": Family(models="Code World Model", sliding="by_layer"),
     "internlm3": Family(
         models="InternLM3",
@@ -176,16 +161,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(models="SmolLM3", sliding="by_layer", unrotated="listed"),
     "granite": Family(models="Granite 3", **_MULTIPLIERS, logit_divisor="logits_scaling"),
-    "granitemoehybrid": Family(
-        models="Granite 4 without experts and states",
-        **_MULTIPLIERS,
-        logit_divisor="logits_scaling",
-        rotary="model.rotary_emb?",
-        mlp="shared_mlp",
-        mlp_in=("input_linear",),
-        mlp_out="output_linear",
-        fields={"intermediate_size": "shared_intermediate_size"},
-    ),
     "hyperclovax": Family(
         models="HyperCLOVA X SEED",
         **_MULTIPLIERS,
@@ -283,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         models="Qwen1.5-MoE, Qwen2 57B-A14B",
         sliding="by_layer",
-        experts=Experts(shared="shared_expert", shared_gate="shared_expert_gate"),
+        experts=GATED_SHARED,
     ),
     "mixtral": Family(models="Mixtral 8x7B and 8x22B", sliding="all", experts=Experts(normalised=True, **_MIXTRAL)),
     "olmoe": Family(models="OLMoE", clip="clip_qkv", head_norms=_HEAD_NORMS, head_norm="whole", experts=Experts()),
@@ -387,8 +362,7 @@ FAMILIES: dict[str, Family] = {
         unrotated="windowless",
         experts=Experts(shared="shared_experts?", scores="configured"),
     ),
-    "lfm2": Family(models="LFM2, LFM2.5", **_LFM2),
-    "lfm2_moe": Family(models="LFM2 8B-A1B", **_LFM2, rotary="model.pos_emb", experts=Experts(scores="sigmoid")),
+    **HYBRIDS,
 }
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
@@ -460,12 +434,16 @@ def is_parallel(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together."""
+    """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
+
+    `gated`: behind each query lies a gate of its width.
+    """
 
     n_heads: int
     n_kv_heads: int
     width: int
     grouped: bool
+    gated: bool = False
 
     @property
     def n_groups(self) -> int:
@@ -482,17 +460,18 @@ def heads_of(config: Any) -> HeadLayout:
         n_kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else n_heads
         return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
     n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
-    return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped")
+    return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped", family.gated_heads)
 
 
 def slot_values(config: Any) -> list[int]:
-    """Return per layer how many values each slot of a sequence has: of a key and a value, or a convolution's input."""
+    """Return per layer how many values each slot of a sequence has.
+
+    They are a key and a value, or a convolution's input; recurrent layers have none.
+    """
     heads, family, n_layers = heads_of(config), FAMILIES[config.model_type], int(config.num_hidden_layers)
     keys_and_values = 2 * heads.n_kv_heads * heads.width
-    return [
-        int(config.hidden_size) if family.mixes_otherwise(config, layer) else keys_and_values
-        for layer in range(n_layers)
-    ]
+    others = int(config.hidden_size) if isinstance(family.mixer, ShortConv) else 0
+    return [others if family.mixes_otherwise(config, layer) else keys_and_values for layer in range(n_layers)]
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:

@@ -44,6 +44,9 @@ class Experts:
     clamped: bool = False
 
 
+GATED_SHARED = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
+
+
 @dataclass(frozen=True, slots=True)
 class ShortConv:
     """A gated short convolution in place of attention, in layers of `layer_type`: its names in the layer.
@@ -54,8 +57,27 @@ class ShortConv:
 
     layer_type: str = "conv"
     module: str = "conv"
-    into: str = "in_proj"
+    into: tuple[str, ...] = ("in_proj",)
     conv: str = "conv"
+    norm: str | None = None
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta rule in place of attention, in layers of `layer_type`: its names in the layer.
+
+    `into` are linear maps to queries, keys and values, which go through the convolution `conv`, to gates, and to two
+    numbers per head, the update's amount and its step; `by_key_head`: two maps instead, in each of which what belongs
+    to a key head lies together. `norm` is of each head's output, and has the gate as its second input.
+    """
+
+    layer_type: str = "linear_attention"
+    module: str = "linear_attn"
+    into: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    by_key_head: bool = False
+    conv: str = "conv1d"
+    norm: str = "norm"
     out: str = "out_proj"
 
 
@@ -92,7 +114,8 @@ class Family:
     `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
     `transposed` are stored as (inputs, outputs).
 
-    `mixer` is what layers of its type have in place of attention. `hidden_act`: the activation, where configs do not
+    With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies behind its query. `mixer` is
+    what layers of its type have in place of attention. `hidden_act`: the activation, where configs do not
     name it.
 
     `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
@@ -141,7 +164,8 @@ class Family:
     sinks: str | None = None
     inner_norm: str | None = None
     out: str = "o_proj"
-    mixer: ShortConv | None = None
+    mixer: ShortConv | GatedDelta | None = None
+    gated_heads: bool = False
     experts: Experts | None = None
     hidden_act: str | None = None
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -202,7 +226,9 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.projection in ("grouped", "multi_query"), "q, k and v in one map, by key head"),
     (lambda row: row.projection == "fused", "q, k and v in one map"),
     (lambda row: not row.gated, "ungated MLP"),
-    (lambda row: row.mixer is not None, "layers with a short convolution in place of attention"),
+    (lambda row: row.gated_heads, "gated heads"),
+    (lambda row: isinstance(row.mixer, GatedDelta), "layers with a gated delta rule in place of attention"),
+    (lambda row: isinstance(row.mixer, ShortConv), "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
     (lambda row: row.experts is not None and row.experts.clamped, "clamped gates"),

@@ -55,6 +55,8 @@ class PassRunner(Protocol):
 class Rows:
     """What one pass runs over.
 
+    `is_text`: they are a chain of committed text, which recurrent layers' states are then behind.
+
     `token_ids`, int64 where they are a tensor, go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the
     rows are a chain: row i is at position `first_slot` + i and sees every slot up to its own. With it, `positions`
     are given and `visible`, bool (n, newest), says which of the newest slots each row sees; of the slots before these,
@@ -68,6 +70,7 @@ class Rows:
     visible: Tensor | None = None
     variants: tuple[LayerSet, ...] = ()
     n_read: int | None = None
+    is_text: bool = False
 
     def seen(self, device: torch.device | None = None) -> Tensor | None:
         """Return which slots the rows see, bool (n, first_slot + n), of which `visible` alone is moved to the device.
@@ -174,15 +177,17 @@ class PassPlan:
             )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
         start, mask = (0, None) if block.n_taps else self._mask(block)
-        before = self.slots_before(block.n_taps, block.device) if block.n_taps else None
+        before = self.slots_before(block.n_taps, block.device) if block.n_taps and block.rule is None else None
+        seen = self.rows.seen() if block.rule is not None else None
         if variants != self.every:
             index = self.row_index(variants, block.device)
             before = None if before is None else before[index]
+            seen = None if seen is None else seen[index.cpu()]
             rotation = None if rotation is None else rotation.of_rows(index)
             mask = None if mask is None else mask[index]
             spans = tuple((i * self.share, first + v * self.share, self.share) for i, v in enumerate(sorted(variants)))
         mask = None if mask is None else of_groups(block.heads, mask)
-        return RowGroup(rotation, spans, start, self.end, mask, before)
+        return RowGroup(rotation, spans, start, self.end, mask, before, seen, self.rows.is_text)
 
     def slots_before(self, n: int, device: torch.device) -> Tensor:
         """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1 before all."""
@@ -218,6 +223,9 @@ def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     plans: list[PassPlan] = []
     for pass_ in passes:
         first = plans[-1].first + plans[-1].n if plans else 0
+        if pass_.buffer.states is not None:
+            n_kept = len(pass_.rows.token_ids) if pass_.rows.n_read is None else 0
+            pass_.buffer.states.check(pass_.rows.first_slot, n_kept, pass_.rows.is_text)
         plans.append(PassPlan(runtime, pass_.rows, pass_.buffer, first))
     return plans
 
@@ -409,6 +417,9 @@ class TableRows:
 
     def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
+
+    def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
+        raise NotImplementedError("a table of rows has no states")
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         table, devices, block_device = self._table, self._devices, block.device

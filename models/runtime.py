@@ -7,6 +7,7 @@ sub-layers it leaves out. The layer set is an argument of the pass; the model it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -31,6 +32,7 @@ from .families import (
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
+from .recurrent import DeltaForm, RecurrentStates, state_bytes
 from .rows import (
     BufferPlan,
     Member,
@@ -46,6 +48,10 @@ from .rows import (
 )
 
 PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
+# Snapshots of recurrent states: every so many tokens, and so many before a prompt's end, for the marks with which a
+# template begins an answer are others in the next turn of a chat.
+SNAPSHOT_EVERY = 2048
+SNAPSHOT_BEFORE = 16
 PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are waiting for it to finish.
 
 
@@ -166,11 +172,28 @@ class Runtime:
         """Whether attention mixes the tokens in every layer."""
         return not any(block.n_taps for block in self.blocks)
 
-    def new_buffer(self, capacity: int) -> KVBuffer:
+    def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
+        """Return a buffer for a sequence.
+
+        Args: n_rows: most rows that a pass has behind committed text, None: `capacity`. lag: how many committed slots
+              rows of a search may leave unread. Both cost memory where layers are recurrent.
+        """
         heads, sizes = self.blocks[0].heads, zip(self.blocks, self._slot_values, strict=True)
         conv_inputs = [size if block.n_taps else 0 for block, size in sizes]
-        devices = [block.device for block in self.blocks]
-        return KVBuffer(devices, heads.n_kv_heads, heads.width, capacity, self.dtype, conv_inputs)
+        devices, states = [block.device for block in self.blocks], None
+        if self.recurrent:
+            form, places = self.recurrent[0], {block.index: block.device for block in self.blocks if block.rule}
+            states = RecurrentStates(places, self.n_layers, form, self.dtype, n_rows or capacity, lag)
+        return KVBuffer(devices, heads.n_kv_heads, heads.width, capacity, self.dtype, conv_inputs, states)
+
+    @cached_property
+    def recurrent(self) -> list[DeltaForm]:
+        """The sizes of each recurrent layer's rule; of one model they are the same."""
+        return [block.rule.form for block in self.blocks if block.rule is not None]
+
+    def state_bytes(self, n_rows: int, lag: int = 0) -> int:
+        """Bytes of recurrent layers' states of a sequence; see `new_buffer`."""
+        return state_bytes(self.recurrent, self.dtype, n_rows, lag)
 
     def weights_moved(self) -> None:
         """Drop the captured passes: they hold addresses of weights that have moved or been freed."""
@@ -238,14 +261,18 @@ class Runtime:
               is_shared: whether other sequences wait for the next pass, which is a shorter one then.
               every_row: each pass gives all its rows' logits.
         """
-        start = 0
+        start, snapshot_at = 0, len(token_ids) - SNAPSHOT_BEFORE
         while start < len(token_ids):
             n_rows = PREFILL_ROWS_BESIDE if is_shared() else PREFILL_ROWS
+            if self.recurrent and start < snapshot_at:
+                n_rows = min(n_rows, snapshot_at - start)
             chunk = token_ids[start : start + n_rows]
             last_row = (len(chunk) - 1,) if start + len(chunk) == len(token_ids) else ()
-            rows = Rows(chunk, first_slot + start)
+            rows = Rows(chunk, first_slot + start, is_text=True)
+            buffer.commit(first_slot + start)
             yield Pass(self, rows, buffer, None if every_row else last_row, capture, kind="beside")
             start += len(chunk)
+            buffer.commit(first_slot + start, start == snapshot_at or (first_slot + start) % SNAPSHOT_EVERY == 0)
 
     def forward(
         self,

@@ -22,6 +22,8 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+    "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
 }
 # Which models are of these types.
 NAMES = {
@@ -30,6 +32,8 @@ NAMES = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
+    "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
 }
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these have the values of the text part beside the others.
 # Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.

@@ -89,6 +89,16 @@ _GRANITE_4: dict[str, Any] = {
     "layer_types": ["full_attention"] * 4,
 }
 
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
 
 # Types of models whose layers are attention, or what stands for it, and one MLP: how each differs from `GROUPED`; the
@@ -146,6 +156,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
     "gpt_bigcode": {"multi_query": True, "n_inner": 48},
     "gpt_bigcode:heads": {"multi_query": False, "n_inner": 48},
+    "qwen3_5_text": {**DELTA, "rope_parameters": {**_AXES, "partial_rotary_factor": 0.5}},
     "lfm2": {**_CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False},
     "lfm2:longer": {"layer_types": ["full_attention", "conv", "conv", "conv"], "conv_L_cache": 5},
 }
@@ -184,6 +195,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16},
     "mellum": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE, "mlp_layer_types": _SPARSE, "head_dim": 16},
     "granitemoe": _MULTIPLIERS,
+    "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 40},
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "use_expert_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import GROUPED, WINDOW
+from families import DELTA, GROUPED, WINDOW
 from safetensors.torch import save_file
 from tiny_files import save_words
 from torch import Tensor
@@ -77,6 +77,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VL",
         {**GROUPED, "head_dim": 16, "rope_parameters": _axes(4, 2, 2, mrope_interleaved=True)},
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {**GROUPED, **DELTA, "rope_parameters": _axes(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5)},
+        {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **GROUPED,
+            **DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "rope_parameters": _axes(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
+        },
+        {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32},
     ),
 }
 

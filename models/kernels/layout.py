@@ -9,7 +9,7 @@ NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer")  # Of experts.
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
-ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION = range(6)
+ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA = range(7)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
 SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
@@ -44,7 +44,7 @@ class Attention(Structure):
         ("projections", Map * 3),
         ("out", Map),
         *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
-        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm"),
+        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated"),
         *_fields(c_float, "scaling softcap clip added_scale"),
         ("sinks", c_void_p),
     ]
@@ -56,6 +56,18 @@ class Convolution(Structure):
         *_fields(Map, "into out"),
         *_fields(c_void_p, "taps bias"),
         ("n_taps", c_int32),
+        ("added_scale", c_float),
+    ]
+
+
+class Delta(Structure):
+    _fields_ = [
+        *_fields(Norm, "before after"),
+        ("projections", Map * 4),
+        ("out", Map),
+        *_fields(c_void_p, "inputs gates taps decay step_bias norm"),
+        ("norm_eps", c_float),
+        *_fields(c_int32, "n_projections n_heads n_key_heads key_width value_width n_taps"),
         ("added_scale", c_float),
     ]
 
@@ -107,9 +119,9 @@ class Sequence(Structure):
     """Consecutive rows of a pass that belong to one sequence, with its own KV buffer."""
 
     _fields_ = [
-        *_fields(c_void_p, "visible keys values"),
+        *_fields(c_void_p, "visible keys values roots"),
         ("head_stride", c_int64),
-        *_fields(c_int32, "n_rows first_slot"),
+        *_fields(c_int32, "n_rows first_slot committed n_kept lag is_text"),
     ]
 
 
@@ -128,4 +140,4 @@ class Call(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution, Delta)

@@ -40,3 +40,226 @@ void Runner<T>::convolution(const Step& step, const Convolution& part, const Row
     });
     leave(part.out, part.after, part.added_scale, taken(mixed_, part.out, list.n, thread), list, thread);
 }
+
+// The gated delta rule (arXiv:2412.06464). A head's state, (key_width, value_width), is taken along from row to row by one
+// order of operations, wherever a row's inputs come from: this pass, or the ring of an earlier one's.
+
+static constexpr int WIDEST_DELTA = 256;
+
+// One head's part in a row's update, rounded where transformers' modules round it.
+struct Update {
+    float query[WIDEST_DELTA], key[WIDEST_DELTA], value[WIDEST_DELTA];
+    float decay, amount;
+};
+
+// `n` channels from `first` on of the last `n_read` rows, the newest last, through the convolution and its activation.
+template <class T> static void convolve(const Delta& part, const T* const* rows, int n_read, int first, int n, float* to) {
+    const int n_all = part.n_convolved();
+    for (int at = 0; at < n; at += LANES) {
+        vf mixed = {};
+        for (int r = 0; r < n_read; r++) {
+            const float* weights = part.taps + int64_t(part.n_taps - n_read + r) * n_all + first;
+            mixed = fma(part_of(rows[r] + first, at, n), part_of(weights, at, n), mixed);
+        }
+        mixed = as_stored<T>(mixed);
+        const vf out = as_stored<T>(mixed / (exp(-mixed) + 1.0f));
+        float lanes[LANES];
+        store(lanes, out);
+        memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(float));
+    }
+}
+
+static inline void to_unit(float* x, int n, float scale) {
+    vf squares = {};
+    for (int i = 0; i < n; i += LANES) squares = fma(part_of(x, i, n), part_of(x, i, n), squares);
+    const float by = 1.0f / std::sqrt(sum(squares) + 1e-6f) * scale;
+    for (int i = 0; i < n; i++) x[i] *= by;
+}
+
+template <class T> static void update_of(const Delta& part, int head, const T* const* rows, int n_read, Update& to) {
+    const int keys = part.n_key_heads * part.key_width, key_head = head / (part.n_heads / part.n_key_heads);
+    convolve(part, rows, n_read, key_head * part.key_width, part.key_width, to.query);
+    convolve(part, rows, n_read, keys + key_head * part.key_width, part.key_width, to.key);
+    convolve(part, rows, n_read, 2 * keys + head * part.value_width, part.value_width, to.value);
+    to_unit(to.query, part.key_width, 1.0f / std::sqrt(float(part.key_width)));
+    to_unit(to.key, part.key_width, 1.0f);
+    const T* numbers = rows[n_read - 1] + part.n_convolved();
+    to.amount = as_stored<T>(1.0f / (1.0f + std::exp(-to_float(numbers[head]))));
+    const float step = to_float(numbers[part.n_heads + head]) + part.step_bias[head];
+    to.decay = std::exp(part.decay[head] * (step > 20.0f ? step : std::log1p(std::exp(step))));
+}
+
+// Take a row's update into a state; `read`, null or (value_width,): what the row's query reads of it then.
+template <int D> static inline void update_columns(
+    const Update& by, float* state, int n_keys, int n_values, int first, float* read) {
+    vf recalled[D] = {}, out[D] = {}, change[D];
+    const vf decay = splat(by.decay);
+    for (int k = 0; k < n_keys; k++) {
+        float* row = state + int64_t(k) * n_values + first;
+        for (int d = 0; d < D; d++) {
+            const vf v = load((const float*)row + d * LANES) * decay;
+            store(row + d * LANES, v);
+            recalled[d] = fma(v, splat(by.key[k]), recalled[d]);
+        }
+    }
+    for (int d = 0; d < D; d++) change[d] = (load(by.value + first + d * LANES) - recalled[d]) * by.amount;
+    for (int k = 0; k < n_keys; k++) {
+        float* row = state + int64_t(k) * n_values + first;
+        for (int d = 0; d < D; d++) {
+            const vf v = fma(splat(by.key[k]), change[d], load((const float*)row + d * LANES));
+            store(row + d * LANES, v);
+            out[d] = fma(v, splat(by.query[k]), out[d]);
+        }
+    }
+    if (read)
+        for (int d = 0; d < D; d++) store(read + first + d * LANES, out[d]);
+}
+
+static inline void update_state(const Update& by, float* state, int n_keys, int n_values, float* read) {
+    int first = 0;
+    for (; first + 4 * LANES <= n_values; first += 4 * LANES) update_columns<4>(by, state, n_keys, n_values, first, read);
+    for (; first + LANES <= n_values; first += LANES) update_columns<1>(by, state, n_keys, n_values, first, read);
+    for (int v = first; v < n_values; v++) {
+        float recalled = 0, out = 0;
+        for (int k = 0; k < n_keys; k++) {
+            float& at = state[int64_t(k) * n_values + v];
+            at *= by.decay;
+            recalled = std::fma(at, by.key[k], recalled);
+        }
+        const float change = (by.value[v] - recalled) * by.amount;
+        for (int k = 0; k < n_keys; k++) {
+            float& at = state[int64_t(k) * n_values + v];
+            at = std::fma(by.key[k], change, at);
+            out = std::fma(at, by.query[k], out);
+        }
+        if (read) read[v] = out;
+    }
+}
+
+template <class T>
+void Runner<T>::delta(const Step& step, const Delta& part, const RowList& list, int thread) {
+    const Input input = enter(part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
+    const int total = project(part.projections, part.n_projections, input, list, thread), n_inputs = part.n_inputs();
+    each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+        for (int at = 0; at < n_inputs; at++) updates_[i * n_inputs + at] = inner_[i * total + part.inputs[at]];
+    });
+    const List<Part>& parts = parts_[step.rows];
+    each(SLOTS, thread, parts.n * part.n_heads, 1, [&](int64_t item, int64_t) {
+        delta_head(step, part, list, parts[item / part.n_heads], int(item % part.n_heads), thread);
+    });
+    each(REST, thread, parts.n, 1, [&](int64_t item, int64_t) {
+        const Part& rows = parts[item];
+        const Sequence& own = pass_.sequences[rows.sequence];
+        int32_t* roots = own.roots + 2 * step.layer;
+        bool is_kept = true;
+        if (own.visible)
+            for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
+                const int64_t row = places_[row_of(list, i)].slot - own.first_slot;
+                is_kept &= !memchr(own.visible + row * (own.first_slot + own.n_rows), 0, own.committed);
+            }
+        for (int64_t i = std::max(rows.first, rows.first + rows.n - own.n_kept); is_kept && i < rows.first + rows.n; i++)
+            memcpy((T*)own.keys[step.layer] + int64_t(places_[row_of(list, i)].slot % own.n_kept) * n_inputs,
+                   updates_ + i * n_inputs, n_inputs * sizeof(T));
+        roots[0] = own.is_text ? own.first_slot + own.n_rows : own.committed;
+        if (own.lag) roots[1] = std::max(roots[1], roots[0] - own.lag);
+    });
+    leave(part.out, part.after, part.added_scale, taken(mixed_, part.out, list.n, thread), list, thread);
+}
+
+template <class T>
+void Runner<T>::delta_head(const Step& step, const Delta& part, const RowList& list, const Part& rows, int head, int thread) {
+    const Sequence& own = pass_.sequences[rows.sequence];
+    const int n_keys = part.key_width, n_values = part.value_width, n_inputs = part.n_inputs();
+    const int64_t size = int64_t(n_keys) * n_values, end = own.first_slot + own.n_rows;
+    int total = 0;
+    for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
+    float* state = (float*)own.values[step.layer] + head * size;
+    float* older = own.lag ? state + part.n_heads * size : state;
+    const T* ring = (const T*)own.keys[step.layer];
+    const int32_t* roots = own.roots + 2 * step.layer;
+    const int before_all = row_of(list, rows.first) - (places_[row_of(list, rows.first)].slot - own.first_slot);
+    // The inputs of a slot: of a row of this pass, else of one before it.
+    auto inputs_at = [&](int64_t slot) -> const T* {
+        if (slot < own.first_slot) return ring + slot % own.n_kept * n_inputs;
+        const int64_t row = before_all + slot - own.first_slot;
+        int64_t low = rows.first, high = rows.first + rows.n - 1;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (row_of(list, middle) < row) low = middle + 1;
+            else high = middle;
+        }
+        return updates_ + low * n_inputs;
+    };
+    Update by;
+    float* read = on_line(scratch[thread].items) + size;
+    const T* last[MOST_TAPS];
+    auto take = [&](int64_t slot, float* to, float* out) {  // a slot of text
+        int n_read = 0;
+        for (int64_t s = std::max<int64_t>(0, slot - part.n_taps + 1); s <= slot; s++) last[n_read++] = inputs_at(s);
+        update_of(part, head, last, n_read, by);
+        update_state(by, to, n_keys, n_values, out);
+    };
+    auto bring_older = [&](int64_t from, int64_t to) {
+        for (int64_t slot = from; own.lag && slot < to; slot++) take(slot, older, nullptr);
+    };
+    for (int64_t slot = roots[0]; slot < own.committed; slot++) take(slot, state, nullptr);
+    bring_older(roots[1], own.committed - own.lag);
+    if (own.is_text) {
+        for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
+            take(places_[row_of(list, i)].slot, state, read);
+            recall(part, head, read, i, total);
+        }
+        bring_older(std::max<int64_t>(roots[1], own.committed - own.lag), end - own.lag);
+        return;
+    }
+    const int64_t older_root = own.lag ? std::max<int64_t>(roots[1], own.committed - own.lag) : own.committed;
+    float* work = on_line(scratch[thread].items);
+    int32_t *path = paths[thread].items, *done = path + paths[thread].room / 2;
+    int64_t n_done = -1, done_base = -1;
+    auto take_of_path = [&](int64_t base, int64_t n, float* out) {  // the n-th slot of a path
+        int n_read = 0;
+        const int64_t n_text = std::max<int64_t>(0, part.n_taps - 1 - n);
+        for (int64_t s = std::max<int64_t>(0, base - n_text); s < base; s++) last[n_read++] = inputs_at(s);
+        for (int64_t p = std::max<int64_t>(0, n - part.n_taps + 1); p <= n; p++) last[n_read++] = inputs_at(path[p]);
+        update_of(part, head, last, n_read, by);
+        update_state(by, work, n_keys, n_values, out);
+    };
+    for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
+        const int slot = places_[row_of(list, i)].slot;
+        const uint8_t* sees = own.visible ? own.visible + int64_t(slot - own.first_slot) * end : nullptr;
+        const bool sees_all = !sees || !memchr(sees, 0, own.committed);
+        const int64_t base = sees_all ? own.committed : older_root;
+        int64_t n = 0;
+        for (int64_t s = base; s < slot; s++)
+            if (!sees || sees[s]) path[n++] = int32_t(s);
+        path[n] = slot;
+        if (base != done_base || n != n_done || memcmp(path, done, n * sizeof(int32_t))) {
+            memcpy(work, sees_all ? state : older, size * sizeof(float));
+            for (int64_t p = 0; p < n; p++) take_of_path(base, p, nullptr);
+        }
+        take_of_path(base, n, read);
+        recall(part, head, read, i, total);
+        done_base = base, n_done = n + 1;
+        memcpy(done, path, n_done * sizeof(int32_t));
+    }
+}
+
+// The norm of what a row's head has read, times its gate, to `mixed_`.
+template <class T> void Runner<T>::recall(const Delta& part, int head, const float* read, int64_t i, int total) {
+    const int n = part.value_width;
+    vf squares = {};
+    for (int at = 0; at < n; at += LANES) {
+        const vf v = as_stored<T>(part_of(read, at, n));
+        squares = fma(v, v, squares);
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / float(n) + part.norm_eps);
+    T gates[WIDEST_DELTA], *to = mixed_ + (i * part.n_heads + head) * n;
+    for (int at = 0; at < n; at++) gates[at] = inner_[i * total + part.gates[head * n + at]];
+    for (int at = 0; at < n; at += LANES) {
+        const vf unit = as_stored<T>(as_stored<T>(part_of(read, at, n)) * scale), gate = part_of((const T*)gates, at, n);
+        const vf normed = as_stored<T>(unit * part_of((const T*)part.norm, at, n));
+        T lanes[LANES];
+        store(lanes, normed * (gate / (exp(-gate) + 1.0f)));
+        memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(T));
+    }
+}

@@ -29,6 +29,7 @@ from . import layout
 from .build import Kernels
 from .experts import choosing_of, correction_of, is_mean, maps_of
 from .layout import Unsupported
+from .mixers import convolution_of, delta_of, sequence_of
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -47,13 +48,10 @@ ACTIVATIONS = {
 }
 HEAD_NORMS = {"by_head": layout.BY_HEAD, "whole": layout.WHOLE, "rotated": layout.ROTATED}
 STEPS: dict[type[ctypes.Structure], int] = {
-    layout.Attention: layout.ATTENTION,
-    layout.Convolution: layout.CONVOLUTION,
-    layout.Mlp: layout.MLP,
-    layout.Mixture: layout.MIXTURE,
+    **{layout.Attention: layout.ATTENTION, layout.Convolution: layout.CONVOLUTION, layout.Delta: layout.DELTA},
+    **{layout.Mlp: layout.MLP, layout.Mixture: layout.MIXTURE},
 }
 MOST_PROGRAMS = 64
-MOST_TAPS = 64  # Most tokens that a short convolution reads.
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
 FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
 
@@ -122,7 +120,7 @@ class NativePasses:
             block = self.runtime.blocks[layer]
             parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
             if kind == "attn":
-                self._parts[key] = (self._convolution_of if block.n_taps else self._attention_of)(block, parts)
+                self._parts[key] = (self._mixer_of if block.n_taps else self._attention_of)(block, parts)
             else:
                 self._parts[key] = (self._mixture_of if has_experts(parts.mlp) else self._mlp_of)(block, parts)
         return self._parts[key]
@@ -137,7 +135,8 @@ class NativePasses:
             step = (groups + 2) * width
             places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
-            places = (0, groups * width, heads * width, width, (heads + kv_heads) * width, width)
+            queries = (1 + block.heads.gated) * heads  # With their gates.
+            places = (0, queries // kv_heads * width, queries * width, width, (queries + kv_heads) * width, width)
 
         def head_norm(module: Any, n_heads: int) -> layout.Norm:
             is_whole = block.head_norm == "whole"
@@ -156,6 +155,7 @@ class NativePasses:
             width,
             *places,
             HEAD_NORMS[block.head_norm],
+            block.heads.gated,
             block.scaling,
             block.softcap or 0.0,
             block.clip or 0.0,
@@ -163,21 +163,15 @@ class NativePasses:
             None if block.sinks is None else self._address(self._kept(block.sinks)),
         )
 
-    def _convolution_of(self, block: Block, parts: LayerModules) -> layout.Convolution:
-        conv, n_hidden = parts.conv, self._n_hidden
-        refuse_hooks(conv)
-        if block.n_taps > MOST_TAPS or conv.weight.shape != (n_hidden, 1, block.n_taps):
-            raise Unsupported(f"a convolution of {tuple(conv.weight.shape)} is computed by torch")
-        bias = self._kept(None if conv.bias is None else conv.bias.detach().float())
-        return layout.Convolution(
-            *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
-            self._map_of(parts.qkv[0]),
-            self._map_of(parts.out),
-            self._kept(conv.weight.detach()[:, 0].t().float().contiguous()).data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            block.n_taps,
-            block.added_scale,
-        )
+    def _mixer_of(self, block: Block, parts: LayerModules) -> layout.Convolution | layout.Delta:
+        for module in filter(None, (parts.conv, parts.inner_norm)):
+            refuse_hooks(module)
+        norms = [self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)]
+        maps, out = self._maps_of(parts.qkv), self._map_of(parts.out)
+        if block.rule is None:
+            return convolution_of(block, parts.conv, norms, (*maps, out), self._kept)
+        norm_at = self._address(self._kept(parts.inner_norm.weight))
+        return delta_of(block, parts.inner_norm, norm_at, norms, maps, out, self._kept)
 
     def _mlp_of(self, block: Block, parts: LayerModules) -> layout.Mlp:
         mlp, family = parts.mlp, self.runtime.family
@@ -306,9 +300,8 @@ class NativePasses:
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.dtype != self.runtime.dtype or not tensor.is_contiguous():
-            raise Unsupported(
-                f"a parameter of {tensor.dtype} beside weights of {self.runtime.dtype} is computed by torch"
-            )
+            types = f"a parameter of {tensor.dtype} beside weights of {self.runtime.dtype}"
+            raise Unsupported(f"{types} is computed by torch")
         return tensor.data_ptr()
 
     # -- Running passes ------------------------------------------------------------------------------------------------
@@ -332,13 +325,8 @@ class NativePasses:
             if rows.positions is not None and len(rows.positions) != n_rows_of_pass:
                 raise ValueError(f"{n_rows_of_pass} rows have {len(rows.positions)} positions")
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
-            seen = None if seen is None else seen.contiguous()
-            visible.append(seen)  # Keep the tensor alive until the pass has run.
-            seen_at = None if seen is None else seen.data_ptr()
-            keys, values = pass_.buffer.addresses
-            keys_at, values_at = ctypes.addressof(keys), ctypes.addressof(values)
-            stride = pass_.buffer.head_stride
-            sequences.append(layout.Sequence(seen_at, keys_at, values_at, stride, n_rows_of_pass, rows.first_slot))
+            visible.append(None if seen is None else seen.contiguous())  # Keep it alive until the pass has run.
+            sequences.append(sequence_of(pass_, visible[-1]))
             sets = rows.variants or (self._whole,)
             for i, layer_set in enumerate(sets):
                 share = n_rows_of_pass // len(sets)
@@ -351,8 +339,7 @@ class NativePasses:
         rotations = self._rotations(max(positions, default=0) + 1)
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
-        if self.seconds is not None:
-            call.seconds = self.seconds
+        call.seconds = self.seconds
         run(self.kernels, call, hidden, program.steps, indices)
 
     def _rotations(self, n_positions: int) -> ctypes.Array[layout.Rotation]:

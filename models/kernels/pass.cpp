@@ -31,7 +31,7 @@ struct Attention {
     int32_t n_projections, n_heads, n_kv_heads, width;
     // In the projections' outputs, for each key head: its queries, which lie together, its key and its value.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
-    int32_t head_norm;
+    int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
     float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
     float added_scale;             // of what the residual stream gets
     const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
@@ -43,6 +43,20 @@ struct Convolution {  // gated and short, in place of attention; `mixers.h`
     const float *taps, *bias;  // (n_taps, n_hidden), the newest token's last; bias null: none
     int32_t n_taps;
     float added_scale;
+};
+
+struct Delta {  // a gated delta rule in place of attention; `mixers.h`
+    Norm before, after;
+    Map projections[4], out;
+    const int32_t *inputs, *gates;             // where these lie in the projections' outputs
+    const float *taps, *decay, *step_bias;     // (n_taps, convolved), the newest token's last; (n_heads,), (n_heads,)
+    const void* norm;                          // (value_width,)
+    float norm_eps;
+    int32_t n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
+    float added_scale;
+
+    int n_convolved() const { return 2 * n_key_heads * key_width + n_heads * value_width; }
+    int n_inputs() const { return n_convolved() + 2 * n_heads; }
 };
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };
@@ -69,9 +83,9 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION };
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA };
 struct Step {
-    const void* part;                   // Attention, Mlp, Map, Mixture or Convolution
+    const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Delta
     int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
     int32_t rotation;                   // which of the pass's tables, -1: none
     int32_t from_kept;                  // an MLP that reads what KEEP kept
@@ -91,9 +105,12 @@ struct RowList {
 
 struct Sequence {  // consecutive rows of a pass that have keys and values of their own
     const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
-    void *const *keys, *const *values;  // per layer (kv_heads, capacity, width), or inputs of a convolution
+    // Per layer (kv_heads, capacity, width), inputs of a convolution, or the inputs and states of a recurrent layer.
+    void *const *keys, *const *values;
+    int32_t* roots;  // of states, (layers, 2); null: there are none
     int64_t head_stride;                // between the key/value heads of its buffer
     int32_t n_rows, first_slot;
+    int32_t committed, n_kept, lag, is_text;  // see `RecurrentStates`
 };
 
 struct Pass {
@@ -238,7 +255,7 @@ template <class T> class Runner {
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         views_.clear(), places_.clear(), parts_.clear();
         const size_t rows = std::max(1, pass.n_rows);
-        size_t wide = 1, inner = 1, head = 0;
+        size_t wide = 1, inner = 1, head = 0, gates = 0, updates = 0, state = 0, path = 0;
         bool packed = false, ordered = false, keeps = false;
         Mixed mixed;  // the largest of the mixtures
         auto widest = [&](const Map& map) {
@@ -251,6 +268,7 @@ template <class T> class Runner {
                 size_t total = 0;
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total);
+                if (part.gated) gates = std::max<size_t>(gates, part.n_heads * part.width);
                 head = std::max<size_t>(head, part.width);
                 look_once(steps[s].window);
             } else if (steps[s].kind == MLP) {
@@ -264,6 +282,12 @@ template <class T> class Runner {
             } else if (steps[s].kind == CONVOLUTION) {
                 const auto& part = *(const Convolution*)steps[s].part;
                 widest(part.into), widest(part.out), inner = std::max<size_t>(inner, part.into.n_out);
+            } else if (steps[s].kind == DELTA) {
+                const auto& part = *(const Delta*)steps[s].part;
+                size_t total = 0;
+                for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
+                widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
+                state = std::max<size_t>(state, (part.key_width + 1) * (part.value_width + LANES));
             } else {
                 keeps = true;
             }
@@ -273,6 +297,10 @@ template <class T> class Runner {
         arena.pieces.clear(), inputs_.clear();
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
         mixed_ = (T*)arena.take(rows * wide * sizeof(T));
+        gates_ = (T*)arena.take(rows * gates * sizeof(T));
+        updates_ = (T*)arena.take(rows * updates * sizeof(T));
+        for (int s = 0; state && s < pass.n_sequences; s++)
+            path = std::max<size_t>(path, pass.sequences[s].n_rows + pass.sequences[s].n_kept + 1);
         kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
         n_threads_ = std::min(std::max(1, pass.n_threads), Team::most);
         // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
@@ -291,11 +319,12 @@ template <class T> class Runner {
             inputs_.add(input);
         }
         if (mixed.n_experts) take_room(mixed, int64_t(rows), wide, packed, ordered);
-        tiles.clear(), scratch.clear();
+        tiles.clear(), scratch.clear(), paths.clear();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
             const int64_t spread = packed ? SPREAD_ROOM / int64_t(sizeof(float)) : 0;
-            scratch.add().reserve(std::max(scratch_of(head), spread) + 64 / sizeof(float));
+            scratch.add().reserve(std::max({scratch_of(head), spread, int64_t(state)}) + 64 / sizeof(float));
+            paths.add().reserve(2 * path);
         }
         team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
     }
@@ -359,6 +388,7 @@ template <class T> class Runner {
             if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
             if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
             if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
+            if (step.kind == DELTA) delta(step, *(const Delta*)step.part, list, thread);
             if (step.kind == CONVOLUTION) convolution(step, *(const Convolution*)step.part, list, thread);
             if (step.kind == KEEP)
                 team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
@@ -529,23 +559,26 @@ template <class T> class Runner {
         });
     }
 
+    // Several maps of an input as one, to `inner_`: panels of all of them are shared out together. Returns their outputs.
+    int project(const Map* maps, int n_maps, const Input& input, const RowList& list, int thread) {
+        int total = 0, n_panels = 0, panels[4];
+        for (int i = 0; i < n_maps; i++) total += maps[i].n_out, panels[i] = n_panels += (maps[i].n_out + PANEL - 1) / PANEL;
+        each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
+            int which = 0, at = 0;
+            while (panel >= panels[which]) at += maps[which++].n_out;
+            const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL;
+            const int last = std::min(first + PANEL, maps[which].n_out);
+            auto& tile = tiles[thread];
+            outputs(maps[which], input, int(list.n), first, last, tile.items, PANEL, thread);
+            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
+        });
+        return total;
+    }
+
     void attention(const Step& step, const Attention& part, const RowList& list, int thread) {
         const Input input = enter(
             part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
-        int total = 0;
-        for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
-        // The projections as one map: panels of all of them are shared out together.
-        int n_panels = 0, panels[3];
-        for (int i = 0; i < part.n_projections; i++) panels[i] = n_panels += (part.projections[i].n_out + PANEL - 1) / PANEL;
-        each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
-            int which = 0, at = 0;
-            while (panel >= panels[which]) at += part.projections[which++].n_out;
-            const Map& map = part.projections[which];
-            const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL, last = std::min(first + PANEL, map.n_out);
-            auto& tile = tiles[thread];
-            outputs(map, input, int(list.n), first, last, tile.items, PANEL, thread);
-            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
-        });
+        const int total = project(part.projections, part.n_projections, input, list, thread);
         if (part.head_norm == WHOLE) {
             norm_rows(part.query_norm, inner_ + part.query_at, total, part.n_heads * part.width, list.n, thread);
             norm_rows(part.key_norm, inner_ + part.key_at, total, part.n_kv_heads * part.width, list.n, thread);
@@ -569,7 +602,8 @@ template <class T> class Runner {
                 const int position = pass_.positions[row];
                 if (kv < 0) {
                     T* to = mixed_ + i * q_size + h * width;
-                    const T* from = in + part.query_at + h / group * part.query_step + h % group * width;
+                    const T* from = in + part.query_at + h / group * part.query_step + h % group * width * (1 + part.gated);
+                    if (part.gated) memcpy(gates_ + i * q_size + h * width, from + width, width * sizeof(T));
                     head_of(part.query_norm, part.head_norm, h, from, width, rotation, position, to);
                     if (rotation && rotation->query_scale) {
                         const float scale = to_float(((const T*)rotation->query_scale)[position]);
@@ -612,11 +646,20 @@ template <class T> class Runner {
                    (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
                    on_line(scratch[thread].items));
         });
+        if (part.gated)
+            each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+                along(q_size, inner_ + i * q_size, inner_ + i * q_size, [&](vf v, int at) {
+                    return v * as_stored<T>(splat(1.0f) / (exp(-part_of(gates_ + i * q_size, at, q_size)) + 1.0f));
+                });
+            });
         norm_rows(part.inner, inner_, q_size, q_size, list.n, thread);
         leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
     }
 
     void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
+    void delta(const Step& step, const Delta& part, const RowList& list, int thread);
+    void delta_head(const Step& step, const Delta& part, const RowList& list, const Part& rows, int head, int thread);
+    void recall(const Delta& part, int head, const float* read, int64_t i, int total);
 
     // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
     void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
@@ -932,6 +975,7 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
+    T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
     float* scores_;        // of experts: each row's, and room to choose by them
     Choice* choices_;      // of each row
     int64_t* places_of_;   // of each choice: where the row lies among those of its expert
@@ -946,6 +990,7 @@ template <class T> class Runner {
     static inline List<Share> shares_;
     static inline Arena arena;
     static inline List<List<float>> tiles, scratch;  // per thread
+    static inline List<List<int32_t>> paths;         // slots of a row and of the one before it, per thread
 };
 
 #include "mixers.h"
@@ -1063,5 +1108,5 @@ extern "C" void swiftopt_likeliest(
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
-    sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution);
+    sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta);
 }

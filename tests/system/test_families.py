@@ -31,7 +31,7 @@ def type_of(variant: str) -> str:
 
 
 # Of these a rotation, the exponentials of capped scores, or a router are in float32 whatever a model computes in.
-IN_FLOAT32 = {"ernie4_5", "cohere", "cohere2", "gemma2", "vaultgemma", *map(type_of, MIXTURES)}
+IN_FLOAT32 = {"qwen3_5_text", "ernie4_5", "cohere", "cohere2", "gemma2", "vaultgemma", *map(type_of, MIXTURES)}
 each_variant = pytest.mark.parametrize("variant", dense_variants())
 
 

@@ -77,7 +77,9 @@ def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
     runtime = load(folder, device="cpu", speed="eager")
     in_float64 = Runtime(runtime.hf_model.double(), None, runtime.info)
     wanted = whole_model(model_type).double()(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(_logits(in_float64), wanted, rtol=0, atol=1e-9)
+    # Of a gated delta rule transformers computes the state in float32 whatever the model's type.
+    bound = 1e-5 * float(wanted.abs().max()) if in_float64.recurrent else 1e-9
+    torch.testing.assert_close(_logits(in_float64), wanted, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("file", ["gone", "cut"])

@@ -1,0 +1,309 @@
+"""Recurrent states of a sequence, and the gated delta rule, by which rows change them.
+
+A state lies at its root, behind committed text only. The rows of a pass are computed from there and leave it as it is:
+of the latest rows the inputs are kept, and when rows have been accepted, the next pass through a layer takes theirs
+into its state, in their order and by the same operations. So a rejected row leaves no trace, and a state's bits do not
+depend on how its text was cut into passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.errors import UnsupportedModel
+
+MOST_SNAPSHOTS = 4  # Of a text; of more, the second oldest goes.
+
+
+class DeltaForm(NamedTuple):
+    """Sizes of a layer's gated delta rule; several of its heads share a key head."""
+
+    n_heads: int
+    n_key_heads: int
+    key_width: int
+    value_width: int
+    n_taps: int
+
+    @property
+    def n_convolved(self) -> int:
+        """Values of a row's query, key and value, which go through the convolution."""
+        return 2 * self.n_key_heads * self.key_width + self.n_heads * self.value_width
+
+    @property
+    def n_inputs(self) -> int:
+        """Values that a row's update is made of: those, and two numbers per head."""
+        return self.n_convolved + 2 * self.n_heads
+
+    def orders(self, by_key_head: bool) -> tuple[Tensor, Tensor]:
+        """Return where the inputs of an update and the gates lie in the projections' outputs: int64 (n,) each.
+
+        Args: by_key_head: each key head's query, key, values and gates lie together, then its two numbers per head.
+        """
+        n_keys, n_values = self.n_key_heads * self.key_width, self.n_heads * self.value_width
+        if not by_key_head:
+            at = torch.arange(2 * n_keys + 2 * n_values + 2 * self.n_heads)
+            mixed, gates, numbers = torch.split(at, [2 * n_keys + n_values, n_values, 2 * self.n_heads])
+            return torch.cat((mixed, numbers)), gates
+        shared = self.n_heads // self.n_key_heads
+        sizes = [self.key_width, self.key_width, shared * self.value_width, shared * self.value_width]
+        by_head = torch.arange(2 * n_keys + 2 * n_values).view(self.n_key_heads, -1)
+        *parts, gate_part = torch.split(by_head, sizes, dim=1)
+        numbers = torch.arange(2 * self.n_heads).view(self.n_key_heads, -1) + by_head.numel()
+        parts += torch.split(numbers, shared, dim=1)
+        return torch.cat([part.flatten() for part in parts]), gate_part.flatten()
+
+
+def state_bytes(forms: Sequence[DeltaForm], dtype: torch.dtype, n_rows: int, lag: int) -> int:
+    """Return the bytes of a sequence's `RecurrentStates`, of layers of these forms."""
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    return sum(
+        (1 + (lag > 0)) * form.n_heads * form.key_width * form.value_width * wide
+        + (n_rows + form.n_taps - 1 + lag) * form.n_inputs * dtype.itemsize
+        for form in forms
+    )
+
+
+class DeltaRule(NamedTuple):
+    """The gated delta rule of a layer (arXiv:2412.06464), with a short convolution before it."""
+
+    form: DeltaForm
+    taps: Tensor  # (n_convolved, n_taps), the newest token's last.
+    log_decay: Tensor  # (heads,), the module's A_log.
+    step_bias: Tensor  # (heads,), the module's dt_bias.
+
+    @classmethod
+    def of(cls, module: Any, conv: Any) -> DeltaRule:
+        """Return the rule of a layer's module, with its convolution.
+
+        Raises: UnsupportedModel: the convolution is of another kind.
+        """
+        sizes = (module.num_v_heads, module.num_k_heads, module.head_k_dim, module.head_v_dim, conv.kernel_size[0])
+        form = DeltaForm(*(int(size) for size in sizes))
+        shape = tuple(conv.weight.shape)
+        if conv.bias is not None or shape != (form.n_convolved, 1, form.n_taps):
+            raise UnsupportedModel(f"this model has a convolution of {shape} before its state, which is not supported")
+        return cls(form, conv.weight.detach()[:, 0], module.A_log.detach(), module.dt_bias.detach())
+
+    def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state (heads, key_width, value_width) after a row, and what it gives, (heads, value_width).
+
+        Args: inputs: (n, n_inputs) of the row's last tokens, its own last; fewer than there are taps begin a text.
+        """
+        form, wide = self.form, state.dtype
+        taps = self.taps[:, self.taps.shape[1] - len(inputs) :].t().to(wide)
+        mixed = F.silu((inputs[:, : form.n_convolved].to(wide) * taps).sum(dim=0).to(inputs.dtype)).to(wide)
+        n_keys = form.n_key_heads * form.key_width
+        query, key, value = torch.split(mixed, [n_keys, n_keys, form.n_heads * form.value_width])
+        query, key = self._unit(query), self._unit(key)
+        amount, step_size = torch.split(inputs[-1, form.n_convolved :], form.n_heads)
+        decay = (-self.log_decay.to(wide).exp() * F.softplus(step_size.to(wide) + self.step_bias.to(wide))).exp()
+        state = state * decay[:, None, None]
+        recalled = (state * key[:, :, None]).sum(dim=1)
+        change = (value.view(form.n_heads, -1) - recalled) * amount.sigmoid().to(wide)[:, None]
+        state = state + key[:, :, None] * change[:, None]
+        out = (state * (query * form.key_width**-0.5)[:, :, None]).sum(dim=1)
+        return state, out.to(inputs.dtype)
+
+    def _unit(self, part: Tensor) -> Tensor:
+        """Return queries or keys for each head, (heads, key_width), of length 1."""
+        by_head = part.view(self.form.n_key_heads, -1)
+        unit = by_head * (by_head.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        return unit.repeat_interleave(self.form.n_heads // self.form.n_key_heads, dim=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """States of all layers behind the first `root` slots, and the inputs of the last ones before it, oldest first."""
+
+    root: int
+    states: Mapping[int, Tensor]
+    inputs: Mapping[int, Tensor]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(one.nbytes for tensors in (self.states, self.inputs) for one in tensors.values())
+
+
+class RecurrentStates:
+    """States of one sequence, by layer.
+
+    `states`: (2, heads, key_width, value_width), float32 or wider: at the root, and with a `lag` so many slots before
+    it, or at the text's beginning, for rows that see less; `roots`, int32 (layers of the model, 2), are their slots.
+    `inputs`: (n_kept, n_inputs), a ring: those of slot s at s % n_kept. Slots before `committed` hold text: the next
+    pass through a layer brings its root there.
+
+    Args: devices: of the layers that have states. n_rows: most rows that a pass has behind committed text.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[int, torch.device],
+        n_layers: int,
+        form: DeltaForm,
+        dtype: torch.dtype,
+        n_rows: int,
+        lag: int = 0,
+    ) -> None:
+        self.form, self.lag, self.committed = form, lag, 0
+        self.n_kept = n_rows + form.n_taps - 1 + lag
+        shape = (1 + (lag > 0), form.n_heads, form.key_width, form.value_width)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.states = {layer: torch.zeros(shape, dtype=wide, device=place) for layer, place in devices.items()}
+        self.inputs = {
+            layer: torch.zeros((self.n_kept, form.n_inputs), dtype=dtype, device=place)
+            for layer, place in devices.items()
+        }
+        self.roots = torch.zeros((n_layers, 2), dtype=torch.int32)
+        self.snapshots: list[Snapshot] = []
+        self.keeps_snapshots = False
+
+    @property
+    def n_bytes(self) -> int:
+        own = sum(one.nbytes for tensors in (self.states, self.inputs) for one in tensors.values())
+        return own + sum(snapshot.n_bytes for snapshot in self.snapshots)
+
+    def check(self, first_slot: int, n_rows: int, is_text: bool) -> None:
+        """Raises: ValueError: rows at slots `first_slot`, … are not where the states can take them, or too many."""
+        newest = max((int(self.roots[layer, 0]) for layer in self.states), default=0)
+        if is_text and not newest <= self.committed == first_slot:
+            raise ValueError(f"text at slot {first_slot} does not follow the states, which are at {newest}")
+        if not is_text and not newest <= self.committed <= first_slot:
+            raise ValueError(f"rows at slot {first_slot} lie before the states, which are at {newest}")
+        room = self.n_kept - self.lag - self.form.n_taps + 1
+        if not is_text and first_slot + n_rows - self.committed > room:
+            raise ValueError(f"{n_rows} rows at slot {first_slot} are more than the {room} whose inputs are kept")
+
+    def commit(self, n_slots: int) -> None:
+        """Say that the first slots hold text; the next passes bring the states there."""
+        self.committed = n_slots
+
+    def begin_at(self, n_slots: int) -> None:
+        """Take the states as they are for those behind so many slots, as measurements do."""
+        self.committed = n_slots
+        self.roots[:] = n_slots
+
+    def advance(
+        self, layer: int, rule: DeltaRule, inputs: Tensor, slots: Sequence[int], seen: Tensor | None, is_text: bool
+    ) -> Tensor:
+        """Return what rows give by their `inputs` (rows, n_inputs): (rows, heads, value_width).
+
+        Args: seen: bool (rows, slots), the slots that each row sees; None: all before its own.
+        """
+        own = dict(zip(slots, inputs, strict=True))
+        states = list(self.states[layer])
+        roots: list[int] = self.roots[layer, : len(states)].tolist()
+
+        def take(slot: int, path: Sequence[int], base: int, state: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the state after a slot that comes behind the slots of `path`, and what it gives."""
+            last = [*range(max(0, base - rule.form.n_taps), base), *path, slot][-rule.form.n_taps :]
+            rows = [own[one] if one in own else self.inputs[layer][one % self.n_kept] for one in last]
+            return rule.step(state, torch.stack(rows))
+
+        def bring(end: int) -> None:
+            for which, goal in enumerate((end, end - self.lag)[: len(states)]):
+                for slot in range(roots[which], goal):
+                    states[which], _ = take(slot, (), slot, states[which])
+                roots[which] = max(roots[which], goal)
+
+        bring(self.committed)
+        outs: list[Tensor] = []
+        is_kept = True
+        done: tuple[int, list[int]] = (-1, [])
+        state = states[0]
+        for row, slot in enumerate(slots):
+            sees_all = seen is None or bool(seen[row, : self.committed].all())
+            is_kept &= sees_all
+            base = roots[0] if sees_all else roots[-1]
+            if is_text:
+                states[0], out = take(slot, (), slot, states[0])
+                outs.append(out)
+                continue
+            path = list(range(base, slot)) if seen is None else (seen[row, base:slot].nonzero()[:, 0] + base).tolist()
+            if (base, path) != done:  # A branch, or another text's window: begin at the root again.
+                state = states[0 if sees_all else -1]
+                for n, node in enumerate(path):
+                    state, _ = take(node, path[:n], base, state)
+            state, out = take(slot, path, base, state)
+            done = base, [*path, slot]
+            outs.append(out)
+        if is_text:
+            roots[0] = slots[-1] + 1
+            bring(roots[0])
+        for which, one in enumerate(states):
+            self.states[layer][which] = one
+        self.roots[layer, : len(roots)] = torch.tensor(roots)
+        for slot in slots[-self.n_kept :] if is_kept else ():
+            self.inputs[layer][slot % self.n_kept] = own[slot]
+        return torch.stack(outs)
+
+    def move(self, source: int | Sequence[int], target: int) -> None:
+        """Copy a slot's inputs of all layers to another slot; of several, to consecutive ones."""
+        sources = [source] if isinstance(source, int) else source
+        rows = [slot % self.n_kept for slot in sources]
+        places = [slot % self.n_kept for slot in range(target, target + len(sources))]
+        for inputs in self.inputs.values():
+            inputs[places] = inputs[rows]
+
+    # -- Going on from an earlier place --------------------------------------------------------------------------------
+
+    def reachable(self, n_slots: int) -> int:
+        """Return behind how many of the first `n_slots` slots another sequence can go on: of a snapshot, or all."""
+        newest = max((int(self.roots[layer, 0]) for layer in self.states), default=0)
+        if newest <= n_slots:
+            return min(n_slots, self.committed)
+        return max((snapshot.root for snapshot in self.snapshots if snapshot.root <= n_slots), default=0)
+
+    def take_snapshot(self) -> None:
+        """Keep a copy of the states; they are at one root, behind text alone."""
+        root, n_before = self.committed, self.form.n_taps
+        is_whole = all(int(self.roots[layer, 0]) == root for layer in self.states)
+        if not self.keeps_snapshots or not is_whole or root < n_before or root in self._snapshot_roots:
+            return
+        slots = [slot % self.n_kept for slot in range(root - n_before, root)]
+        states = {layer: states[:1].clone() for layer, states in self.states.items()}
+        self.snapshots.append(Snapshot(root, states, {layer: inputs[slots] for layer, inputs in self.inputs.items()}))
+        self.snapshots.sort(key=lambda snapshot: snapshot.root)
+        del self.snapshots[1 : len(self.snapshots) - MOST_SNAPSHOTS + 1]
+
+    @property
+    def _snapshot_roots(self) -> Iterable[int]:
+        return [snapshot.root for snapshot in self.snapshots]
+
+    def copy_from(self, other: RecurrentStates, n_slots: int) -> None:
+        """Take what another sequence has behind its first `n_slots` slots, a number that it says is `reachable`."""
+        self.snapshots = [snapshot for snapshot in other.snapshots if snapshot.root <= n_slots]
+        newest = max((int(other.roots[layer, 0]) for layer in other.states), default=0)
+        for layer, states in self.states.items():
+            if newest <= n_slots:
+                n_states = min(len(states), len(other.states[layer]))
+                roots = other.roots[layer, :n_states]
+                states[:n_states] = other.states[layer][:n_states]
+            else:
+                snapshot = next(one for one in self.snapshots if one.root == n_slots)
+                roots = torch.tensor([n_slots])
+                states[:1] = snapshot.states[layer]
+            if len(roots) < len(states):
+                states[1:] = states[:1].clone()
+            self.roots[layer] = roots[[0, -1]]
+            oldest = max(0, int(self.roots[layer, 1]) - self.form.n_taps + 1)
+            if newest <= n_slots:
+                rows = other.inputs[layer][[slot % other.n_kept for slot in range(oldest, n_slots)]]
+            else:
+                rows = snapshot.inputs[layer][oldest - n_slots :] if n_slots else snapshot.inputs[layer][:0]
+            if len(rows) > self.n_kept:
+                raise ValueError(f"a ring of {self.n_kept} inputs has no room for {len(rows)}")
+            self.inputs[layer][[slot % self.n_kept for slot in range(oldest, n_slots)]] = rows
+        self.committed = n_slots
+
+    def make_room(self, other: RecurrentStates) -> None:
+        """Make the ring at least as long as another sequence's; what is in it goes."""
+        if self.n_kept < other.n_kept:
+            self.n_kept = other.n_kept
+            for layer, inputs in self.inputs.items():
+                self.inputs[layer] = inputs.new_zeros((self.n_kept, self.form.n_inputs))
