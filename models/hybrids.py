@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .family import GATED_SHARED, Experts, Family, GatedDelta, ShortConv
@@ -34,7 +35,10 @@ HYBRIDS: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(models="Qwen3.5, Qwen3.6, Qwen3.8 of text alone", **_QWEN_HYBRID, mixer=GatedDelta()),
     "qwen3_5_moe_text": Family(
-        models="Qwen3.5 MoE of text alone", **_QWEN_HYBRID, mixer=GatedDelta(), experts=GATED_SHARED
+        models="Qwen3.5 MoE of text alone",
+        **_QWEN_HYBRID,
+        mixer=GatedDelta(),
+        experts=replace(GATED_SHARED, normalised=True),
     ),
     "qwen3_next": Family(
         models="Qwen3-Next, Qwen3-Coder-Next",

@@ -109,6 +109,8 @@ def whole_model(model_type: str, tied: bool = False) -> Any:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not parameter.any():  # A router that would tell no experts apart.
+                parameter.normal_()
             if parameter.dim() > 1 and "embed" not in parameter_name:
                 parameter.mul_(4.0)
             elif parameter_name.endswith("bias"):

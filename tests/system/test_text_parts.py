@@ -74,6 +74,8 @@ def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
         assert _decoded(runtime) == texts[0, len(IDS) :].tolist()
         draft = swift(SET, SwiftSettings(early_stop=False, max_draft_length=4))
         assert _decoded(runtime, draft) == _decoded(runtime)
+    if runtime.family.experts is not None:
+        return  # Of experts transformers has no products in float64.
     runtime = load(folder, device="cpu", speed="eager")
     in_float64 = Runtime(runtime.hf_model.double(), None, runtime.info)
     wanted = whole_model(model_type).double()(torch.tensor([IDS])).logits[0]
