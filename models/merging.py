@@ -27,10 +27,12 @@ from .adapters import Adapter, check_base, is_adapter, reading_adapter
 from .checkpoints import read_model
 from .fingerprint import fingerprint, fingerprint_with, note_merged
 from .restacked import SMALL_FILES
-from .saved import ADAPTER, OnStep, cache_root, made_once, no_step, quiet
+from .saved import ADAPTER, OnStep, cache_root, is_multimodal, made_once, no_step, quiet
 from .stored_tensors import is_readable
+from .text_parts import text_name, whole_names
 
 MERGING = "1"  # Hashed into the names of merged folders; raise it when the merge changes.
+Naming = Callable[[str], str | None]
 _PREFIX = "base_model.model."  # Of the names of all tensors that peft saves.
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save)(?=\.)")  # Parts of names that peft's wrappers add.
 _FORM = re.compile(
@@ -40,8 +42,12 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What an adapter has for one module: its tensors' names by part (A, B, magnitude_vector), and their factor."""
+    """What an adapter has for one module: its tensors' names by part (A, B, magnitude_vector), and their factor.
 
+    `module`: its name in the adapter, which of a multimodal base is that in the whole model.
+    """
+
+    module: str
     scale: float
     rank: int
     stored: Mapping[str, str]
@@ -104,7 +110,8 @@ def load_merged(adapter: Adapter, base: Path, dtype: str, placement: str) -> tup
     check_base(adapter, base)
     with _without_adapter(base) as folder:
         model = read_model(folder, "auto", placement, named=base)
-    merge(model, adapter)
+        is_text_part = is_multimodal(folder)
+    merge(model, adapter, is_text_part)
     if dtype != "auto":
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -162,21 +169,27 @@ def _without_adapter(folder: Path) -> Iterator[Path]:
 # --- which tensors are for what
 
 
-def additions_of(adapter: Adapter, stored: Iterable[str]) -> dict[str, Addition]:
-    """Return what an adapter's tensors add to modules, by the modules' names."""
+def additions_of(adapter: Adapter, stored: Iterable[str], named: Naming = str) -> dict[str, Addition]:
+    """Return what an adapter's tensors add to modules, by the modules' names.
+
+    Args: named: how they are called in the model that is loaded; None: they are of a part that is not.
+    """
     names: dict[str, dict[str, str]] = {}
     for name in stored:
         if match := _FORM.fullmatch(_plain(name)):
             part = match["map"] or match["embedding"] or match["dora"]
             names.setdefault(match["module"], {})[part] = name
     return {
-        module: Addition(adapter.scale(module), adapter.rank(module), parts) for module, parts in sorted(names.items())
+        own: Addition(module, adapter.scale(module), adapter.rank(module), parts)
+        for module, parts in sorted(names.items())
+        if (own := named(module)) is not None
     }
 
 
-def replacements_of(stored: Iterable[str]) -> dict[str, str]:
-    """Return which of an adapter's tensors take the place of parameters, by the parameters' names."""
-    return {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
+def replacements_of(stored: Iterable[str], named: Naming = str) -> dict[str, str]:
+    """Return which of an adapter's tensors take the place of parameters, by the parameters' names; see above."""
+    names = {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
+    return {own: stored_name for name, stored_name in names.items() if (own := named(name)) is not None}
 
 
 def identity(adapter: Adapter, base: Path) -> str:
@@ -196,9 +209,10 @@ def _plain(name: str) -> str:
 
 
 @torch.no_grad()
-def merge(model: Any, adapter: Adapter) -> None:
+def merge(model: Any, adapter: Adapter, is_text_part: bool = False) -> None:
     """Add an adapter to a model of transformers, whose weights lie in the checkpoint's dtype.
 
+    Args:   is_text_part: of a multimodal base; what the adapter has for the other parts is left out as these are.
     Raises: ModelNotFound: the adapter's tensors are not those of its config, or do not fit the model.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -207,9 +221,10 @@ def merge(model: Any, adapter: Adapter) -> None:
             f" the adapter {adapter.folder} cannot be merged: use --device cpu"
         )
     with adapter_tensors(adapter) as tensors:
-        additions, replacements = additions_of(adapter, tensors), replacements_of(tensors)
+        named: Naming = text_name if is_text_part else str
+        additions, replacements = additions_of(adapter, tensors, named), replacements_of(tensors, named)
         _check_replacements(model, adapter, replacements)
-        _check_additions(model, adapter, additions)
+        _check_additions(model, adapter, additions, whole_names if is_text_part else lambda name: (name,))
         _untie(model, {*additions, *(name.rpartition(".")[0] for name in replacements)})
         for name, stored in replacements.items():
             _put(adapter, name, model.get_parameter(name), tensors.read(stored))
@@ -238,14 +253,20 @@ def _check_replacements(model: Any, adapter: Adapter, replacements: Mapping[str,
             )
 
 
-def _check_additions(model: Any, adapter: Adapter, additions: Mapping[str, Addition]) -> None:
+def _check_additions(
+    model: Any,
+    adapter: Adapter,
+    additions: Mapping[str, Addition],
+    names_of: Callable[[str], tuple[str, ...]],
+) -> None:
+    """Args: names_of: those that a module may have in the model that the adapter was trained on."""
     maps = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
     head = model.get_output_embeddings()
     is_all = adapter.target_modules == "all-linear"
     targets = {
         name
         for name, m in maps.items()
-        if adapter.targets(name) and not (is_all and (m is head or isinstance(m, nn.Embedding)))
+        if any(map(adapter.targets, names_of(name))) and not (is_all and (m is head or isinstance(m, nn.Embedding)))
     }
     for name, addition in additions.items():
         if name not in maps:

@@ -59,6 +59,12 @@ def text_name(stored: str) -> str | None:
     return name if name == stored or name.startswith("lm_head.") else f"model.{name}"
 
 
+def whole_names(name: str) -> tuple[str, ...]:
+    """Return the names that a module of the text part may have in the whole model, which `text_name` reads."""
+    inner = name.removeprefix("model.")
+    return name, f"model.language_model.{inner}", f"language_model.model.{inner}"
+
+
 def text_values(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return what a multimodal config says of its text part: `model_type` is the text part's own.
 

@@ -13,8 +13,8 @@ from families import VOCAB, WINDOW
 from multimodal import MODELS, whole_model, write, write_parts
 from native import library
 from packed_files import Packing, packed_folder
-from safetensors.torch import load_file
-from tiny_files import edit_config
+from safetensors.torch import load_file, save_file
+from tiny_files import edit_config, save_adapter
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
 from swiftopt.core.settings import SwiftSettings
@@ -30,6 +30,7 @@ from swiftopt.models.restacked import pairs_of, write_restacked
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import files_of, weight_files
+from swiftopt.models.sources import model_folder
 
 N_NEW = 24
 IDS = [(5 * i + 3) % (VOCAB - 2) + 2 for i in range(WINDOW + 8)]
@@ -82,6 +83,56 @@ def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
     # Of a gated delta rule transformers computes the state in float32 whatever the model's type.
     bound = 1e-5 * float(wanted.abs().max()) if in_float64.recurrent else 1e-9
     torch.testing.assert_close(_logits(in_float64), wanted, rtol=0, atol=bound)
+
+
+ENDS = ("q_proj", "o_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gemma3", {}),
+        ("qwen3_vl", {"target_modules": r".*language_model.*(q_proj|o_proj|down_proj)"}),
+        *(
+            pytest.param(model_type, config, marks=pytest.mark.families)
+            for model_type in ("mistral3", "mistral3:ministral3", "qwen2_vl", "qwen2_5_vl")
+            for config in ({}, {"use_dora": True})
+        ),
+    ],
+)
+def test_an_adapter_of_the_whole_model_is_merged_into_its_text_part(
+    model_type: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """What it has for the vision tower is left out, as the tower is."""
+    whole = whole_model(model_type)
+    write(tmp_path / "base", whole)
+    adapter = save_adapter(tmp_path / "adapter", "../base", whole, *ENDS, **config)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    runtime, plain = load(str(adapter), device="cpu", speed="eager"), load(str(tmp_path / "base"), device="cpu")
+    for name, module in whole.named_modules():
+        a, b, magnitude = (
+            tensors.get(f"base_model.model.{name}.lora_{part}") for part in ("A.weight", "B.weight", "magnitude_vector")
+        )
+        if a is not None and b is not None:
+            module.weight += 2 * b @ a
+            if magnitude is not None:
+                module.weight *= (magnitude / module.weight.norm(dim=1))[:, None]
+    wanted = whole(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(_logits(runtime), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert not torch.allclose(_logits(plain), wanted, atol=0.01)
+    assert runtime.info.fingerprint != plain.info.fingerprint
+    merged = load(str(model_folder(str(adapter))), device="cpu", speed="eager")
+    assert torch.equal(_logits(merged), _logits(runtime)) and merged.info.fingerprint == runtime.info.fingerprint
+
+
+def test_an_adapter_of_a_multimodal_model_that_lacks_a_map_of_the_text_part_is_refused(tmp_path: Path) -> None:
+    whole = _whole("gemma3")
+    write(tmp_path / "base", whole)
+    adapter = save_adapter(tmp_path / "adapter", "../base", whole, *ENDS[:1])
+    path = adapter / "adapter_model.safetensors"
+    save_file({name: one for name, one in load_file(path).items() if "language_model.layers.2." not in name}, path)
+    with pytest.raises(ModelNotFound, match=r"lacks lora_A of model\.layers\.2\.self_attn\.q_proj"):
+        load(str(adapter))
 
 
 @pytest.mark.parametrize("file", ["gone", "cut"])
