@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..core.errors import ModelNotFound
 from ..core.records import ModelInfo
@@ -127,6 +126,8 @@ def read_mtp(folder: Path, target: Runtime) -> MtpRuntime:
 
 
 def _made(tensors: StoredTensors, folder: Path, target: Runtime) -> MtpRuntime:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     family, slices = target.family, tensors.slices()
     assert family.mtp is not None
     config = config_of_layer(target.config, family.mtp, slices)
