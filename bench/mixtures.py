@@ -82,7 +82,7 @@ def file(shape: str, path: Path, layers: int) -> None:
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{own.architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    letters = [chr(code) for code in range(33, 127)]
+    letters = [*map(chr, range(33, 127)), "ab"]
     writer.add_token_list([*letters, *(f"<{i}>" for i in range(TOKENS - len(letters)))])
     writer.add_token_types([1] * TOKENS)
     writer.add_token_merges(["a b"])

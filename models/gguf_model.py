@@ -27,7 +27,7 @@ from .families import HeadLayout, family_of, heads_of
 from .family import Family
 from .gguf_forms import FORMS, GgufForm
 from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
-from .gguf_settings import FACTORS, IDS, config_of, ends_of, layer_numbers
+from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, layer_numbers
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .saved import (
@@ -110,6 +110,14 @@ def load_gguf(
         reading.take(name)
     reading.finish()
     return model.eval().requires_grad_(False), file.n_values
+
+
+def loaded_tensors(file: GgufFile, config: Any) -> list[FileTensor]:
+    """Return the tensors of a file but for those of layers behind the model's own, which predict further tokens."""
+    n_layers = config.num_hidden_layers
+    n_further = int(file.own_settings().get(NEXT_LAYERS) or 0)
+    others = tuple(f"blk.{number}." for number in range(n_layers, n_layers + n_further))
+    return [tensor for name, tensor in file.tensors.items() if not name.startswith(others)]
 
 
 def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -> int:
@@ -283,7 +291,8 @@ class _Reading:
         """
         self.file.refuse_changed()
         factors = FACTORS if self.family.rotary is not None else ()  # The config has them.
-        unread = [name for name in self.file.tensors if name not in self._read and name not in factors]
+        loaded = loaded_tensors(self.file, self.model.config)
+        unread = [tensor.name for tensor in loaded if tensor.name not in self._read and tensor.name not in factors]
         if unread:
             raise UnsupportedModel(
                 f"{self.file.path} has a tensor {sorted(unread)[0]!r}, for which a model of type"

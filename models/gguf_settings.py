@@ -42,6 +42,7 @@ FIELDS = {
 }
 NEEDED = tuple(FIELDS)[:5]
 COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
+NEXT_LAYERS = "nextn_predict_layers"  # How many layers behind the model's own predict further tokens.
 FIRST = "blk.0."  # How the names of the first layer's tensors begin.
 # Settings without a config field, and their values that do not change what the model computes; None: no value does.
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
@@ -140,6 +141,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
     check_values(given, file.path)
+    # Layers that predict further tokens come last, and are counted with the others.
+    n_further = min(int(settings.number(NEXT_LAYERS, 0)), given["num_hidden_layers"] - 1)
+    given["num_hidden_layers"] -= n_further
     n_layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
     if family.rotary is not None:
         given["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
@@ -164,7 +168,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
                 given["hidden_size"] // heads if n_layers == form.wide_scores else head_dim
             )
         config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
-        config |= _windows(settings, family, form, n_layers)
+        config |= _windows(settings, family, form, n_layers, n_further)
     if form.lists_layers:
         config["layer_types"] = ["full_attention"] * n_layers
     settings.refuse_left(form)
@@ -309,8 +313,13 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int) -> dict[str, Any]:
-    """Return the window and, where it differs by layer, the layers' types; without one all see everything before."""
+def _windows(
+    settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int
+) -> dict[str, Any]:
+    """Return the window and, where it differs by layer, the layers' types; without one all see everything before.
+
+    Args: n_further: layers of a file behind the model's own.
+    """
     if family.sliding == "none":
         return {}
     window = settings.number(WINDOW, form.window) or None
@@ -328,6 +337,8 @@ def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int)
         pattern = [pattern] * n_layers
     if isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
+    if isinstance(pattern, list) and len(pattern) == n_layers + n_further:
+        pattern = pattern[:n_layers]
     if not isinstance(pattern, list) or len(pattern) != n_layers:
         raise settings.refusal(PATTERN, pattern)
     slides = [window is not None and bool(has_window) for has_window in pattern]

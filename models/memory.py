@@ -16,7 +16,7 @@ from .config_bounds import ADVICE
 from .expert_checkpoints import BLOCKS
 from .families import family_of, heads_of, slot_values
 from .fingerprint import plain_name
-from .gguf_model import held_bytes
+from .gguf_model import held_bytes, loaded_tensors
 from .gguf_reader import GgufFile
 from .kernels.build import kernels
 from .quantised_checkpoints import NAMES
@@ -115,7 +115,7 @@ def memory_plan(
         codes_stay = on_cpu and is_kernel_speed and dtype_asked == torch.bfloat16
         chosen = kernels() if codes_stay else ""
         kept = None if isinstance(chosen, str) else chosen
-        sizes = [(held_bytes(tensor, dtype_asked, kept), tensor.n_values) for tensor in file.tensors.values()]
+        sizes = [(held_bytes(tensor, dtype_asked, kept), tensor.n_values) for tensor in loaded_tensors(file, config)]
     elif shapes:
         codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
         by_library = scheme is not None and scheme.kind is not None

@@ -186,6 +186,18 @@ def test_files_of_gemma_2_that_name_no_window_have_its_own(tmp_path: Path) -> No
     assert (config["sliding_window"], config["layer_types"]) == (4096, ["sliding_attention", "full_attention"] * 2)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, new_cache: Path) -> None:
+    """GLM-4.5's files have one behind the model's own, as its checkpoints do."""
+    model = tiny_model("glm4_moe", torch.float32)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        _add(block_count=5, nextn_predict_layers=1)(writer)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.ones(32, 64).numpy())
+        writer.add_tensor("blk.4.attn_norm.weight", torch.ones(32).numpy())
+
+    check(write_gguf(tmp_path / "a.gguf", model, more=more), model)
+
+
 def _fused(tensors: dict[str, torch.Tensor]) -> None:
     for layer in range(4):
         for leaf in ("weight", "bias"):
