@@ -72,5 +72,15 @@ def _source(folder: Path, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         return
     config = supported_config(folder)
     with stored_tensors(folder) as tensors:
-        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors.slices()}
+        state = {name: _by_outputs(name, part, config) for name, part in tensors.slices().items()}
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": state}
         yield MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], {**source, "dtype": dtype_asked(folder, config, dtype)}
+
+
+def _by_outputs(name: str, stored: Any, config: Any) -> Any:
+    """Return a stored tensor; maps of experts by outputs: Qwen3-VL's checkpoints have them by inputs."""
+    leaf, hidden, inner = name.rpartition(".")[2], config.hidden_size, getattr(config, "moe_intermediate_size", 0)
+    shape = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}.get(leaf)
+    if ".experts." not in name or shape is None or tuple(stored.get_shape()[:0:-1]) != shape:
+        return stored
+    return stored if tuple(stored.get_shape()[1:]) == shape else stored[:].transpose(1, 2).contiguous()

@@ -313,9 +313,7 @@ def _factors(file: GgufFile, name: str, width: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _windows(
-    settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int
-) -> dict[str, Any]:
+def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> dict[str, Any]:
     """Return the window and, where it differs by layer, the layers' types; without one all see everything before.
 
     Args: n_further: layers of a file behind the model's own.

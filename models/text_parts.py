@@ -22,6 +22,7 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
 }
@@ -32,9 +33,12 @@ NAMES = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL 30B-A3B and 235B-A22B",
     "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
     "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
 }
+# Fields of a family's config that a type's text part has no choice of.
+CONSTANTS: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these have the values of the text part beside the others.
 # Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.
 OF_ALL = (
@@ -95,11 +99,13 @@ def text_config(values: Mapping[str, Any], outer: str) -> Any:
     family = MULTIMODAL[outer][values["model_type"]]
     # Each type has defaults of its own: let its class fill them in first.
     filled = AutoConfig.for_model(**values).to_dict()
-    names = {field.name for field in fields(CONFIG_MAPPING[family])}
+    own: Any = CONFIG_MAPPING[family]
+    # Qwen3 MoE's config takes the size of a head, and does not declare it; a field may have another name within.
+    names = {"head_dim", *own.attribute_map.values(), *(field.name for field in fields(own))}
     settings = {name: value for name, value in filled.items() if name in names}
     rotation = settings["rope_parameters"]
     settings["rope_parameters"] = {key: value for key, value in rotation.items() if key not in OF_IMAGES}
-    config = AutoConfig.for_model(family, **settings)
+    config = AutoConfig.for_model(family, **settings, **CONSTANTS.get(outer, {}))
     for key in ("quantization_config", "compression_config"):
         if key in values:
             setattr(config, key, values[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "rope_parameters": _axes(4, 2, 2, mrope_interleaved=True),
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+        {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    ),
 }
+BY_INPUTS = re.compile(r"\.experts\.(gate_up|down)_proj$")  # How Qwen3-VL's checkpoints have maps of experts.
 
 
 def whole_model(model_type: str, tied: bool = False) -> Any:
@@ -138,9 +153,9 @@ def write(folder: Path, model: Any, spelling: str = "new", **changed: Any) -> Pa
 
     Args: changed: values of config.json; None: it has no such value.
     """
-    tied = model.config.tie_word_embeddings
+    tied, by_inputs = model.config.tie_word_embeddings, model.config.model_type == "qwen3_vl_moe"
     tensors = {
-        name: tensor.contiguous()
+        name: (tensor.transpose(1, 2) if by_inputs and BY_INPUTS.search(name) else tensor).contiguous()
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
