@@ -118,8 +118,8 @@ def main() -> None:
             query, key = meta(ROWS, HEADS, width, dtype=dtype), meta(ROWS, 8, width, dtype=dtype)
             device_attention.store(query, key, key, table, (meta(4096, width, dtype=dtype),) * 2, 3, 40)
             for n_slots in (device_attention.SPLIT, 2048):  # of one split, and of several
-                for softcap in (None, 50.0):
-                    device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap)
+                for softcap, sinks in ((None, None), (50.0, None), (None, meta(HEADS, dtype=dtype))):
+                    device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap, sinks)
 
 
 main()

@@ -156,11 +156,16 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "dtype", "softcap"),
-    [(4, 2, 16, torch.float32, 0.7), (4, 2, 16, HALF, None), (3, 3, 20, torch.float32, None), (17, 1, 16, HALF, None)],
+    ("heads", "kv_heads", "width", "dtype", "softcap", "with_sinks"),
+    [
+        (4, 2, 16, torch.float32, 0.7, True),
+        (4, 2, 16, HALF, None, True),
+        (3, 3, 20, torch.float32, None, False),
+        (17, 1, 16, HALF, None, False),
+    ],
 )
 def test_attention_of_several_sequences_is_torchs_for_each(
-    heads: int, kv_heads: int, width: int, dtype: torch.dtype, softcap: float | None
+    heads: int, kv_heads: int, width: int, dtype: torch.dtype, softcap: float | None, with_sinks: bool
 ) -> None:
     """Chains, a tree, rows of a tree alone, and rows that read a part of what is there; one window and none."""
     shape: Any = Shape(heads, kv_heads, width)
@@ -181,9 +186,11 @@ def test_attention_of_several_sequences_is_torchs_for_each(
     table = RowTable(shape)
     data = uploaded(table.made([(plan, plan.every) for plan in plans], PLACE), PLACE)
     assert device_attention.store(query, key, value, data, None, 1, 2) is query
+    sinks = drawn(heads, seed=7, dtype=dtype) if with_sinks else None
+    how = (width**-0.5, softcap, sinks)
     for view, window in enumerate((None, 40)):
         found = device_attention.attend(
-            query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, width**-0.5, softcap
+            query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, *how
         )
         for plan, buffer in zip(plans, buffers, strict=True):
             own = slice(plan.first, plan.first + plan.n)
@@ -192,7 +199,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
             assert torch.equal(buffer.values[1][:, at], value[own].transpose(0, 1))
             mask = plan.mask(window, PLACE).to(dtype).repeat(heads // kv_heads, 1)
             keys, values = (part[1][:, : plan.end] for part in (buffer.keys, buffer.values))
-            close(found[own], attend(query[own], keys, values, mask, width**-0.5, softcap), dtype)
+            close(found[own], attend(query[own], keys, values, mask, *how), dtype)
             for row in {0, plan.n - 1}:  # alone, over a text of the slots that it sees
                 seen = mask[row] == 0
                 alone = KVBuffer([PLACE], kv_heads, width, int(seen.sum()), dtype)
@@ -203,7 +210,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
                     one.made([(PassPlan(shape, Rows([0], alone.capacity - 1), alone), frozenset({0}))], PLACE), PLACE
                 )
                 bits = device_attention.attend(
-                    query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, width**-0.5, softcap
+                    query[own][row : row + 1], made, one.field(0), 1, one.n_slots, 0, 1, kv_heads, *how
                 )
                 assert torch.equal(bits[0], found[own][row])
 
