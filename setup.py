@@ -57,6 +57,7 @@ SCRIPTS = {
             "micro",
             "mixtures",
             "parity",
+            "repeats",
             "search",
             "stream_shift",
         ),
