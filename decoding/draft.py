@@ -399,6 +399,13 @@ class Drafter(ABC):
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Return a draft of at most `room` tokens in depth after the last committed token; yield its passes."""
 
+    def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
+        """Return up to `room` tokens, with their sources, that text says come behind these; none by default.
+
+        They go on with a draft that the drafter has not made: tokens that a grammar forces.
+        """
+        return ()
+
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 - a hook
         """Learn from the latest draft's outcome, before its tokens are committed; most drafters learn nothing."""
 

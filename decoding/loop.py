@@ -211,7 +211,7 @@ def _round(context: Context, verifier: Verifier, drafter: Drafter, ending: Endin
     started_at = perf_counter()
     # The last token of the completion needs no draft: the pass that verifies the token before it yields it.
     room = ending.max_new_tokens - len(context.generated) - 1
-    grammar_draft = _draft_by_grammar(context, room)
+    grammar_draft = _draft_by_grammar(context, room, drafter)
     draft = (yield from drafter.draft(room)) if grammar_draft is None else grammar_draft
     drafted_at = perf_counter()
     target = Target(context, draft, verifier)
@@ -289,14 +289,20 @@ def _trace_sources(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[
     return tuple(traced_tokens)
 
 
-def _draft_by_grammar(context: Context, room: int) -> Draft | None:
-    """Return a draft of the tokens that the request's grammar forces; None if fewer than `MIN_FORCED_TOKENS`."""
+def _draft_by_grammar(context: Context, room: int, drafter: Drafter) -> Draft | None:
+    """Return a draft of the tokens that the request's grammar forces; None if fewer than `MIN_FORCED_TOKENS`.
+
+    Behind them comes what earlier text has there, as the arguments of a call that was made before.
+    """
     grammar = context.rule.grammar
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MAX_FORCED_TOKENS)]
     if len(token_ids) < MIN_FORCED_TOKENS:
         return None
+    guesses = drafter.guesses_behind(token_ids, min(room, MAX_FORCED_TOKENS) - len(token_ids))
     sources: dict[int, TokenSource] = dict.fromkeys(range(1, len(token_ids) + 1), "grammar")
-    return Draft(DraftTree.chain([context.token_ids[-1], *token_ids]), sources=sources)
+    sources |= {depth: source for depth, (_, source) in enumerate(guesses, len(token_ids) + 1)}
+    guessed_ids = (token_id for token_id, _ in guesses)
+    return Draft(DraftTree.chain([context.token_ids[-1], *token_ids, *guessed_ids]), sources=sources)
 
 
 def _commit(context: Context, new_ids: Sequence[int], ending: Ending) -> Sequence[int]:

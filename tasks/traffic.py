@@ -27,7 +27,7 @@ from ..core.plainly import WhyPlain
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, round_to_single, unit
 from ..core.rounds import RoundLog
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
+from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt, TokenSource
 from ..decoding.context import Context
 from ..decoding.corpus import LEAD_TOKENS, Corpora
 from ..decoding.draft import Draft, Drafter, Outcome
@@ -99,6 +99,9 @@ class SwitchedDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         self._current = self._drafter if self._drafts() else self._plain
         return (yield from self._current.draft(room))
+
+    def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
+        return self._drafter.guesses_behind(token_ids, room) if self._drafts() else ()
 
     def observe(self, outcome: Outcome) -> None:
         self._current.observe(outcome)

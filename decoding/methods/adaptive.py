@@ -212,12 +212,7 @@ class AdaptiveDrafter(Drafter):
         self.learned = adapter(Learned).validate_python(state["learned"])
 
     def draft(self, room: int) -> PassGenerator[Draft]:
-        """Index the committed tokens (at first the prompt), here so that it counts as drafting time, and draft."""
-        for costs in (self.costs, *(offer.costs for offer in self._offers)):
-            costs.follow(self.context.root_slot, self.context.load.checked)
-        self.throughput = self.learned.throughput_at(self.costs.context_bucket)
-        self.matches.read(self.context.token_ids)
-        self.context.n_learnt = len(self.context.token_ids)
+        self._read_committed()
         max_length = min(room, self.settings.max_draft_length)
         self.chain = chain = _Chain()
         self._used = None
@@ -226,6 +221,23 @@ class AdaptiveDrafter(Drafter):
             draft = Draft(chain.tree(self.context.token_ids[-1]), sources=chain.sources)
         self.estimated = chain.spent + self.costs.verify(draft.tree.n_nodes)
         return replace(draft, estimated=self.estimated)
+
+    def _read_committed(self) -> None:
+        """Index the committed tokens (at first the prompt), here so that it counts as drafting time."""
+        for costs in (self.costs, *(offer.costs for offer in self._offers)):
+            costs.follow(self.context.root_slot, self.context.load.checked)
+        self.throughput = self.learned.throughput_at(self.costs.context_bucket)
+        self.matches.read(self.context.token_ids)
+        self.context.n_learnt = len(self.context.token_ids)
+
+    def guesses_behind(self, token_ids: Sequence[int], room: int) -> list[tuple[int, TokenSource]]:
+        self._read_committed()
+        cursor, chain = self.matches.at_end(), _Chain()
+        for token_id in token_ids:
+            chain.add(token_id, 1.0)
+            cursor.move(token_id)
+        self._add_guesses(chain, cursor, room)
+        return [(chain.token_ids[depth - 1], source) for depth, source in chain.sources.items()]
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from every token that the target judged."""
@@ -275,12 +287,15 @@ class AdaptiveDrafter(Drafter):
                 draft = yield from self._draft_by_model(best_offer, chain, cursor, max_length, rate)
                 if draft is not None:
                     return draft
-        # Add lookup guesses while one more row pays.
-        for guess in self._guesses_ahead(cursor, max_length - len(chain.token_ids)):
-            if chain.alive * guess.chance < rate * self._row_cost(chain):
+        self._add_guesses(chain, cursor, max_length - len(chain.token_ids))
+        return None
+
+    def _add_guesses(self, chain: _Chain, cursor: Cursor, max_guesses: int) -> None:
+        """Add guesses from earlier text while one more row pays."""
+        for guess in self._guesses_ahead(cursor, max_guesses):
+            if chain.alive * guess.chance < self.throughput.rate * self._row_cost(chain):
                 break
             chain.add_guess(guess)
-        return None
 
     def _plan_chain(self, offer: ModelOffer, max_length: int, rate: float) -> tuple[int, float]:
         """Return how long a chain of the offered model should be, and what that is worth."""

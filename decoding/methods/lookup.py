@@ -6,6 +6,7 @@ temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ..verify import TargetWalk, Verifier
 from . import Resources, method
 
 if TYPE_CHECKING:
+    from ...core.types import TokenSource
     from ..work import PassGenerator
 
 MIN_CHANCE = 0.1  # Minimum chance of acceptance to draft a token; about the cost of a row relative to a plain pass.
@@ -53,9 +55,15 @@ class LookupDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         """Draft from the text. New tokens are indexed here, so that indexing counts as drafting time."""
         yield from ()
+        guesses = self.guesses_behind((), room)
+        tree = DraftTree.chain([self.context.token_ids[-1], *(token_id for token_id, _ in guesses)])
+        return Draft(tree, sources={node: source for node, (_, source) in enumerate(guesses, 1)})
+
+    def guesses_behind(self, token_ids: Sequence[int], room: int) -> list[tuple[int, TokenSource]]:
         self.matches.read(self.context.token_ids)
         cursor = self.matches.at_end()
+        for token_id in token_ids:
+            cursor.move(token_id)
         is_long_enough = cursor.match_length >= self.min_match
         guesses = cursor.guesses(min(room, self.max_depth), MIN_CHANCE) if is_long_enough else []
-        tree = DraftTree.chain([cursor.last, *(guess.token_id for guess in guesses)])
-        return Draft(tree, sources={node: guess.source for node, guess in enumerate(guesses, 1)})
+        return [(guess.token_id, guess.source) for guess in guesses]

@@ -23,7 +23,10 @@ from native import native_runtime, parts
 
 from swiftopt.core.errors import InvalidInput, SettingsError
 from swiftopt.core.types import Completion, Prompt, Sampling
+from swiftopt.decoding.engine import Engine
+from swiftopt.decoding.events import Round
 from swiftopt.decoding.grammar import Grammar, GrammarMask
+from swiftopt.decoding.loop import decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Resources, build
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.verify import TargetWalk
@@ -142,6 +145,36 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted_for_nothing(sampling: 
     assert done.accepted > 12 and done.accepted == done.drafted
     assert done.target_passes == done.n_tokens - 1 - done.accepted
     assert run("plain", grammar, sampling, done.n_tokens - 1).token_ids == done.token_ids[:-1]
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "adaptive"])
+def test_arguments_that_were_seen_before_are_drafted_behind_what_the_grammar_forces(name: str) -> None:
+    """A call that was made before, and is made again, takes fewer passes than its free tokens."""
+    city = {"type": "string", "minLength": 8, "maxLength": 12}
+    arguments = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    properties = {"name": {"const": "look_up"}, "arguments": arguments, "then": {"const": "report_it"}}
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    )
+    own, sampling = lettered(), Sampling(temperature=1.5, seed=5)
+    session = Session(own.runtime, sampling, 100, grammar=grammar)
+    ids = session.encode_text("Go")
+
+    def decoded(name: str, prediction: Sequence[int] = ()) -> tuple[Completion, list[Round]]:
+        rule, ending, rounds = session.rule(len(ids)), session.ending(100), list[Round]()
+        work = decoding(own.runtime, ids, build(name, own), rule, ending, prediction=prediction)
+        engine = Engine()
+        request = engine.add(work)
+        while engine.requests:
+            rounds += [event for event in engine.step() if isinstance(event, Round)]
+        return request.result, rounds
+
+    plain, by_grammar = decoded("plain")
+    again, rounds = decoded(name, plain.token_ids)
+    assert again.token_ids == plain.token_ids and again.target_passes < 0.7 * plain.target_passes
+    assert {event.drafter for event in by_grammar} == {"grammar", "target"}
+    sources = [{token.source for token in event.traced} for event in rounds]
+    assert any({"grammar", "prediction"} <= of_round for of_round in sources)
 
 
 def test_only_the_stop_token_follows_a_finished_text() -> None:
