@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test slow families floors readme lowest wheels compilers sanitized emulated containers images fresh browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow families floors readme lowest wheels compilers sanitized emulated containers images fresh fleet browser docs demo demo-tune conformance redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -108,6 +108,11 @@ fresh: setup containers
 # Long crash runs with servers of their own; ONLY="--only recovery,random" chooses some.
 chaos: setup
 	cd tests && $(abspath $(BIN))/python -m chaos $(ONLY)
+
+# A fleet on this machine: pages of a full database, look-ups of 200 replicas, jobs under kills, a lost database, a
+# migration, on servers of their own; MORE="--only pages,lookups --seconds 10" chooses. Alone on the machine: it times.
+fleet: setup
+	cd tests && $(abspath $(BIN))/python -m fleet $(MORE)
 
 # The dashboard in Debian's Chromium, which is installed where it is missing; `make test` leaves it out there.
 browser: setup

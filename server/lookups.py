@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -32,6 +32,7 @@ from .schemas import Depth, Word
 
 FRESH_S = 0.5  # Age in seconds from which a cached answer is refreshed in the background.
 LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
+REREAD_S = 60.0  # Age in seconds from which an answer is found again even if its model's state is the same.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
 THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay look-ups.
@@ -80,6 +81,7 @@ class LookupAnswers(BaseModel):
 
 
 Answer = dict[str, Any] | SwiftoptError
+LookupState = tuple[int, int | None] | None  # As the store's `lookup_state`.
 
 
 def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
@@ -121,13 +123,18 @@ def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answ
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """The body for a query, or the problem; good until `until` on the monotonic clock."""
+    """The body for a query, or the problem; good until `until` on the monotonic clock.
+
+    It was read `read_at_s`, in the model's state `state`: while that stays, it need not be read again for REREAD_S.
+    """
 
     status: int
     media_type: str
     body: bytes
     etag: str
     until: float
+    read_at_s: float
+    state: LookupState
 
 
 Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has found, or the error of it alone.
@@ -136,11 +143,17 @@ Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has fou
 class LookupCache:
     """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
+    An answer is found again only once `state_of` its model has changed.
+
     Raises: SwiftoptError: any other error of a query; it is not cached.
     """
 
-    def __init__(self, find_answers: Callable[[Sequence[LookupQuery]], Sequence[Answer]]) -> None:
-        self._find_answers = find_answers
+    def __init__(
+        self,
+        find_answers: Callable[[Sequence[LookupQuery]], Sequence[Answer]],
+        state_of: Callable[[str], LookupState],
+    ) -> None:
+        self._find_answers, self._state_of = find_answers, state_of
         self._cached: dict[LookupQuery, CachedAnswer] = {}
         self._loading: dict[LookupQuery, asyncio.Task[Loaded]] = {}
         self._threads: CapacityLimiter | None = None
@@ -167,8 +180,7 @@ class LookupCache:
 
     async def _load(self, queries: Sequence[LookupQuery]) -> Loaded:
         self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
-        started_s = time.monotonic()  # Count the answers' age from before the query.
-        loaded = await to_thread.run_sync(self._answers, queries, started_s + LONGEST_S, limiter=self._threads)
+        loaded = await to_thread.run_sync(self._answers, queries, limiter=self._threads)
         for query, answer in loaded.items():
             self._cached.pop(query, None)
             if isinstance(answer, CachedAnswer):
@@ -177,10 +189,21 @@ class LookupCache:
             del self._cached[next(iter(self._cached))]  # Drop the oldest answer.
         return loaded
 
-    def _answers(self, queries: Sequence[LookupQuery], until: float) -> Loaded:
-        return {
-            query: _encoded(answer, until) for query, answer in zip(queries, self._find_answers(queries), strict=True)
+    def _answers(self, queries: Sequence[LookupQuery]) -> Loaded:
+        now_s = time.monotonic()  # Count the answers' age from before the query.
+        # Read before the answers: one that is newer than its state is only read once more.
+        states = {model: self._state_of(model) for model in {query.model for query in queries}}
+        kept: Loaded = {}
+        for query in queries:
+            cached = self._cached.get(query)
+            if cached is not None and cached.state == states[query.model] and now_s < cached.read_at_s + REREAD_S:
+                kept[query] = replace(cached, until=now_s + LONGEST_S)
+        changed = [query for query in queries if query not in kept]
+        found = self._find_answers(changed) if changed else ()
+        encoded = {
+            query: _encoded(answer, now_s, states[query.model]) for query, answer in zip(changed, found, strict=True)
         }
+        return kept | encoded
 
     def _done(self, queries: Sequence[LookupQuery], task: asyncio.Task[Loaded]) -> None:
         for query in queries:
@@ -189,14 +212,15 @@ class LookupCache:
             task.exception()  # Retrieve the exception, so that asyncio does not warn if every caller has disconnected.
 
 
-def _encoded(answer: Answer, until: float) -> CachedAnswer | SwiftoptError:
+def _encoded(answer: Answer, now_s: float, state: LookupState) -> CachedAnswer | SwiftoptError:
     status, media_type = 200, "application/json"
     if isinstance(answer, NotFound):
         status, media_type, answer = 404, MEDIA_TYPE, as_problem(404, kind_of(answer), str(answer))
     if isinstance(answer, SwiftoptError):
         return answer
     body = json.dumps(answer).encode()
-    return CachedAnswer(status, media_type, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', until)
+    etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    return CachedAnswer(status, media_type, body, etag, now_s + LONGEST_S, now_s, state)
 
 
 def _unless_error(answer: CachedAnswer | SwiftoptError | None) -> CachedAnswer:

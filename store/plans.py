@@ -26,7 +26,7 @@ from ..core.records import (
 )
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
-from .names import find_model, known_model, lock, model_for, newest, next_version, where_task
+from .names import BY_NAME_OR_FINGERPRINT, find_model, known_model, lock, model_for, newest, next_version, where_task
 from .results import find_row
 from .tables import (
     JobRow,
@@ -78,9 +78,8 @@ _DISTANCE = (case((_MOVE.device == _DEVICE, 0), else_=1), case((_MOVE.dtype == _
 _RANK = func.row_number().over(partition_by=_MOVE.task, order_by=(*_DISTANCE, _NEWEST))
 _RANKED = _STANDING.add_columns(_RANK.label("rank")).subquery()
 NEAREST_MOVES = _select_moves(select(_RANKED.c.id).where(_RANKED.c.rank == 1))  # One per task.
-NEWEST_MOVE = select(func.max(MoveRow.id)).where(
-    MoveRow.model_id == select(ModelRow.id).where(ModelRow.fingerprint == bindparam("fingerprint")).scalar_subquery()
-)
+_NEWEST_OF_MODEL = select(func.max(MoveRow.id)).where(MoveRow.model_id == ModelRow.id).scalar_subquery()
+LOOKUP_STATE = BY_NAME_OR_FINGERPRINT.with_only_columns(ModelRow.id, _NEWEST_OF_MODEL)
 
 
 # --- layer sets ---
@@ -266,9 +265,13 @@ def _nearest_moves(
     return {task: found_move for task, found_move in found_moves.items() if found_move is not None}
 
 
-def newest_move(session: Session, fingerprint: str) -> int:
-    """Return a number that grows whenever an alias of a model is moved: while it stays, so does what look-ups find."""
-    return session.scalar(NEWEST_MOVE, {"fingerprint": fingerprint}) or 0
+def lookup_state(session: Session, model: str) -> tuple[int, int | None] | None:
+    """Return a state of a model (name or fingerprint): while it stays, look-ups find the same, but for merged models.
+
+    It is the model that the name means, and its newest move of an alias; None: there is no such model.
+    """
+    row = session.execute(LOOKUP_STATE, {"name": model}).one_or_none()
+    return None if row is None else (row[0], row[1])
 
 
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:

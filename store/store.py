@@ -153,7 +153,7 @@ class Store(Transactions):
     alias_moves = reads(plans.alias_moves)
     lookup = reads(plans.lookup)
     lookup_many = reads(plans.lookup_many)
-    newest_move = reads(plans.newest_move)
+    lookup_state = reads(plans.lookup_state)
     promote = writes(plans.promote)
     rollback = writes(plans.rollback)
 

@@ -12,8 +12,7 @@ from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..store import Store
 
-# Seconds after which plans are read again although no alias was moved: what is stored may have got another model.
-REREAD_S = 60.0
+REREAD_S = 60.0  # Seconds after which plans are read again although no alias was moved: models may have been merged.
 
 
 class StoredPlans:
@@ -27,7 +26,8 @@ class StoredPlans:
 
     def __init__(self, store: Store, runtime: Runtime, is_usable: Callable[[LayerSet], bool]) -> None:
         self._store, self._runtime, self._is_usable = store, runtime, is_usable
-        self._newest_move, self._read_at_s = 0, -math.inf  # The latter on the monotonic clock.
+        self._state: tuple[int, int | None] | None = None
+        self._read_at_s = -math.inf  # On the monotonic clock.
 
     def look_up(self, names: Sequence[str]) -> dict[str, FoundPlan]:
         """Return by task the plan behind the alias `best`, if it is a layer set for adaptive drafts in our format."""
@@ -37,11 +37,11 @@ class StoredPlans:
 
     def look_again(self, names: Sequence[str]) -> dict[str, FoundPlan]:
         """Return what `look_up` does; nothing if no alias of the model was moved since the last time."""
-        newest_move, now_s = self._store.newest_move(self._runtime.info.fingerprint), time.monotonic()
-        if newest_move == self._newest_move and now_s < self._read_at_s + REREAD_S:
+        state, now_s = self._store.lookup_state(self._runtime.info.fingerprint), time.monotonic()
+        if state == self._state and now_s < self._read_at_s + REREAD_S:
             return {}
         plans = self.look_up(names)
-        self._newest_move, self._read_at_s = newest_move, now_s
+        self._state, self._read_at_s = state, now_s
         return plans
 
     def _is_ours(self, plan: FoundPlan) -> bool:

@@ -22,6 +22,7 @@ from ...core.serialization import explain_error
 from ...core.settings import AUTO, FORMATS, STORED, TuningSettings
 from ...core.types import Sampling
 from ...models.sources import DTYPES
+from ...models.stores import stored_models
 from ...optimizer.strategies import STRATEGIES
 from .. import jobs as api
 from ..jobs import JobSubmission, StreamSource
@@ -165,10 +166,14 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
 
 
 def form_values(app: State, form: FormData, errors: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the values of the form: its texts, its errors, and suggestions of names."""
+    """Return the values of the form: its texts, its errors, and suggestions of names.
+
+    Models are those that are served, that were loaded once, and that programs keep on this machine.
+    """
     models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
     with suppress(StoreError):  # Without the database, suggest fewer names.
         models_known |= dict.fromkeys(app.store.model_names())
+    models_known |= dict.fromkeys(model.name for model in stored_models() if model.problem is None)
     folders = app.settings.stream_folders
     return {
         "typed": {name: _form_text(form, name) for name in ("model", "task", "stream", *OPTIONS)},

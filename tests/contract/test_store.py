@@ -318,15 +318,19 @@ def test_many_tasks_are_looked_up_at_once_as_each_alone(store: Store) -> None:
     assert store.lookup_many("codellama-13b", asked, alias="vllm") == store.lookup_many("none", asked) == {}
 
 
-def test_number_of_the_newest_move_grows_with_the_moves_of_its_model_alone(store: Store) -> None:
-    assert store.newest_move(record().fingerprint or "") == 0
+def test_state_of_a_model_changes_with_its_moves_and_its_name_alone(store: Store) -> None:
+    assert store.lookup_state("codellama-13b") is None
     first = store.add_layer_set(record())
-    number = store.newest_move(first.fingerprint or "")
+    state = store.lookup_state("codellama-13b")
     store.add_layer_set(record(model="qwen", fingerprint="e"))
     store.add_layer_set(record(), promote=False)
-    assert store.newest_move(first.fingerprint or "") == number > 0
+    assert store.lookup_state("codellama-13b") == store.lookup_state(MODEL.fingerprint) == state is not None
     store.promote("codellama-13b", first.task, 2)
-    assert store.newest_move(first.fingerprint or "") > number
+    moved = store.lookup_state("codellama-13b")
+    store.rollback("codellama-13b", first.task)
+    assert len({state, moved, store.lookup_state("codellama-13b")}) == 3
+    store.remember_model(dataclasses.replace(MODEL, fingerprint="e", names=("qwen", "codellama-13b")))
+    assert store.lookup_state("codellama-13b") == store.lookup_state("qwen")
 
 
 def test_lookup_names_the_nearest_and_the_command_when_nothing_fits(store: Store) -> None:

@@ -303,7 +303,11 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
         return [StoreError("cannot be read") if query.task == "bad" else {"model": query.model} for query in queries]
 
     async def many() -> None:
-        answers, one, bad = LookupCache(find), LookupQuery(model="m", task="t"), LookupQuery(model="m", task="bad")
+        answers, one, bad = (
+            LookupCache(find, lambda _: None),
+            LookupQuery(model="m", task="t"),
+            LookupQuery(model="m", task="bad"),
+        )
         found = await asyncio.gather(*(answers.get([one]) for _ in range(50)))
         assert len({id(answer) for [answer] in found}) == 1 and len(asked) == 1
         for _ in range(2):  # an outage is not kept
@@ -320,9 +324,34 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
     asyncio.run(many())
 
 
-def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(store: Store) -> None:
+def selects_of(store: Store) -> list[str]:
+    """What the store reads from now on, a statement each."""
     statements: list[str] = []
-    event.listen(store.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
+
+    def note(*values: Any) -> None:
+        if values[2].startswith("SELECT"):
+            statements.append(values[2])
+
+    event.listen(store.engine, "before_cursor_execute", note)
+    return statements
+
+
+def test_answer_is_found_again_only_once_its_model_has_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age in ("FRESH_S", "LONGEST_S"):  # every answer is too old at once
+        monkeypatch.setattr(f"swiftopt.server.lookups.{age}", 0.0)
+    statements = selects_of(store)
+    with client_of(store) as client:
+        first = client.get(LOOKUP)
+        statements.clear()
+        assert client.get(LOOKUP).content == first.content and len(statements) == 1, statements
+        store.add_layer_set(RECORD)
+        assert client.get(LOOKUP).json()["version"] == 2
+        store.rollback(MODEL, TASK)
+        assert client.get(LOOKUP).content == first.content
+
+
+def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(store: Store) -> None:
+    statements = selects_of(store)
     tasks = [f"task-{n}" for n in range(64)]
     for task in tasks[:40]:
         store.add_layer_set(replace(RECORD, task=task))
@@ -330,7 +359,7 @@ def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(sto
     with client_of(store) as client:
         queries = [{"model": MODEL, "task": task} for task in tasks[:40]]
         answers = client.post("/v1/layer-sets:lookup", json={"queries": queries}).json()["answers"]
-        assert [answer["task"] for answer in answers] == tasks[:40] and len(statements) <= 3, statements
+        assert [answer["task"] for answer in answers] == tasks[:40] and len(statements) == 3, statements
         mixed = [{"model": MODEL, "task": "none"}, *queries, {"model": MODEL, "task": TASK, "version": 1}]
         answers = client.post("/v1/layer-sets:lookup", json={"queries": mixed}).json()["answers"]
     assert "the nearest is" in answers[0]["detail"] and answers[-1]["version"] == 1 and answers[-1]["alias"] is None

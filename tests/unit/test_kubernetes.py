@@ -278,6 +278,12 @@ def test_kustomize_makes_the_same(folder: str) -> None:
         assert each["metadata"].get("namespace") == (None if key[0] == "Namespace" else "swiftopt")
 
 
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_chart_may_wrap_what_kustomize_makes(folder: str) -> None:
+    """Helm reads braces as its own: `helm template` of these objects is what they are."""
+    assert "{{" not in yaml.safe_dump_all(built(FOLDER / folder).values())
+
+
 def test_pods_for_gpus_ask_for_one_each_and_go_where_one_is() -> None:
     made = built(FOLDER / "gpu")
     for name in ("swiftopt-server", "swiftopt-worker"):
