@@ -243,6 +243,9 @@ def _alias_result(command: str, name: ModelTask, found_plan: FoundPlan) -> Resul
 # --- models
 
 
+PROOF = "proof: whether tests decode with a real model's weights, or with those of small random ones alone"
+
+
 @commands.command(short_help="List model names, and what was tuned here.")
 @click.option("--types", "of_types", is_flag=True, help="List instead the types of models that can be loaded.")
 @options.store_and_json
@@ -260,7 +263,7 @@ def models(store: Store, of_types: bool) -> Result:
     """
     if of_types:
         types = [row._asdict() for row in model_types()]
-        return Result({"schema": "swiftopt.model-types/1", "types": types}, [types_table()])
+        return Result({"schema": "swiftopt.model-types/1", "types": types}, [types_table(), "", PROOF])
     loaded_models, records, copies = store.models(), store.layer_sets(), local_copies()
     kept_models = stored_models()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}

@@ -34,6 +34,7 @@ PLANNED_TOKENS = 2048  # Tokens whose keys and values must fit into memory in ad
 WORKSPACE = 1 << 30  # Bytes reserved on a CUDA device for its context and its libraries' workspaces.
 COPIED_BYTES = 0.9  # Weights of fewer bytes each, about 7 bits, are their own draft in int4.
 COPY_BYTES = 0.6  # Bytes of an int4 copy for drafts, with its scales, for each parameter that it stands for.
+TOLD = 0.01  # Copies of less than this share of the weights are not worth a word.
 CODES = ("qweight", "weight_packed", "weight")  # Names of the tensors that hold a quantised map's codes.
 UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)  # Of stored tensors that are not loaded.
 # A config may describe so many times the values that its files hold: some fields of some families are not used.
@@ -73,7 +74,8 @@ class MemoryPlan:
         )
 
     def sentence(self, name: str) -> str:
-        return f"{name} needs {self.words}, and drafts in int4 up to {_gb(self.copies)} more"
+        drafts = f", and drafts in int4 up to {_gb(self.copies)} more" if self.copies > TOLD * self.weights else ""
+        return f"{name} needs {self.words}{drafts}"
 
     def check(self, where: str, free: int) -> None:
         """Raises: SettingsError: less is free there."""

@@ -220,7 +220,7 @@ class Planner:
         except LayerSetNotFound:
             model = self.request.model
             advice = f"run `swiftopt tune --model {model} --stream FILE --task {task}`"
-            return None, f"nothing is stored for {model}/{task}: {advice}"
+            return None, f"nothing is stored for the task {task} of {model}: {advice}"
 
 
 def _explain_plain(task: str, stored_plan: FoundPlan) -> WhyPlain:

@@ -74,7 +74,7 @@ def test_what_is_stored_for_the_task_is_looked_for_and_told_behind_the_answer(
     monkeypatch.setattr("sys.stderr", sys.stdout)  # as a terminal shows both
     assert run(["chat", "--model", folder, "--message", "w3", "--task", "rhymes", *SHORT]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"note: nothing is stored for {folder}/rhymes") for line in lines)
+    assert any(line.startswith(f"note: nothing is stored for the task rhymes of {folder}") for line in lines)
 
 
 def test_model_without_a_chat_template_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
