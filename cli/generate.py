@@ -96,8 +96,9 @@ def generate(
     is_streamed = stream is None and not as_json  # Whether the text is printed as it is generated.
     noted_remarks: set[str] = set()
     with ExitStack() as stack:
-        # Plain decoding looks nothing up, and what opens databases takes a while to import.
-        store = None if request.method == "plain" else stack.enter_context(inputs.open_store(db))
+        # Plain decoding looks nothing up, and importing what opens databases takes a while; a named one is opened.
+        is_used = request.method != "plain" or on_command_line("db")
+        store = stack.enter_context(inputs.open_store(db)) if is_used else None
         lines = stack.enter_context(LineWriter(Path(out), append=False)) if out is not None else None
 
         from ..decoding.events import Generated
