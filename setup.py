@@ -61,7 +61,7 @@ SCRIPTS = {
             "search",
             "stream_shift",
         ),
-        *("tables", "verdicts"),
+        *("tables", "train_mtp", "verdicts"),
     ),
     "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),
 }

@@ -1,0 +1,206 @@
+"""Trains a small model with a multi-token-prediction layer for some minutes, so that drafts by it have real acceptance.
+
+python -m swiftopt.bench.train_mtp --out small-mtp --minutes 6
+swiftopt compare --model small-mtp --stream small-mtp/held-out.jsonl --methods plain,mtp,adaptive --max-new-tokens 128
+
+It reads the examples' prompts and the standard library's sources, and holds some files out as prompts. The folder is a
+checkpoint of the type exaone_moe with dense layers alone. Layers that add nothing may stand behind the trained ones:
+they change no token, and give a pass the cost of a deeper model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import click
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_layers import MtpModel
+
+from ..core.settings import n_threads
+from ..models.saved import quiet
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MODEL_TYPE = "exaone_moe"
+END = "<end>"
+MOST_BYTES = 60_000  # Of a source file; longer ones are tables.
+HELD_OUT_EVERY = 25  # Of so many source files one is held out.
+N_PROMPTS, PROMPT_LINES = 16, 24
+BATCH, LENGTH, LONGEST = 8, 160, 4096
+RATE, WARM_UP_STEPS, CLIP = 1.5e-3, 40, 1.0
+MTP_WEIGHTS = (0.5, 0.3)  # Of the losses of the layer's first and second token, beside the model's own.
+
+
+def read_texts() -> tuple[list[str], list[str]]:
+    """Return the texts to train on, and those held out."""
+    lines = [json.loads(line) for path in EXAMPLES.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
+    texts = [str(line["prompt"]) for line in lines if "prompt" in line]
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) + sorted(
+        path
+        for folder in ("asyncio", "email", "http", "json", "logging", "unittest", "xml", "importlib", "concurrent")
+        for path in Path(sysconfig.get_path("stdlib"), folder).rglob("*.py")
+    )
+    sources = [path.read_text("utf-8", errors="replace") for path in paths if path.stat().st_size < MOST_BYTES]
+    sources = [source for source in sources if len(source) > 1000]
+    held_out = sources[::HELD_OUT_EVERY]
+    return texts + [source for i, source in enumerate(sources) if i % HELD_OUT_EVERY], held_out
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return cast(Any, PreTrainedTokenizerFast)(tokenizer_object=backend, eos_token=END, pad_token=END)
+
+
+def make_model(vocab_size: int, hidden_size: int, n_layers: int) -> Any:
+    config = AutoConfig.for_model(
+        MODEL_TYPE,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        moe_intermediate_size=hidden_size,
+        num_experts=4,
+        num_hidden_layers=n_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=max(1, hidden_size // 128),
+        head_dim=64,
+        max_position_embeddings=LONGEST,
+        # The family rotates where a layer has a window only: these reach over the whole context.
+        sliding_window=LONGEST,
+        layer_types=["sliding_attention"] * n_layers,
+        mlp_layer_types=["dense"] * n_layers,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["sliding_attention"], ["dense"]
+    return cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+
+
+def losses(model: Any, mtp: Any, ids: Tensor) -> list[Tensor]:
+    """Return the loss of the model's next token, and of the layer's first and second one."""
+    out = model(ids, output_hidden_states=True)
+    found = [F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())]
+    states, positions = out.hidden_states[-1], torch.arange(ids.shape[1])[None]
+    for step in range(1, 1 + len(MTP_WEIGHTS)):
+        # Row i reads the state of position i, and the token `step` behind it; it predicts the one behind that.
+        states = mtp.forward_layer(0, states[:, :-1], positions[:, : -step or None], None, input_ids=ids[:, step:])
+        logits = mtp._project_to_logits(states[:, :-1])
+        found.append(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, step + 1 :].flatten()))
+    return found
+
+
+def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tuple[int, list[float]]:
+    """Train both for some minutes; return the steps, and their latest losses."""
+    generator, started = torch.Generator().manual_seed(seed), perf_counter()
+    parameters = [*model.parameters(), *mtp.layers.parameters()]
+    adam = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    latest: list[float] = []
+    step = 0
+    while (progress := (perf_counter() - started) / (60 * minutes)) < 1.0:
+        for group in adam.param_groups:
+            group["lr"] = RATE * min((step + 1) / WARM_UP_STEPS, 1.0 - 0.95 * progress)
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
+        ids = torch.stack([tokens[start : start + LENGTH] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = losses(model, mtp, ids)
+        loss: Any = found[0] + sum(weight * part for weight, part in zip(MTP_WEIGHTS, found[1:], strict=True))
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        adam.step()
+        latest, step = [part.item() for part in found], step + 1
+        if step % 20 == 0:
+            click.echo(f"step {step}, {100 * progress:.0f} %, losses {[round(part, 2) for part in latest]}", err=True)
+    return step, latest
+
+
+def deepened(model: Any, n_more: int) -> Any:
+    """Return the model with layers behind the trained ones whose sub-layers add nothing."""
+    if n_more == 0:
+        return model
+    n_layers = model.config.num_hidden_layers
+    deeper = make_model(model.config.vocab_size, model.config.hidden_size, n_layers + n_more)
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in deeper.model.layers[n_layers:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return deeper
+
+
+def save(model: Any, mtp: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a checkpoint, with the layer under the names of K-EXAONE."""
+    with quiet():
+        model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    layer = mtp.layers[0]
+    parts = {
+        "pre_fc_norm_embedding": layer.enorm,
+        "pre_fc_norm_hidden": layer.hnorm,
+        "fc": layer.eh_proj,
+        "norm": layer.post_norm,
+        "layers.0": layer.mtp_block,
+    }
+    stored = {
+        f"mtp.{begin}.{name}": tensor.to(torch.bfloat16).contiguous()
+        for begin, part in parts.items()
+        for name, tensor in part.state_dict().items()
+    }
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | stored, path, {"format": "pt"})
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist.")
+@click.option("--minutes", type=float, default=6.0, show_default=True, help="Minutes of training.")
+@click.option("--hidden-size", type=int, default=512, show_default=True)
+@click.option("--layers", "n_layers", type=int, default=8, show_default=True, help="Trained layers.")
+@click.option("--more-layers", "n_more", type=int, default=0, show_default=True, help="Layers that add nothing.")
+@click.option("--vocab-size", type=int, default=4096, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def main(out: Path, minutes: float, hidden_size: int, n_layers: int, n_more: int, vocab_size: int, seed: int) -> None:
+    """Train a small model with a multi-token-prediction layer; write its folder and prompts for it."""
+    torch.set_num_threads(n_threads())
+    torch.manual_seed(seed)
+    texts, held_out = read_texts()
+    tokenizer = train_tokenizer(texts, vocab_size)
+    ids = [token_id for text in texts for token_id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    click.echo(f"{len(texts)} texts of {len(ids):,} tokens, {len(held_out)} held out", err=True)
+    model = make_model(len(tokenizer), hidden_size, n_layers)
+    mtp = MtpModel(model, 1)
+    step, latest = train(model.train(), mtp.train(), torch.tensor(ids), minutes, seed)
+    with tempfile.TemporaryDirectory(dir=out.parent) as unfinished:
+        folder = Path(unfinished) / "model"
+        save(deepened(model, n_more), mtp, tokenizer, folder)
+        prompts = ["\n".join(text.splitlines()[:PROMPT_LINES]) + "\n" for text in held_out[:N_PROMPTS]]
+        lines = [json.dumps({"prompt": prompt, "task": "code"}) + "\n" for prompt in prompts]
+        (folder / "held-out.jsonl").write_text("".join(lines), encoding="utf-8")
+        shutil.move(folder, out)
+    names = ("loss", "mtp_loss", "mtp_second_loss")
+    result = {"schema": "swiftopt.train-mtp/1", "folder": str(out), "steps": step, "layers": n_layers + n_more}
+    click.echo(json.dumps(result | dict(zip(names, latest, strict=True))))
+
+
+if __name__ == "__main__":
+    main()
