@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .family import GATED_SHARED, Experts, Family, GatedDelta, ShortConv
+from .mtp_names import NAMED
 
 _LFM2: dict[str, Any] = dict(
     norm="model.embedding_norm",
@@ -19,7 +20,7 @@ _LFM2: dict[str, Any] = dict(
     mlp_in=("w1", "w3"),
     mlp_out="w2",
 )
-_QWEN_HYBRID: dict[str, Any] = dict(head_norms=("q_norm", "k_norm"), gated_heads=True)
+_QWEN_HYBRID: dict[str, Any] = dict(head_norms=("q_norm", "k_norm"), gated_heads=True, mtp=NAMED)
 
 HYBRIDS: dict[str, Family] = {
     "granitemoehybrid": Family(

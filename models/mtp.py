@@ -56,6 +56,8 @@ class MtpRuntime(Runtime):
         n_parameters = sum(tensor.numel() for _, tensor in samples)
         super().__init__(model, target.tokenizer, ModelInfo(identity, target.info.architecture, 1, n_parameters))
         self._projections: dict[str, QuantisedLinear] = {}
+        # Layer sets of passes in a format, made once.
+        self._variants: dict[str | None, tuple[LayerSet, ...]] = {None: ()}
 
     def head_module(self, name: str | None) -> Any:
         return self._head if name is None else self.target.copies.head(name)
@@ -98,8 +100,9 @@ class MtpRuntime(Runtime):
         draft has no logits.
         """
         n_rows, out = len(token_ids), list[Tensor]()
-        variants = () if name is None else (LayerSet(1).filled(name),)
-        rows = Rows(token_ids, first_slot, variants=variants)
+        if name not in self._variants:
+            self._variants[name] = (LayerSet(1).filled(cast(str, name)),)
+        rows = Rows(token_ids, first_slot, variants=self._variants[name])
         wanted = () if kind == "beside" else (n_rows - 1,)
         hidden = self.begun(token_ids, states, name)
         return Pass(self, rows, buffer, wanted, {1: out}, hidden, (0, 1), kind), out

@@ -37,6 +37,7 @@ from ..decoding.methods import PLAIN, Method
 from ..decoding.session import Session
 from ..decoding.work import PassGenerator, Work, subscribed
 from ..models.costs import machine_name
+from ..models.mtp import MTP_COSTS
 from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..optimizer.shift import SERVED_ALARM, SERVED_N_LEARN, ReadPrompt, ShiftWatch
@@ -93,6 +94,7 @@ class SwitchedDrafter(Drafter):
         return self.method.drafter.max_rows(room)
 
     def start(self) -> None:
+        self.attach(self.context.runtime)  # The method may be another one than before the prompt was read.
         self._drafter, self._plain = (method.drafter.begin(self.context) for method in (self.method, PLAIN))
         self._current = self._plain
 
@@ -255,10 +257,11 @@ class Traffic:
                 # Costs at the typical context length are enough.
                 device, dtype = profile.device, profile.dtype
                 stored_profiles = self.store.cost_profiles(profile.fingerprint, device=device, dtype=dtype)
+        needed_formats = {draft_format, *(name for name in profile.formats if name.startswith(MTP_COSTS))}
         same_software = (
             stored_profile
             for stored_profile in stored_profiles
-            if stored_profile.software == profile.software and draft_format in stored_profile.formats
+            if stored_profile.software == profile.software and needed_formats <= set(stored_profile.formats)
         )
         return ObservedCosts(
             profile,

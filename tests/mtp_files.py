@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from fakes import letter_tokenizer
-from families import tiny_model
+from families import dense_config, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.cache_utils import MtpCache
@@ -23,7 +23,15 @@ from swiftopt.models.mtp_names import LAYER, config_of_layer
 from swiftopt.models.runtime import Runtime
 
 # Variants of families whose checkpoints have such a layer, and the kind of its MLP.
-VARIANTS = {"glm4_moe": "sparse", "hy_v3": "sparse", "exaone_moe": "dense", "mellum": "sparse"}
+VARIANTS = {
+    "qwen3_5_text": "dense",
+    "glm4_moe": "sparse",
+    "exaone_moe": "dense",
+    "hy_v3": "sparse",
+    "mellum": "sparse",
+    "qwen3_next": "sparse",
+    "qwen3_5_moe_text": "sparse",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,11 @@ class Theirs:
 
 def theirs(variant: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Theirs:
     """A random tiny model with a layer for multi-token prediction."""
-    model = tiny_model(variant, dtype, seed)
+    changed: dict[str, Any] = {}
+    if "linear_attention" in (getattr(dense_config(variant), "layer_types", None) or ()):
+        # Transformers' module takes its kind of norm from the last layer's first one.
+        changed["layer_types"] = [*["linear_attention"] * 3, "full_attention"]
+    model = tiny_model(variant, dtype, seed, **changed)
     config = model.config
     config.num_mtp_layers = 1
     config.mtp_layer_types = [cast(Any, FAMILIES[config.model_type].mtp).attention]

@@ -197,7 +197,7 @@ class AdaptiveDrafter(Drafter):
         self.matches.read(context.token_ids[: context.n_learnt], known=True)
         self.chain, self.estimated = _Chain(), 0.0
         models = {"model": (self.model, self.costs)}
-        if self.mtp is not None:  # `begin` has made the request's copy of `model` alone.
+        if self.mtp is not None and context.states is not None:  # `begin` has made a copy of `model` alone.
             models["mtp"] = self.mtp.begin(context), PassCosts(self.costs.source, self.mtp)
         self._offers = [
             ModelOffer(model, costs, self.learned.models.setdefault(name, ModelEstimates(costs.draft(1))))

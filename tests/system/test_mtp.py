@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,27 +20,31 @@ from transformers.cache_utils import MtpCache
 
 from swiftopt.core.costs import FormatCosts
 from swiftopt.core.errors import ModelNotFound, SettingsError
-from swiftopt.core.types import Sampling
+from swiftopt.core.settings import TuningSettings
+from swiftopt.core.types import DEFAULT_TASK, Prompt, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft import Draft
 from swiftopt.decoding.draft_tree import DraftTree
-from swiftopt.decoding.engine import Engine
-from swiftopt.decoding.events import Round
+from swiftopt.decoding.engine import Engine, side_by_side
+from swiftopt.decoding.events import Generated, Round
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.methods.chains import ChainDrafter
 from swiftopt.decoding.methods.mtp import MtpSettings
+from swiftopt.decoding.session import Session
 from swiftopt.decoding.work import PassGenerator
 from swiftopt.models.loading import load, mtp_of
 from swiftopt.models.mtp import MtpRuntime
 from swiftopt.models.runtime import Runtime
+from swiftopt.models.saved import naming
 from swiftopt.tasks.recipes import stored_costs
+from swiftopt.tasks.traffic import Traffic
 
 N_NEW = 24
+IN_DEFAULT = ("qwen3_5_text", "glm4_moe", "exaone_moe")  # A hybrid, and the two ways to name tensors.
 each_type = pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=() if name in ("glm4_moe", "exaone_moe") else pytest.mark.families) for name in VARIANTS],
+    "variant", [pytest.param(name, marks=() if name in IN_DEFAULT else pytest.mark.families) for name in VARIANTS]
 )
 
 
@@ -255,6 +260,46 @@ def test_layer_of_another_size_is_refused(folders: Any, tmp_path: Any) -> None:
     del tensors["mtp.fc.weight"]  # Then there is no layer, and the model decodes without.
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert mtp_of(load(str(folder), "float32", "cpu")) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_that_are_read_late_are_the_same(folders: Any, temperature: float) -> None:
+    """As on a GPU, where each step is read while the next one runs."""
+    runtime, _ = loaded(folders("exaone_moe"))
+    plain = run(runtime, PLAIN, 2, temperature).token_ids
+    fixed = mtp(runtime, stop_threshold=None, draft_format="stored")
+    early = run(runtime, fixed, 2, temperature)
+    runtime.reads_late = True
+    late = run(runtime, fixed, 2, temperature)
+    assert late.token_ids == early.token_ids == plain
+    assert (late.drafted, late.accepted) == (early.drafted, early.accepted) and late.drafted > 20
+    for method in (mtp(runtime), adaptive(runtime), adaptive(runtime, draft_format="int4")):
+        assert run(runtime, method, 2, temperature).token_ids == plain
+
+
+def test_served_requests_are_drafted_by_the_layer_and_answered_as_plain_ones(folders: Any) -> None:
+    """The task of a request without one is known when its prompt is read; its method drafts by the layer, too."""
+    runtime, _ = loaded(folders("exaone_moe"), "bfloat16")
+    traffic = Traffic("tiny", runtime, None, TuningSettings(draft_format="int4", context_window=8, max_steps=2))
+    session = Session(runtime, Sampling(), 30, ignore_eos=True)
+    prompts = [Prompt(str(number), "x", text=text) for number, text in enumerate(("abcabcabc", "xyzzyxyzzy", "hello"))]
+    works = [traffic.work(session, prompt, "x" if number else None) for number, prompt in enumerate(prompts)]
+    done = [event for event in side_by_side(works, 2, by_time=False) if isinstance(event, Generated)]
+    for event in done:
+        assert event.completion.token_ids == session.run(event.prompt, PLAIN)[0].completion.token_ids
+    assert len(done) == 3 and sum(event.completion.drafted for event in done) > 0
+    learned = [cast(Any, traffic.task(name).search.method.drafter).learned.models for name in ("x", DEFAULT_TASK)]
+    assert all("mtp" in models for models in learned)
+    traffic.close()
+
+
+def test_layer_of_a_multimodal_checkpoint_is_found_beside_its_text_part(tmp_path: Any) -> None:
+    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    names = ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.language_model.norm.weight", "model.visual.a")
+    of_layer, of_model = naming(tmp_path, of_mtp=True), naming(tmp_path)
+    assert [of_layer(name) for name in names] == ["projection.weight", "model.layers.0.mlp.up_proj.weight", None, None]
+    assert [of_model(name) for name in names] == [None, None, "model.norm.weight", None]
 
 
 def test_measured_costs_bring_the_layer_into_adaptive_drafts(folders: Any) -> None:
