@@ -40,7 +40,7 @@ class Bounds:
 
 TINY = 1e-30  # Floats that must be above 0 are at least this.
 LAYERS, HEADS, WIDTH = Bounds(1, 1 << 10), Bounds(1, 1 << 12), Bounds(1, 1 << 20)
-TAPS = Bounds(1, 1 << 6)
+TAPS, EXPERTS = Bounds(1, 1 << 6), Bounds(0, 1 << 12)
 VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 << 30)
 EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
 THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
@@ -54,7 +54,11 @@ BOUNDS: dict[str, Bounds] = {
     "vocab_size": VOCAB,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), POSITIONS),
     "original_max_position_embeddings": POSITIONS,
-    "conv_L_cache": TAPS,
+    **dict.fromkeys(("conv_L_cache", "linear_conv_kernel_dim"), TAPS),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), EXPERTS),
     **dict.fromkeys(("sliding_window", "max_window_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),
@@ -121,11 +125,17 @@ def check_together(config: Any, path: Path) -> None:
         )
     if not getattr(config, "head_dim", None) and hidden % heads.n_heads:
         raise ModelNotFound(f"{path} has a hidden size of {hidden} for {heads.n_heads} heads, no multiple: {ADVICE}")
+    n_experts, n_chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if n_experts and n_chosen and n_chosen > n_experts:
+        raise ModelNotFound(f"{path} has {n_chosen} experts of a token and {n_experts} in all: {ADVICE}")
     types = getattr(config, "layer_types", None)
     if types is not None and len(types) != layers:
         raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
     if 0 in windows_of(config, family_of(config), layers):
         raise ModelNotFound(f"{path} has a sliding window of 0 tokens: {ADVICE}")
+    shared, key_heads = (getattr(config, f"linear_num_{kind}_heads", 1) for kind in ("value", "key"))
+    if shared % key_heads:
+        raise ModelNotFound(f"{path} has {shared} heads of a state for {key_heads} key heads, no multiple: {ADVICE}")
     for parameters in rotations(config):
         width = int(heads.width * (parameters.get("partial_rotary_factor") or 1.0))
         if width < 2:

@@ -53,7 +53,7 @@ from .saved import (
 from .sources import Source, base_folder, check_names, local_folder
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -409,7 +409,7 @@ def _has_maps_by_library(runtime: Runtime) -> bool:
     return any(is_by_library(module) for module in runtime.hf_model.modules())
 
 
-def random_runtime(config: LlamaConfig, device: str) -> Runtime:
+def random_runtime(config: PreTrainedConfig, device: str) -> Runtime:
     """Return a model of random bfloat16 weights, for measurements."""
     from transformers import AutoModelForCausalLM
 

@@ -15,6 +15,7 @@ from ..core.requests import Speed
 from .config_bounds import ADVICE
 from .expert_checkpoints import BLOCKS
 from .families import family_of, heads_of, slot_values
+from .family import Family, GatedDelta
 from .fingerprint import plain_name
 from .gguf_model import held_bytes, loaded_tensors
 from .gguf_reader import GgufFile
@@ -175,13 +176,27 @@ def _refuse_other_shapes(config: Any, shapes: Mapping[str, StoredShape], folder:
         )
 
 
+def _values_beside(config: Any, family: Family) -> int:
+    """Return how many values layers have at least for experts, or for a gated delta rule in place of attention."""
+    n_layers, hidden = config.num_hidden_layers, config.hidden_size
+    n_experts, inner = (getattr(config, name, None) or 0 for name in ("num_experts", "moe_intermediate_size"))
+    n_sparse = n_layers // 2 if family.experts else 0  # Configs say in several ways which layers have experts.
+    n_values = 3 * n_sparse * n_experts * hidden * inner
+    if isinstance(family.mixer, GatedDelta):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        n_mixers = sum(family.mixes_otherwise(config, layer) for layer in range(n_layers))
+        n_values += n_mixers * (2 * keys + 3 * values) * hidden
+    return n_values
+
+
 def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
     """Raises: ModelNotFound: a model of the config is much larger than what the files hold."""
     family, hidden, heads = family_of(config), config.hidden_size, heads_of(config)
     inner = family.setting(config, "intermediate_size") or 4 * hidden
     by_layer = hidden * (2 * (heads.n_heads + heads.n_kv_heads) * heads.width + (2 + family.gated) * inner)
     n_rows = config.vocab_size + (config.max_position_embeddings if family.positions else 0)
-    n_values = config.num_hidden_layers * by_layer + n_rows * hidden
+    n_values = config.num_hidden_layers * by_layer + n_rows * hidden + _values_beside(config, family)
     if n_values > MOST_TIMES * n_stored + SMALL:
         raise ModelNotFound(
             f"{folder / 'config.json'} describes a model of {n_values:,} parameters, and its files hold {n_stored:,}:"

@@ -133,7 +133,8 @@ def chat(served: Served, **way: Any) -> list[str]:
     messages: list[dict[str, str]] = []
     for turn in range(3):
         messages.append({"role": "user", "content": " ".join(f"w{word}" for word in repeating(turn))})
-        body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **way}
+        body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        body |= {"logit_bias": {"0": -100}, **way}  # The unknown word, which is not in the text that the template gets.
         answer = served.client.post("/v1/chat/completions", json=body).json()
         usage, [choice] = answer["usage"], answer["choices"]
         messages.append({"role": "assistant", "content": choice["message"]["content"]})

@@ -1,0 +1,129 @@
+"""A model that mixes attention with gated delta rules, at the shape of Qwen3.5-2B, with random weights.
+
+python -m swiftopt.bench.hybrids --layers 24 --prompt-tokens 2000 --chat-tokens 4000
+
+Prints one JSON object: a pass over 8 rows as a quotient to one over 1 row, in int4 and in bfloat16; the seconds of a
+prompt as a quotient to those of the same shape with attention in all layers; a chat's second turn as a quotient to
+reading all of it; and the bytes of a sequence's states, and what drafting 8 rows adds to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import click
+import torch
+from transformers import AutoConfig
+
+from ..core.types import Completion, LayerSet, Sampling
+from ..decoding.context import Ending, TokenRule
+from ..decoding.engine import Engine
+from ..decoding.loop import decoding
+from ..decoding.methods import PLAIN
+from ..models.costs import machine_name
+from ..models.loading import at_speed, random_runtime
+from ..models.rows import Rows
+from ..models.runtime import Runtime
+
+SCHEMA = "swiftopt.bench-hybrid/1"
+TOKENS = 4096  # Tokens of the vocabulary: a whole one would make the head a large part of few layers.
+SHAPE: dict[str, Any] = {
+    "vocab_size": TOKENS,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+}
+REPEATS = 15
+ROWS = 8
+CONTEXT = 256
+NEW_TOKENS, TURN_TOKENS = 16, 48  # Of an answer, and of what is new in a chat's second turn.
+
+
+@click.command()
+@click.option("--layers", default=24, show_default=True)
+@click.option("--prompt-tokens", default=2000, show_default=True)
+@click.option("--chat-tokens", default=4000, show_default=True)
+def main(layers: int, prompt_tokens: int, chat_tokens: int) -> None:
+    """Measure a hybrid at Qwen3.5-2B's shape; prints one JSON object."""
+    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
+    hybrid, attention = made(kinds), made(["full_attention"] * layers)
+    report: dict[str, Any] = {"schema": SCHEMA, "machine": machine_name(hybrid), "layers": layers}
+    report["threads"], report["level"] = torch.get_num_threads(), getattr(hybrid.native, "level", None)
+    text = [(7 * i * i + 3 * i) % (TOKENS - 2) + 2 for i in range(chat_tokens)]
+    report["rows_8_by_1"] = {name: _quotient_of_rows(hybrid, name) for name in ("int4", None)}
+    seconds = [[_read_s(runtime, text[:prompt_tokens]) for runtime in (hybrid, attention)] for _ in range(3)]
+    report["prompt_s"] = [min(own) for own in zip(*seconds, strict=True)]
+    report["prompt_by_attention"] = median(own / others for own, others in seconds)
+    report["second_turn"] = _second_turn(hybrid, text)
+    state, drafting = hybrid.state_bytes(1), hybrid.state_bytes(1 + ROWS)
+    report["state_bytes"], report["drafting_8_rows"] = state, drafting / state - 1
+    click.echo(json.dumps(report))
+
+
+def made(kinds: Sequence[str]) -> Runtime:
+    """Return a runtime of random weights in bfloat16, with layers of these kinds, on our kernels."""
+    config = AutoConfig.for_model("qwen3_5_text", **SHAPE, num_hidden_layers=len(kinds), layer_types=list(kinds))
+    runtime = random_runtime(config, "cpu")
+    at_speed(runtime, "exact")
+    return runtime
+
+
+def _quotient_of_rows(runtime: Runtime, name: str | None) -> float:
+    layer_set = LayerSet(runtime.n_layers) if name is None else LayerSet(runtime.n_layers).filled(name)
+    runtime.copies.prepare(layer_set)
+    buffer = runtime.new_buffer(CONTEXT + ROWS, ROWS)
+    runtime.prefill([i % TOKENS for i in range(CONTEXT)], buffer)
+    variants = () if name is None else (layer_set,)
+    passes = [partial(runtime.forward, Rows(list(range(n)), CONTEXT, variants=variants), buffer) for n in (1, ROWS)]
+    quotients: list[float] = []
+    for _ in range(REPEATS + 2):
+        times = []
+        for run in passes:
+            started = perf_counter()
+            run()
+            times.append(perf_counter() - started)
+        quotients.append(times[1] / times[0])
+    return median(quotients[2:])
+
+
+def _read_s(runtime: Runtime, text: Sequence[int]) -> float:
+    buffer, started = runtime.new_buffer(len(text), 1), perf_counter()
+    runtime.prefill(text, buffer)
+    return perf_counter() - started
+
+
+def _second_turn(runtime: Runtime, text: list[int]) -> dict[str, float]:
+    """Return the seconds of reading a chat's second turn after the first, and anew."""
+    turn = text[:TURN_TOKENS]
+
+    def answer(engine: Engine, ids: list[int]) -> Completion:
+        rule = TokenRule.of(Sampling(), None)
+        request = engine.add(decoding(runtime, ids, PLAIN, rule, Ending(NEW_TOKENS)))
+        while engine.requests:
+            list(engine.step())
+        return request.result
+
+    engine = Engine(1 << 34)
+    first = answer(engine, text)
+    longer = [*text, *first.token_ids, *turn]
+    after, anew = answer(engine, longer), answer(Engine(1 << 34), longer)
+    if after.token_ids != anew.token_ids:
+        raise click.ClickException("the second turn has other tokens than a text that is read anew")
+    return {"s": after.prefill_s, "anew_s": anew.prefill_s, "quotient": after.prefill_s / anew.prefill_s}
+
+
+if __name__ == "__main__":
+    main()
