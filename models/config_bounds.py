@@ -58,7 +58,7 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok"), EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), EXPERTS),
     **dict.fromkeys(("sliding_window", "max_window_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),

@@ -187,7 +187,7 @@ def _values_beside(config: Any, family: Family) -> int:
         values = config.linear_num_value_heads * config.linear_value_head_dim
         n_mixers = sum(family.mixes_otherwise(config, layer) for layer in range(n_layers))
         n_values += n_mixers * (2 * keys + 3 * values) * hidden
-    return n_values
+    return int(n_values)
 
 
 def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
