@@ -55,6 +55,7 @@ SCRIPTS = {
             "gpu_all",
             "gpu_peers",
             "micro",
+            "hybrids",
             "mixtures",
             "parity",
             "repeats",
