@@ -10,7 +10,7 @@ LOWEST := $(addprefix tests/system/test_,model.py methods.py custom_generate.py 
 # Containers set it, and every program that is started would compile all of swiftopt again, for a second or two.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test slow families floors readme lowest wheels compilers sanitized emulated containers images fresh fleet browser docs demo demo-tune conformance redis bench engines papers gpu clean
+.PHONY: setup lint test slow families floors readme lowest wheels compilers sanitized emulated containers images fresh fleet browser docs demo demo-tune conformance clients redis bench engines papers gpu clean
 
 setup: $(VENV)/.ready
 
@@ -128,6 +128,11 @@ docs: setup
 # Clients that no one here wrote, against a real server; each in an environment of its own.
 conformance: setup
 	cd tests && $(abspath $(BIN))/python conformance.py
+
+# Agents and clients from their packages, each with a small task, against a server with MODEL; ONLY chooses some by commas.
+# They are installed at first (gigabytes, minutes), and an agent's prompts are read for minutes.
+clients: setup
+	cd tests && $(abspath $(BIN))/python agents.py $(if $(MODEL),--model $(MODEL)) $(if $(ONLY),--only $(ONLY)) $(MORE)
 
 # A server that learns from the requests it serves: its speed by request, plain decoding beside it.
 # At a terminal it goes on serving, for the dashboard; the last line is for where nobody can end it.

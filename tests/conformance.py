@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,19 @@ def environment(name: str, *requirements: str) -> Path:
     return folder / "bin"
 
 
+def npm_environment(name: str, *packages: str) -> Path:
+    """The folder of an environment that has npm's packages."""
+    folder = Path(platformdirs.user_cache_dir("swiftopt")) / "conformance" / f"npm-{name}"
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        subprocess.run(
+            ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", folder, *packages], check=True
+        )
+        (folder / "done").touch()
+    return folder
+
+
 def lm_eval(served: Served, model: str, path: str) -> list[str]:
     """Where lm-eval's figures over HTTP are not those of transformers."""
     program = environment("lm-eval-0.4.13", "lm-eval[api]==0.4.13", "transformers") / "lm_eval"
@@ -118,9 +132,7 @@ def log_probabilities(path: str, text: str, choices: Sequence[str]) -> list[floa
 
 def npm_openai(served: Served, model: str, path: str) -> list[str]:
     """What npm's client did not get as it should."""
-    folder = Path(platformdirs.user_cache_dir("swiftopt")) / "conformance" / "npm-openai-7.57.0"
-    if not (folder / "node_modules" / "openai").exists():
-        subprocess.run(["npm", "install", "--silent", "--prefix", folder, "openai@7.57.0"], check=True)
+    folder = npm_environment("openai-7.57.0", "openai@7.57.0")
     script = folder / "openai.mjs"  # beside what it imports
     script.write_text((Path(__file__).parent / "clients" / "openai.mjs").read_text())
     done = subprocess.run(["node", script, served.url, model], capture_output=True, text=True, check=False)

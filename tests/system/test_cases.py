@@ -99,7 +99,8 @@ def check_json(body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     if "schema" in form and form.get("strict") is not False:
         Draft202012Validator(form["schema"]).validate(answer["json"])
     if body.get("tool_choice", "auto") not in ("auto", "none"):
-        functions = {function["name"]: function for function in (tool.get("function", tool) for tool in body["tools"])}
+        tools = [inner for tool in body["tools"] for inner in tool.get("tools", [tool])]  # Namespaces have several.
+        functions = {function["name"]: function for function in (tool.get("function", tool) for tool in tools)}
         for call in answer["calls"]:
             function = functions[call["name"]]
             schema = {} if function.get("strict") is False else function.get("parameters") or {}
