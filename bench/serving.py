@@ -32,9 +32,25 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 
     Raises: ServiceUnreachable: the server does not start.
     """
+    with served_process(model, options, on_step) as (client, _):
+        yield client
+
+
+@contextmanager
+def served_process(
+    model: str, options: Sequence[str], on_step: Callable[[str], None], in_group: bool = False
+) -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
+    """Run a server as `served`; yield its process, too, which leads a group of its own if `in_group`.
+
+    Raises: ServiceUnreachable: the server does not start.
+    """
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--log", "warnings"]
     with subprocess.Popen(
-        [*command, "--model", model, *options], stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+        [*command, "--model", model, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ.copy(),
+        process_group=0 if in_group else None,
     ) as process:
         try:
             assert process.stdout is not None
@@ -43,7 +59,7 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
                 raise ServiceUnreachable("the server did not start: see its error above")
             with httpx2.Client(base_url=json.loads(line)["url"], timeout=ANSWER_S) as client:
                 _wait(client, process, on_step)
-                yield client
+                yield client, process
         finally:
             process.terminate()
 

@@ -32,6 +32,7 @@ from ..engines.same_file import SCHEMA as SAME_FILE_SCHEMA
 from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from ..terminal.charts import Pictures, Report, draw_ratios
 from ..terminal.render import interval, number
+from .agents import SCHEMA as AGENTS_SCHEMA
 from .charts import draw_serving
 from .decode import SCHEMA
 from .gpu import SCHEMA as GPU_SCHEMA
@@ -306,6 +307,16 @@ def _serving_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield (text, str(report["concurrency"]), *(f"{speed:.1f}" for speed in speeds), ratios, search, equal)
 
 
+def _agent_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    text = f"{Path(report['model']).name}, {report['turns']} turns, {report['max_new_tokens']} tokens"
+    for row in report["summary"]:
+        times = (number(row[key], 1) for key in ("whole_s", "later_s"))
+        ratios = (number(row[key], unit="x") for key in ("whole_ratio", "later_ratio"))
+        firsts = (number(row[key], 2) for key in ("first_token_s", "later_first_token_s"))
+        shares = f"{row['cached']:.0%}", f"{row['repeated'] or 0:.0%}", f"{row['peak_bytes'] / 1e9:.2f}"
+        yield (text, f"{row['length']:,}", row["way"], *times, *ratios, *firsts, *shares)
+
+
 def _gpu_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     plain, passes, draft = report["plain"], report["pass_ms"], report["draft"]
     verify, loads = passes["verify"], report["load"]
@@ -380,6 +391,12 @@ KINDS = {
         "A server that learns, from an empty database: plain seconds / served seconds of each ten requests, over HTTP",
         "model, text | at once | plain tok/s | served | of each ten | search | equal",
         _serving_rows,
+    ),
+    AGENTS_SCHEMA: Kind(
+        "Recorded conversations of coding agents, each turn answered anew: seconds, and llama.cpp's faster way ÷ own",
+        "model | tokens | way | all, s | later turns, s | ratio | later | first token, s | later, s | cached | repeated"
+        " | memory, GB",
+        _agent_rows,
     ),
     THROUGHPUT_SCHEMA: Kind(
         "Several requests at once: drafting beside plain batching",

@@ -3,7 +3,8 @@
 A line in: {"requests": [{"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}, ...]}. Its answer: {"answers":
 [{"token_ids": [...], "first_s": s, "last_s": s}, ...]}, seconds from the line to a request's first and last token.
 Options: those of `program`, and `engine`, a name in ENGINES; `at_once`, the most requests of a line; n_ctx is the
-context of each. Files are mapped where that is the engine's own default.
+context of each. Files are mapped where that is the engine's own default. With `cache` (true, of llama-cpp alone) what
+was read of earlier prompts is kept, as its server does by default; an answer then tells how many tokens were `cached`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def llama_cpp(options: Values) -> Decoder:
     n_slots = options["at_once"]
     params = runpy.run_path(str(PROGRAM))["llama_params"]({**options, "n_ctx": n_slots * options["n_ctx"]})
     params.n_parallel = n_slots
-    params.load_mode = xllamacpp.CommonParams().load_mode
+    defaults, keeps = xllamacpp.CommonParams(), bool(options.get("cache"))
+    params.load_mode = defaults.load_mode
+    if keeps:
+        params.cache_ram_mib = defaults.cache_ram_mib
     server = xllamacpp.Server(params)
 
     def complete(asked: Values, begun: float) -> Values:
@@ -80,14 +84,15 @@ def llama_cpp(options: Values) -> Decoder:
                 "prompt": asked["prompt_ids"],
                 "max_tokens": asked["max_new_tokens"],
                 **{"temperature": 0, "top_k": 1, "ignore_eos": True},
-                **{"cache_prompt": False, "return_tokens": True, "verbose": True},
+                **{"cache_prompt": keeps, "return_tokens": True, "verbose": True},
             }
         )
-        last_s = perf_counter() - begun
+        last_s, timings = perf_counter() - begun, done.get("timings")
         if "error" in done:
             raise RuntimeError(str(done["error"].get("message", done["error"])))
         # The server counts predicted_ms from a request's first token on.
-        return _answered(done["__verbose"]["tokens"], last_s - done["timings"]["predicted_ms"] / 1000, last_s)
+        answered = _answered(done["__verbose"]["tokens"], last_s - timings["predicted_ms"] / 1000, last_s)
+        return {**answered, **({"cached": timings["cache_n"]} if keeps else {})}
 
     def answer(line: Values) -> Values:
         begun = perf_counter()

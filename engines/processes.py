@@ -77,14 +77,7 @@ class Child:
 
     def memory(self) -> Memory:
         """Return the memory of the process and its children; all 0 if the system does not report it."""
-        try:
-            engine_process = psutil.Process(self._process.pid)
-            process_bytes = [
-                _memory_of(process.pid) for process in (engine_process, *engine_process.children(recursive=True))
-            ]
-        except psutil.Error:
-            return Memory()
-        return Memory(*(sum(values) for values in zip(*process_bytes, strict=True)))
+        return memory_of(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -134,6 +127,16 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def memory_of(pid: int) -> Memory:
+    """Return the memory of a process and its children; all 0 if the system does not report it."""
+    try:
+        leader = psutil.Process(pid)
+        process_bytes = [_memory_of(process.pid) for process in (leader, *leader.children(recursive=True))]
+    except psutil.Error:
+        return Memory()
+    return Memory(*(sum(values) for values in zip(*process_bytes, strict=True)))
 
 
 def _memory_of(pid: int) -> Memory:

@@ -56,6 +56,7 @@ OTHERS = {  # drawn in the tests of the commands themselves, which need other pr
     "probe show": ["probe", "show", "tiny/notes"],
     "bench serve": ["bench", "serve", *PROMPTS],
     "bench peers": ["bench", "peers", *PROMPTS],
+    "bench agents": ["bench", "agents", "--model", "tiny"],
 }
 EVERY = {**{name: args for name, (args, _) in RUNS.items()}, **OTHERS}
 

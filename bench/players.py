@@ -1,0 +1,153 @@
+"""Servers that replay conversations: swiftopt's over HTTP, and llama.cpp's in its package, stopped between turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import httpx2
+
+from ..core.errors import ServiceUnreachable
+from ..engines.packages import PACKAGES, EngineFailed, prepared
+from ..engines.processes import Child
+from ..engines.same_file import AT_ONCE, PAGE
+from ..engines.turns import engine_environ
+from ..models.saved import cache_root
+from .recorded_answers import TASK
+from .serving import served_process
+
+ANSWER_S = 3600.0  # Most seconds of an answer: a long prompt is read for minutes.
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An answer: seconds to its first token and to its end, tokens of its prompt that were cached, and its text."""
+
+    seconds: float
+    first_s: float
+    cached: int
+    text: str
+
+
+class Player(ABC):
+    """A way of decoding, whose processes are stopped but for its turns."""
+
+    @abstractmethod
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
+        """Write `n_tokens` behind a prompt.
+
+        Raises: EngineFailed, ServiceUnreachable: it cannot.
+        """
+
+    @property
+    @abstractmethod
+    def pid(self) -> int: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class ServedPlayer(Player):
+    """`swiftopt serve`, asked over HTTP; its answers are streams."""
+
+    def __init__(
+        self, model: str, options: Sequence[str], asked: Mapping[str, Any], note: Callable[[str], None]
+    ) -> None:
+        self._stack, self._asked = ExitStack(), asked
+        self._client, self._process = self._stack.enter_context(served_process(model, options, note, in_group=True))
+        (card,) = self._client.get("/v1/models").json()["data"]
+        self._model = card["id"]
+        self._signal(signal.SIGSTOP)
+
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
+        self._signal(signal.SIGCONT)
+        body = {
+            **{"model": self._model, "prompt": list(prompt_ids), "max_tokens": n_tokens, "temperature": 0},
+            **{"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **self._asked},
+        }
+        begun, first_s, text, usage = perf_counter(), 0.0, "", dict[str, Any]()
+        try:
+            with self._client.stream("POST", "/v1/completions", json=body, timeout=ANSWER_S) as response:
+                for event in _events(response):
+                    for choice in event["choices"]:
+                        first_s = first_s or (perf_counter() - begun if choice["text"] else 0.0)
+                        text += choice["text"]
+                    usage = event.get("usage") or usage
+        except httpx2.HTTPError as error:
+            raise ServiceUnreachable(f"the server went away ({error}): see its error above") from error
+        seconds = perf_counter() - begun
+        self._signal(signal.SIGSTOP)
+        return Written(seconds, first_s or seconds, usage["prompt_tokens_details"]["cached_tokens"], text)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._stack.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream.
+
+    Raises: ServiceUnreachable: the server refuses, or ends the stream with an error.
+    """
+    if response.status_code != 200:
+        response.read()
+        raise ServiceUnreachable(f"the server refused a prompt: {response.json()['error']['message']}")
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ServiceUnreachable(f"the server ended an answer: {event['error']['message']}")
+            yield event
+
+
+class LlamaPlayer(Player):
+    """llama.cpp's server within a process of its package, with one slot and its cache of prompts."""
+
+    def __init__(
+        self,
+        name: str,
+        gguf: str,
+        options: Mapping[str, Any],
+        n_ctx: int,
+        threads: int,
+        to_text: Callable[[Sequence[int]], str],
+        note: Callable[[str], None],
+    ) -> None:
+        launch = prepared(replace(PACKAGES["llama-cpp"], file=AT_ONCE), note)
+        given = {
+            **{"model": gguf, "engine": "llama-cpp", "dtype": "auto", "device": "cpu", "threads": threads},
+            **{"n_ctx": -(-n_ctx // PAGE) * PAGE, "at_once": 1, "cache": True, **options},
+        }
+        log = cache_root() / "peers" / "logs" / f"{name.replace('/', '-')}-agents.log"
+        self._child, self._to_text = Child(launch, given, engine_environ("cpu", threads), log), to_text
+        self._child.wait_until_ready(ANSWER_S)
+
+    def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
+        asked = {"prompt_ids": list(prompt_ids), "max_new_tokens": n_tokens, "task": TASK}
+        answer = self._child.ask({"requests": [asked]}, ANSWER_S)
+        [own] = answer["answers"]
+        if len(own["token_ids"]) != n_tokens:
+            raise EngineFailed(f"it gave {len(own['token_ids'])} tokens for a request that asks for {n_tokens}")
+        return Written(answer["seconds"], own["first_s"], own["cached"], self._to_text(own["token_ids"]))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def close(self) -> None:
+        self._child.close()
