@@ -107,10 +107,10 @@ def test_blobs_of_stores_are_loaded_where_they_are(file: Path, tmp_path: Path, m
 
 def test_a_file_that_is_cut_while_it_is_loaded_gets_a_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(file)
-    empty_model = quantised_checkpoints.empty_model
+    config_of = quantised_checkpoints.unquantised_config
 
     def cutting(folder: Path, dtype: str) -> Any:
-        made = empty_model(folder, dtype)
+        made = config_of(folder, dtype)
         reader = GgufFile.refuse_changed
 
         def refuse(own: GgufFile) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_is_cut_while_it_is_loaded_gets_a_sentence(file: Path, monke
         monkeypatch.setattr(GgufFile, "refuse_changed", refuse)
         return made
 
-    monkeypatch.setattr(quantised_checkpoints, "empty_model", cutting)
+    monkeypatch.setattr(quantised_checkpoints, "unquantised_config", cutting)
     with pytest.raises(ModelNotFound, match="was changed while it was read"):
         load(file)
 
