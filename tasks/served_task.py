@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from operator import add
 
 from ..core.events import PairKind, SearchStatus, ShiftStatus, TaskTuning, Way
 from ..core.plainly import COMPARISON, WhyPlain
 from ..core.records import FoundPlan, LayerSetRecord
-from ..core.types import Completion, LayerSet, Verdict, VerdictWord
+from ..core.types import Completion, LayerSet, TokenSource, Verdict, VerdictWord
+from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.events import Round
 from ..decoding.load import Load
+from ..decoding.methods import PLAIN, Method
+from ..decoding.work import PassGenerator
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import SEARCH_TIME_SHARE
 from ..optimizer.search import Search
@@ -36,6 +39,49 @@ COMPARED_ROUNDS: Mapping[VerdictWord, int] = {"unmeasured": 8, "plain": 4, "use"
 UNMEASURED = Verdict("unmeasured")
 
 RoundPair = tuple[Timed, Timed]  # (plain rounds, drafted rounds) of one request.
+
+
+class SwitchedDrafter(Drafter):
+    """Drafts with `method` if `drafts()` is true when a round begins, else decodes the round plainly.
+
+    `method` may be replaced until the prompt is read.
+    """
+
+    def __init__(self, method: Method, drafts: Callable[[], bool]) -> None:
+        self.method, self._drafts = method, drafts
+
+    @property
+    def layer_set(self) -> LayerSet | None:
+        return self.method.layer_set
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.method.drafter.slot_bytes
+
+    @property
+    def reads_states(self) -> bool:
+        return self.method.drafter.reads_states
+
+    def attach(self, runtime: Runtime) -> None:
+        self.method.drafter.attach(runtime)
+
+    def max_rows(self, room: int) -> int:
+        return self.method.drafter.max_rows(room)
+
+    def start(self) -> None:
+        self.attach(self.context.runtime)  # The method may be another one than before the prompt was read.
+        self._drafter, self._plain = (method.drafter.begin(self.context) for method in (self.method, PLAIN))
+        self._current = self._plain
+
+    def draft(self, room: int) -> PassGenerator[Draft]:
+        self._current = self._drafter if self._drafts() else self._plain
+        return (yield from self._current.draft(room))
+
+    def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
+        return self._drafter.guesses_behind(token_ids, room) if self._drafts() else ()
+
+    def observe(self, outcome: Outcome) -> None:
+        self._current.observe(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +162,8 @@ class RoundTimings:
     `drafted` cover all rounds, with the request's share of the engine's seconds: the shares of concurrent requests add
     up to the elapsed time. `is_drafted` describes the current round.
 
-    Args: drafts: whether drafts are in use. compares: whether the request takes part in comparisons.
+    Args: drafts: whether drafts are in use. compares: whether the request takes part in comparisons. context_bucket: of
+          the request's prompt.
     """
 
     drafts: bool
@@ -126,6 +173,7 @@ class RoundTimings:
     plain_s: float = 0.0
     drafted: DraftedRounds = DraftedRounds()
     is_drafted: bool = False
+    context_bucket: int = 0
     _n_beside: int = 0
 
     def begin(self, compared_passes: range, compared_drafts: bool, load: Load) -> None:
@@ -157,6 +205,28 @@ class RoundTimings:
         """The plain and the drafted rounds; None unless there were both."""
         plain, drafted = self.alone
         return (plain, drafted) if self.compares and plain.tokens and drafted.tokens else None
+
+
+@dataclass(slots=True)
+class ContextVerdicts:
+    """Verdicts on drafts by context bucket, where enough requests of one were timed."""
+
+    pairs: dict[int, deque[RoundPair]] = field(default_factory=dict)
+    words: dict[int, VerdictWord] = field(default_factory=dict)
+    n_added: dict[int, int] = field(default_factory=dict)  # Pairs added so far.
+
+    def add(self, bucket: int, pair: RoundPair) -> None:
+        """Add a request's pair of timings; with every `JUDGE_EVERY` of a context, judge its latest ones."""
+        pairs = self.pairs.setdefault(bucket, deque(maxlen=MAX_PAIRS))
+        pairs.append(pair)
+        self.n_added[bucket] = self.n_added.get(bucket, 0) + 1
+        if len(pairs) < MIN_PAIRS or self.n_added[bucket] % JUDGE_EVERY:
+            return
+        verdict = Judgement.of_rounds(pairs).verdict
+        if verdict.word == "use":
+            self.words[bucket] = "use"
+        elif verdict.interval is not None and verdict.interval[1] < 1:
+            self.words[bucket] = "plain"
 
 
 @dataclass(slots=True)
@@ -196,11 +266,36 @@ class TaskTraffic(TunedTask):
     since: float = field(default_factory=time.time)
     used_at: float = 0.0
     shifts: ShiftStatus = field(default_factory=ShiftStatus)
+    by_context: ContextVerdicts = field(default_factory=ContextVerdicts)
 
     @property
     def drafts(self) -> bool:
         """Whether drafts are in use, which they are until measured not to pay."""
-        return self.pinned == "best" or (self.pinned is None and self.word != "plain")
+        return self._uses(self.word)
+
+    def _uses(self, word: VerdictWord) -> bool:
+        return self.pinned == "best" or (self.pinned is None and word != "plain")
+
+    def word_at(self, bucket: int) -> VerdictWord:
+        """Return the verdict in contexts of that bucket: their own, or else that of all."""
+        return self.by_context.words.get(bucket, self.word)
+
+    def drafts_at(self, bucket: int) -> bool:
+        """Return whether drafts are in use in contexts of that bucket."""
+        return self._uses(self.word_at(bucket))
+
+    def compared_rounds_at(self, bucket: int) -> int:
+        """Return how many rounds of a request in such a context to compare."""
+        return 0 if self.pinned is not None else COMPARED_ROUNDS[self.word_at(bucket)]
+
+    def why_plain_at(self, bucket: int) -> WhyPlain | None:
+        """Return why requests in contexts of that bucket are decoded without drafts; None: drafts are in use."""
+        if self.drafts_at(bucket):
+            return None
+        if self.pinned is None and self.word != "plain":
+            place = f"the task {self.name!r} in contexts of up to {bucket:,} tokens"
+            return WhyPlain("verdict", f"drafts do not pay for {place}, as measured")
+        return self.why_plain
 
     @property
     def why_plain(self) -> WhyPlain | None:
@@ -219,10 +314,6 @@ class TaskTraffic(TunedTask):
     def is_tuned(self) -> bool:
         """Whether the task has state worth keeping: a stored plan in use, drafts that pay, or a pin."""
         return self.version is not None or self.pinned is not None or self.word == "use"
-
-    @property
-    def n_compared_rounds(self) -> int:
-        return 0 if self.pinned is not None else COMPARED_ROUNDS[self.word]
 
     @property
     def saved_s(self) -> float | None:
@@ -270,6 +361,7 @@ class TaskTraffic(TunedTask):
         if pair is None or rounds.layer_set != layer_set:
             return False
         self.pairs.append(pair)
+        self.by_context.add(rounds.context_bucket, pair)
         self.n_unjudged += 1
         if len(self.pairs) < MIN_PAIRS or self.n_unjudged < JUDGE_EVERY:
             return False
@@ -290,6 +382,7 @@ class TaskTraffic(TunedTask):
         self.saved_before_s += self.saved_s or 0.0
         self.drafted, self.judged, self.n_unjudged = DraftedRounds(), Judgement(), 0
         self.pairs.clear()
+        self.by_context = ContextVerdicts()
 
     def use_plan(self, stored_plan: FoundPlan, search: Search) -> None:
         """Use a stored plan's drafts, those of `search`, from the next request on.

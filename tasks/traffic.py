@@ -19,7 +19,7 @@ from functools import partial
 from operator import mul
 from typing import Any, TypeVar
 
-from ..core.costs import CostProfile
+from ..core.costs import CostProfile, context_bucket
 from ..core.errors import StoreError
 from ..core.events import CostStatus, ModelTuning, ShiftStatus, TuningVerb, Way
 from ..core.observed_costs import ObservedCosts
@@ -27,13 +27,12 @@ from ..core.plainly import WhyPlain
 from ..core.records import FoundPlan, KnownSet, LayerSetRecord, round_to_single, unit
 from ..core.rounds import RoundLog
 from ..core.settings import SwiftSettings, TuningSettings
-from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt, TokenSource
+from ..core.types import DEFAULT_TASK, Completion, LayerSet, Prompt
 from ..decoding.context import Context
 from ..decoding.corpus import LEAD_TOKENS, Corpora
-from ..decoding.draft import Draft, Drafter, Outcome
 from ..decoding.events import Generated, GenerateInfo, Prefilled, Round, Turn, WorkEvent
 from ..decoding.load import Load
-from ..decoding.methods import PLAIN, Method
+from ..decoding.methods import Method
 from ..decoding.session import Session
 from ..decoding.work import PassGenerator, Work, subscribed
 from ..models.costs import machine_name
@@ -47,7 +46,7 @@ from .generate import GrowingText, log_round
 from .job import with_retries
 from .kept_trials import KeptTrials
 from .recipes import TYPICAL_POSITIONS, stamp, stored_costs
-from .served_task import RoundTimings, TaskTraffic
+from .served_task import RoundTimings, SwitchedDrafter, TaskTraffic
 from .stored_plans import StoredPlans
 
 DRAFT_FORMAT = "int4"
@@ -64,49 +63,6 @@ MIN_SIMILARITY = 0.8
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class SwitchedDrafter(Drafter):
-    """Drafts with `method` if `drafts()` is true when a round begins, else decodes the round plainly.
-
-    `method` may be replaced until the prompt is read.
-    """
-
-    def __init__(self, method: Method, drafts: Callable[[], bool]) -> None:
-        self.method, self._drafts = method, drafts
-
-    @property
-    def layer_set(self) -> LayerSet | None:
-        return self.method.layer_set
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.method.drafter.slot_bytes
-
-    @property
-    def reads_states(self) -> bool:
-        return self.method.drafter.reads_states
-
-    def attach(self, runtime: Runtime) -> None:
-        self.method.drafter.attach(runtime)
-
-    def max_rows(self, room: int) -> int:
-        return self.method.drafter.max_rows(room)
-
-    def start(self) -> None:
-        self.attach(self.context.runtime)  # The method may be another one than before the prompt was read.
-        self._drafter, self._plain = (method.drafter.begin(self.context) for method in (self.method, PLAIN))
-        self._current = self._plain
-
-    def draft(self, room: int) -> PassGenerator[Draft]:
-        self._current = self._drafter if self._drafts() else self._plain
-        return (yield from self._current.draft(room))
-
-    def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
-        return self._drafter.guesses_behind(token_ids, room) if self._drafts() else ()
-
-    def observe(self, outcome: Outcome) -> None:
-        self._current.observe(outcome)
 
 
 class ServedRequest:
@@ -181,8 +137,9 @@ class ServedRequest:
         self._lead = context.token_ids[max(0, context.n_prompt - LEAD_TOKENS) : context.n_prompt]
         if self._learns:
             self._read = self._task.add_prompt(prefilled)
-        self._rounds = self._traffic.begin(self._task, self._learns, prefilled.context.load)
-        self._why_plain = self._task.why_plain
+        bucket = context_bucket(context.root_slot)
+        self._rounds = self._traffic.begin(self._task, self._learns, context.load, bucket)
+        self._why_plain = self._task.why_plain_at(bucket)
         self.drafter.method = self._task.search.method
 
     def _finish(self, turn: Turn) -> Generated:
@@ -294,12 +251,15 @@ class Traffic:
         finally:
             self._n_running -= served_request.is_begun
 
-    def begin(self, task: TaskTraffic, learn: bool, load: Load) -> RoundTimings:
-        """Count a request whose prompt was read; once per as many requests as are running, begin a comparison."""
+    def begin(self, task: TaskTraffic, learn: bool, load: Load, bucket: int) -> RoundTimings:
+        """Count a request whose prompt was read; once per as many requests as are running, begin a comparison.
+
+        Args: bucket: of the request's context.
+        """
         self._n_running += 1
         self._n_begun += 1
-        n_rounds = task.n_compared_rounds if learn and not self.paused else 0
-        rounds = RoundTimings(task.drafts, n_rounds > 0, task.search.layer_set)
+        n_rounds = task.compared_rounds_at(bucket) if learn and not self.paused else 0
+        rounds = RoundTimings(task.drafts_at(bucket), n_rounds > 0, task.search.layer_set, context_bucket=bucket)
         is_over = self._n_running == 1 or load.n_checks >= self._compared_passes.stop
         if n_rounds and is_over and self._n_begun >= self._n_running:
             self._n_begun = 0

@@ -27,7 +27,7 @@ from swiftopt.decoding.methods import PLAIN, Method, Resources, build
 from swiftopt.decoding.methods.adaptive import AdaptiveDrafter, AdaptiveSettings
 from swiftopt.decoding.text_matches import Matches
 from swiftopt.models.runtime import Runtime
-from swiftopt.tasks.traffic import SwitchedDrafter
+from swiftopt.tasks.served_task import SwitchedDrafter
 
 REPEATING, FREE = [3, 1, 4, 1, 5, 9] * 4, [5, 9, 11, 2, 7]
 

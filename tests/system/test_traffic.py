@@ -24,6 +24,7 @@ from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
 from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
+from swiftopt.decoding.corpus import Corpora
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Generated
 from swiftopt.decoding.session import Session
@@ -104,7 +105,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def rounds(task: TaskTraffic, compared_s: float, in_use_s: float) -> RoundTimings:
     """As many rounds of the way that is not in use as the task wants, and ten others; a token and such seconds each."""
-    n = task.n_compared_rounds
+    n = task.compared_rounds_at(0)
     compared, in_use = Timed(n, n * compared_s), Timed(10, 10 * in_use_s)
     both = (compared, in_use) if task.drafts else (in_use, compared)
     return timings(task, *both, compares=n > 0)
@@ -180,17 +181,34 @@ def test_requests_are_served_and_searched_where_memory_holds_their_texts_alone(
 
 def test_drafts_are_in_use_until_they_are_known_not_to_pay_and_again_when_they_do(model: swiftopt.Model) -> None:
     task = task_of(model)
-    assert task.drafts and task.n_compared_rounds == COMPARED_ROUNDS["unmeasured"]
+    assert task.drafts and task.compared_rounds_at(0) == COMPARED_ROUNDS["unmeasured"]
     for _ in range(MIN_PAIRS):
         assert task.word == "unmeasured"
         learnt(task, 1.0, 0.4)  # plain: a second per token
-    assert task.word == "use" and task.n_compared_rounds == COMPARED_ROUNDS["use"]
+    assert task.word == "use" and task.compared_rounds_at(0) == COMPARED_ROUNDS["use"]
     for _ in range(MAX_PAIRS):
         learnt(task, 1.0, 1.6)
     assert task.word == "plain" and not task.drafts
     for _ in range(MAX_PAIRS):
         learnt(task, 0.4, 1.0)  # drafts: less than half of one
     assert task.drafts
+
+
+def test_verdict_follows_the_context_where_enough_of_one_was_timed(model: swiftopt.Model) -> None:
+    """Drafts halve the time of short contexts and double that of long ones; others go by all requests."""
+    task, short, long, other = task_of(model), 512, 16384, 2048
+    for _ in range(12):
+        for bucket, drafted_s in ((short, 0.5), (long, 2.0)):
+            pair = timings(task, Timed(8, 8.0), Timed(10, 10 * drafted_s))
+            task.add(replace(pair, context_bucket=bucket))
+    assert task.drafts_at(short) and not task.drafts_at(long)
+    assert task.compared_rounds_at(long) == COMPARED_ROUNDS["plain"]
+    assert task.drafts_at(other) == task.drafts
+    why = task.why_plain_at(long)
+    assert task.why_plain_at(short) is None and why is not None and why.reason == "verdict"
+    assert task.word == "plain" or "in contexts of up to 16,384 tokens" in why.message
+    task.drop_pairs()
+    assert task.drafts_at(long) == task.drafts, "the text has changed"
 
 
 def test_drafts_without_a_gain_are_seldom_said_to_pay_however_often_they_are_judged(model: swiftopt.Model) -> None:
@@ -374,7 +392,7 @@ def test_request_of_a_stored_plan_saves_by_the_plans_ratio(model: swiftopt.Model
 def test_pinned_task_has_no_other_rounds(model: swiftopt.Model) -> None:
     task = task_of(model)
     task.pinned = "plain"
-    assert not task.drafts and task.n_compared_rounds == 0 and not task.may_search(0.0)
+    assert not task.drafts and task.compared_rounds_at(0) == 0 and not task.may_search(0.0)
     assert not learnt(task, 1.0, 1.0) and not task.pairs
 
 
@@ -491,7 +509,7 @@ def test_names_of_tasks_fill_neither_the_memory_nor_all_places(
     assert [traffic.task(name).name for name in ("a", "b", "c", "a", "d", "a")] == ["a", "b", "c", "a", "d", "a"]
     assert {task.task for task in traffic.status().tasks} == {"a", "c", "d"}, "b was used least recently"
     await_answers(traffic)
-    assert {task for _, task in traffic._queries._asked_at_s} == {"a", "c", "d"}
+    assert {task for _, task in traffic._queries._asked_at_s if task} == {"a", "c", "d"}
     traffic.steer("pin", "c", "plain")
     traffic.task("a").word, traffic.task("d").version = "use", 3
     assert traffic.task("e").name == "default" and len(traffic.status().tasks) == 4, "all others are tuned"
@@ -620,7 +638,7 @@ def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     dear = {1: real.pass_s[1], 8: 4 * real.pass_s[1]}
     wrong = replace(real, formats=free, pass_s=dear, quality="disturbed", remark="others had 40 %")
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: wrong)
-    traffic = Traffic("tiny", model.runtime, store, SETTINGS)
+    traffic = Traffic("tiny", model.runtime, store, SETTINGS, corpora=Corpora(0))  # or all checks would be wide
     draft = LayerSet(model.runtime.n_layers).filled(SETTINGS.draft_format)
     before = traffic.costs.at()
     for _ in range(6):
