@@ -140,7 +140,7 @@ class KVBuffer:
         """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
         if self.states is not None and other.states is not None:
             self.states.make_room(other.states)
-            self.states.copy_from(other.states, n)
+            self.states.copy_from(other.states, other.states.reachable(n))
             for layer, inputs in self.states.inputs.items():
                 self.keys[layer] = inputs
         for device, block in self._blocks.items():

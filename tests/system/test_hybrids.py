@@ -34,8 +34,8 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def methods(variant: str) -> list[Method]:
-    resources = Resources(native(variant), SKIPPING)
-    return [PLAIN, swift(SKIPPING, TREES), build("prompt-lookup", resources)]
+    resources = Resources(native(variant), SKIPPING, {}, native(variant, seed=1))
+    return [PLAIN, swift(SKIPPING, TREES), build("prompt-lookup", resources), build("spd", resources)]
 
 
 def request(variant: str, ids: Sequence[int], method: Method, n_new: int = N_NEW, **options: Any) -> Work[Completion]:
@@ -74,7 +74,7 @@ def test_request_whose_memory_is_taken_or_that_is_resumed_elsewhere_goes_on(
     monkeypatch.setattr("swiftopt.decoding.loop.FIRST_NEW_SLOTS", 4)
     for number, method in enumerate(methods(variant)):
         ids, points = repeating(number), list[ResumePoint]()
-        slot_bytes = native(variant).slot_bytes
+        slot_bytes = native(variant).slot_bytes + method.drafter.slot_bytes
         # Room for one at its end, so that others are evicted.
         engine = Engine(slot_bytes * (len(ids) + N_NEW + 40) + native(variant).state_bytes(22))
         asked = [ids, words(number, 20), ids[:9]]
@@ -142,7 +142,7 @@ def chat(served: Served, **way: Any) -> list[str]:
     return [message["content"] for message in messages[1::2]]
 
 
-@pytest.mark.parametrize("variant", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("variant", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.families)])
 def test_chat_of_three_turns_has_the_same_bytes_with_drafts_and_without(variant: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", variant, chat_template=CHAT_TEMPLATE)
     options = ["--model", f"tiny={folder}", "--rate", "0", "--threads", "1", "--no-tune", "--dtype", "bfloat16"]
