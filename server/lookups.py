@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, cast
 
 from anyio import CapacityLimiter, to_thread
@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from ..core.errors import NotFound, StoreUnavailable, SwiftoptError
 from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
+from ..core.types import DEFAULT_TASK
 from ..store import Store
 from .bodies import Strict
 from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
@@ -143,7 +144,7 @@ Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has fou
 class LookupCache:
     """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
-    An answer is found again only once `state_of` its model has changed.
+    An answer is found again only once `state_of` its model has changed, and its task is among `tasks_moved` since.
 
     Raises: SwiftoptError: any other error of a query; it is not cached.
     """
@@ -152,8 +153,9 @@ class LookupCache:
         self,
         find_answers: Callable[[Sequence[LookupQuery]], Sequence[Answer]],
         state_of: Callable[[str], LookupState],
+        tasks_moved: Callable[[int, int | None], Collection[str]],
     ) -> None:
-        self._find_answers, self._state_of = find_answers, state_of
+        self._find_answers, self._state_of, self._tasks_moved = find_answers, state_of, tasks_moved
         self._cached: dict[LookupQuery, CachedAnswer] = {}
         self._loading: dict[LookupQuery, asyncio.Task[Loaded]] = {}
         self._threads: CapacityLimiter | None = None
@@ -193,11 +195,13 @@ class LookupCache:
         now_s = time.monotonic()  # Count the answers' age from before the query.
         # Read before the answers: one that is newer than its state is only read once more.
         states = {model: self._state_of(model) for model in {query.model for query in queries}}
-        kept: Loaded = {}
-        for query in queries:
-            cached = self._cached.get(query)
-            if cached is not None and cached.state == states[query.model] and now_s < cached.read_at_s + REREAD_S:
-                kept[query] = replace(cached, until=now_s + LONGEST_S)
+        moved = cache(self._tasks_moved)
+        kept: Loaded = {
+            query: replace(cached, until=now_s + LONGEST_S, state=states[query.model])
+            for query in queries
+            if (cached := self._cached.get(query)) is not None
+            and _holds(query, cached, states[query.model], now_s, moved)
+        }
         changed = [query for query in queries if query not in kept]
         found = self._find_answers(changed) if changed else ()
         encoded = {
@@ -210,6 +214,25 @@ class LookupCache:
             self._loading.pop(query, None)
         if not task.cancelled():
             task.exception()  # Retrieve the exception, so that asyncio does not warn if every caller has disconnected.
+
+
+def _holds(
+    query: LookupQuery,
+    cached: CachedAnswer,
+    state: LookupState,
+    now_s: float,
+    tasks_moved: Callable[[int, int | None], Collection[str]],
+) -> bool:
+    """Return whether an answer is the one that would be found now."""
+    # A version that is not there may be stored without any move.
+    if now_s >= cached.read_at_s + REREAD_S or (query.version is not None and cached.status != 200):
+        return False
+    if cached.state == state:
+        return True
+    if cached.state is None or state is None or cached.state[0] != state[0]:
+        return False
+    moved = tasks_moved(*cached.state)
+    return query.task not in moved and DEFAULT_TASK not in moved
 
 
 def _encoded(answer: Answer, now_s: float, state: LookupState) -> CachedAnswer | SwiftoptError:

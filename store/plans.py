@@ -274,6 +274,15 @@ def lookup_state(session: Session, model: str) -> tuple[int, int | None] | None:
     return None if row is None else (row[0], row[1])
 
 
+def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:
+    """Return the tasks of a model that have had a move of an alias since the move `since` of its `lookup_state`.
+
+    If "default" is among them, look-ups that fall back to it may find something else for any task.
+    """
+    moved = select(MoveRow.task).where(MoveRow.model_id == model_id, MoveRow.id > (since or 0))
+    return set(session.scalars(moved.distinct()))
+
+
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:
     """Let the alias mean that version, for the device and dtype that it was tuned or compared on.
 

@@ -36,12 +36,18 @@ class StoredPlans:
         return {name: plan for name, plan in plans.items() if self._is_ours(plan)}
 
     def look_again(self, names: Sequence[str]) -> dict[str, FoundPlan]:
-        """Return what `look_up` does; nothing if no alias of the model was moved since the last time."""
+        """Return what `look_up` does, of those tasks that had an alias moved since the last time."""
         state, now_s = self._store.lookup_state(self._runtime.info.fingerprint), time.monotonic()
-        if state == self._state and now_s < self._read_at_s + REREAD_S:
+        is_old = now_s >= self._read_at_s + REREAD_S
+        if not is_old and state == self._state:
             return {}
-        plans = self.look_up(names)
-        self._state, self._read_at_s = state, now_s
+        if not is_old and state is not None and self._state is not None and state[0] == self._state[0]:
+            moved = self._store.tasks_moved(*self._state)
+            # Plans of the task "default" are not used for others.
+            names = [name for name in names if name in moved]
+        plans = self.look_up(names) if names else {}
+        self._state = state
+        self._read_at_s = now_s if is_old else self._read_at_s
         return plans
 
     def _is_ours(self, plan: FoundPlan) -> bool:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from swiftopt.store import Store
 from swiftopt.store.served_trials import ServedSearch
 
 CHROMIUM = shutil.which("chromium")
-WIDTHS = (360, 1280, 1920)
+WIDTHS, SCHEMES = (360, 1280, 1920), ("light", "dark")
 START_S = 60
 OF_PLANS = "/plans/task?model=m&task=code"  # what `fill` stores
 COMPARED = "/plans/compare?model=m&task=code&left=1&right=2"
@@ -94,6 +94,23 @@ class Tab:
             assert not self.wrong, self.wrong
 
 
+def sound(page: Page, schemes: Sequence[str] = ("light",)) -> None:
+    """Check that the page fits every width, and that axe finds nothing, in each scheme."""
+    for scheme in schemes:
+        page.emulate_media(color_scheme=scheme)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (page.url, width)
+        violations = axe(page)
+        assert not violations, (page.url, scheme, violations)
+
+
+def axe(page: Page) -> list[tuple[str, str]]:
+    """The rules that a page breaks, of any impact, and where it breaks each first."""
+    found = Axe().run(page).response["violations"]
+    return [(rule["id"], rule["nodes"][0]["html"]) for rule in found]
+
+
 ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new", "/terms", OF_PLANS, COMPARED]
 
 
@@ -107,15 +124,43 @@ def test_page_is_small_at_first_and_sound_at_every_width_in_both_themes(
         tab.page.goto(address)
         sizes = {made.url: made.sizes()["responseBodySize"] for made in loaded[:]}
         assert len(sizes) > 3 and sum(sizes.values()) <= 150_000, sizes
-        for theme in ("light", "dark"):
-            tab.page.emulate_media(color_scheme=theme)
-            for width in WIDTHS:
-                tab.page.set_viewport_size({"width": width, "height": 900})
-                tab.page.goto(address)
-                assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-            found = Axe().run(tab.page).response["violations"]
-            serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
-            assert not serious, [(rule["id"], rule["nodes"][0]["html"]) for rule in serious]
+        sound(tab.page, SCHEMES)
+
+
+def every_address(server: Served) -> list[str]:
+    """Those that name something stored, and pages of errors, besides."""
+    with Store.open(str(server.log.parent / "a.db")) as store:
+        store.add_served_trials(ServedSearch("kept", MODEL.fingerprint, "tiny", "code", "2026"), trials(30))
+        searched = store.searches()[0]
+        jobs = store.jobs.latest()
+    request = re.search(r'href="(/requests/[^"]+)"', server.client.get("/requests").text)
+    assert request is not None
+    both = f"left={searched.job}/{searched.task}&right=kept/code"
+    named = [
+        request[1],
+        *(f"/jobs/{job.id}" for job in jobs[:1]),
+        f"/searches/{searched.job}",
+        "/searches/kept?trial=7",
+    ]
+    return [*ADDRESSES, *named, f"/searches/compare?{both}", "/requests?way=failed", "/jobs?page=99", "/no-such-page"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_breaks_a_rule_overflows_or_reports_an_error(
+    browser: Browser, server: Served, width: int, scheme: str
+) -> None:
+    broken: list[object] = []
+    for address in every_address(server):
+        with Tab(browser, server, color_scheme=scheme, viewport={"width": width, "height": 900}) as tab:
+            found = tab.page.goto(address)
+            assert found is not None
+            if found.status >= 400:
+                tab.wrong.clear()  # the browser notes the status
+            overflow = tab.page.evaluate("document.documentElement.scrollWidth") > width
+            broken += [(address, *each) for each in axe(tab.page)] + ([(address, "overflow")] if overflow else [])
+    assert not broken, broken
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -164,16 +209,6 @@ def test_traffic_is_drawn_from_its_tables(browser: Browser, server: Served) -> N
         ask(server, "code")
         tab.page.wait_for_function("before => document.querySelector('.facts').innerText !== before", arg=before)
         expect(tab.page.locator("figure.chart canvas")).to_have_count(6)
-
-
-def sound(page: Page) -> None:
-    """Check that the page fits every width, and that axe finds nothing serious."""
-    for width in WIDTHS:
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-    found = Axe().run(page).response["violations"]
-    serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
-    assert not serious, [(rule["id"], rule["nodes"][0]["html"]) for rule in serious]
 
 
 def test_request_is_found_with_its_rounds_and_why_it_was_plain(browser: Browser, server: Served) -> None:
@@ -238,8 +273,7 @@ def test_job_is_submitted_and_followed_with_the_keyboard_alone(browser: Browser,
         page.set_viewport_size({"width": 400, "height": 900})
         boxes = "[...document.querySelectorAll('.figures > div')]"
         assert page.evaluate(f"{boxes}.every(each => each.scrollWidth <= each.clientWidth)")
-        found = Axe().run(page).response["violations"]
-        assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+        assert not axe(page)
 
 
 def test_running_job_pauses_and_goes_on_by_its_buttons(browser: Browser, server: Served) -> None:
@@ -334,8 +368,7 @@ def test_search_follows_its_job(browser: Browser, server: Served) -> None:
             for width in WIDTHS:
                 tab.page.set_viewport_size({"width": width, "height": 900})
                 assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-            found = Axe().run(tab.page).response["violations"]
-            assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+            assert not axe(tab.page)
             store.jobs.checkpoint(lease, 2, [TrialsDone("code", tuple(trials(5, start=20)))], {})
             tab.page.wait_for_selector(".figures dd:text-is('25')")
             store.jobs.end(lease, "succeeded")
@@ -379,11 +412,7 @@ def test_playground_decodes_both_ways_and_goes_on(browser: Browser, server: Serv
         assert page.locator("del:visible").count() == 1  # the one that says what they look like
         page.check("#show-rejected")
         assert page.locator(".decoded del:visible").count() == plan.locator("del").count() > 0
-        found = Axe().run(page).response["violations"]
-        assert not [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        sound(page)
         first = page.url
         page.click("button:has-text('Decode both ways')")  # the form still has what was typed
         page.wait_for_url(lambda url: url != first)

@@ -93,13 +93,17 @@ def together(url: str, size: Size) -> Callable[[int, Sequence[str]], int]:
 
 
 def as_replicas(url: str, size: Size) -> Callable[[int, Sequence[str]], int]:
-    """As replicas ask: all tasks together, if an alias of their model was moved since the last time."""
-    store, look_up, seen = Store.open(url), together(url, size), dict[int, object]()
+    """As replicas ask (`StoredPlans`): the tasks together that had an alias moved since the last time."""
+    store, seen = Store.open(url), dict[int, tuple[int, int | None]]()
 
     def ask(replica: int, tasks: Sequence[str]) -> int:
-        state = store.lookup_state(fingerprint(replica % size.models))
-        if seen.get(replica) != state:
-            look_up(replica, tasks)
+        model, before = fingerprint(replica % size.models), seen.get(replica)
+        state = store.lookup_state(model)
+        assert state is not None
+        if before != state:
+            moved = tasks if before is None else set(tasks) & store.tasks_moved(*before)
+            if moved:
+                store.lookup_many(model, list(moved), DEVICE, DTYPE)
             seen[replica] = state
         return len(tasks)
 
@@ -145,10 +149,14 @@ class Plan:
     replicas: int = REPLICAS
     clients: int = N_CLIENTS
 
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks of each replica."""
+        return [task_name(n) for n in range(min(TASKS, self.size.tasks_of_model))]
+
     def queries(self, process: int) -> Iterator[tuple[float, int, list[str]]]:
         """A process's share: when each query is due, of which replica it is, and its tasks; it has no end."""
-        rng = random.Random(process)
-        names = [task_name(n) for n in range(min(TASKS, self.size.tasks_of_model))]
+        rng, names = random.Random(process), self.tasks
         pieces = [names[at : at + self.per_query] for at in range(0, len(names), self.per_query)]
         asked = [
             (rng.random() * PERIOD_S, replica, piece)
@@ -164,8 +172,8 @@ class Plan:
 def ask_in_process(plan: Plan, process: int, begin: Barrier, measured: Queue[Load]) -> None:
     """Ask with a process's share of the clients, from when all processes are ready; put what it measures."""
     ask, queries, lock, load = WAYS[plan.way](plan.at, plan.size), plan.queries(process), threading.Lock(), Load()
-    for replica in range(process, plan.replicas, N_PROCESSES):  # What a replica asks for when it starts.
-        ask(replica, [task_name(0)])
+    for replica in range(process, plan.replicas, N_PROCESSES):  # As a replica does when it starts.
+        ask(replica, plan.tasks[: plan.per_query])
     begin.wait()
     began_s = time.monotonic()
 

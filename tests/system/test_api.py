@@ -304,7 +304,7 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
 
     async def many() -> None:
         answers, one, bad = (
-            LookupCache(find, lambda _: None),
+            LookupCache(find, lambda _: None, lambda *_: ()),
             LookupQuery(model="m", task="t"),
             LookupQuery(model="m", task="bad"),
         )
@@ -344,10 +344,20 @@ def test_answer_is_found_again_only_once_its_model_has_changed(store: Store, mon
         first = client.get(LOOKUP)
         statements.clear()
         assert client.get(LOOKUP).content == first.content and len(statements) == 1, statements
-        store.add_layer_set(RECORD)
+        store.add_layer_set(replace(RECORD, task="other"))
+        statements.clear()
+        assert client.get(LOOKUP).content == first.content and len(statements) == 2, statements
+        assert client.get(f"{LOOKUP}?version=2").status_code == 404
+        store.add_layer_set(RECORD, promote=False)
+        assert client.get(f"{LOOKUP}?version=2").json()["version"] == 2
+        store.promote(MODEL, TASK, 2)
         assert client.get(LOOKUP).json()["version"] == 2
         store.rollback(MODEL, TASK)
         assert client.get(LOOKUP).content == first.content
+        absent = LOOKUP.replace(TASK, "absent")
+        assert client.get(absent).status_code == 404
+        store.add_layer_set(replace(RECORD, task="default"))
+        assert client.get(absent).json()["fallback"] == "model default"
 
 
 def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(store: Store) -> None:

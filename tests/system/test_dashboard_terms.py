@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import click
+import httpx2
 import pytest
 from api import client_of
 from fakes import READY
 from searched import MODEL, fill
 from starlette.testclient import TestClient
+from tiny_files import save
 
 import swiftopt
 from swiftopt.cli.main import swiftopt as program
@@ -93,6 +101,33 @@ def test_command_that_a_page_names_parses(
         command, words = found, words[1:]
         context = click.Context(command, parent=context)
     command.parse_args(context, words)
+
+
+# What a command gets besides, so that it ends, or takes a port of its own.
+ENDING = {"swiftopt worker": "--burst", "swiftopt serve --model MODEL": "--port 0 --json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({line for _, line in commands()}))
+def test_command_that_a_page_names_runs(line: str, tmp_path: Path, redis_url: str) -> None:
+    """With a tiny model as MODEL and a few prompts as FILE; what serves is ended once it answers."""
+    prompts = [json.dumps({"prompt": f"w{n} w3 w5", "max_new_tokens": 40}) for n in range(6)]
+    (tmp_path / "FILE").write_text("\n".join(prompts))
+    words = f"{line} {ENDING.get(line, '')}".replace("MODEL", str(save(tmp_path / "tiny"))).split()
+    services = {"SWIFTOPT_DATABASE_URL": str(tmp_path / "a.db"), "SWIFTOPT_REDIS_URL": redis_url}
+    command = [sys.executable, "-m", *words]
+    environment = {**os.environ, **services}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if "--json" in words:
+                assert process.stdout is not None
+                url = json.loads(process.stdout.readline())["url"]
+                while httpx2.get(f"{url}/health").status_code != 200:
+                    time.sleep(0.2)
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(300) == 0, line
+        finally:
+            process.kill()
 
 
 def test_addresses_that_are_unknown_get_a_page(store: Store) -> None:
