@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -17,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import psutil
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from ..core import logs
 from ..core.errors import SettingsError, SwiftoptError
@@ -27,7 +23,8 @@ from ..core.requests import ServedModel, worker_command
 from ..terminal import commands, inputs, options, value_types
 from ..terminal.commands import ConfiguredGroup, option
 from ..terminal.inputs import database_url, open_store, pick
-from ..terminal.output import Result, console, emit_json, note
+from ..terminal.output import Result, emit_json, note
+from ..terminal.start_report import StartReport
 from ..terminal.value_types import FloatRange, IntRange, natural, positive
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from ..worker.queue import RedisQueue
 
 FRESH_S = 60.0  # Seconds since the last heartbeat after which a worker counts as gone.
-LOADING = re.compile("engine=(loading|ready)")  # Log records hidden while the live line shows the same.
 BEATS_S = 20.0  # Seconds within which a live worker has sent a heartbeat.
 # Run in a separate process, because CUDA initialised here would not work in the worker's forked children.
 DEVICE_PROBE = """
@@ -197,69 +193,6 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
                 emit_json({"schema": "swiftopt.serve/1", "url": url})
             run(listener, store, values["redis"], settings, report, served_models)
     return 0
-
-
-class StartReport:
-    """Reports on stderr which models are loading, and the URL of each one once it answers.
-
-    At a terminal, a live line shows each model's loading step; `handler` prints log records above that line.
-    """
-
-    def __init__(self, url: str, models: Sequence[str], quiet: bool) -> None:
-        self._url, self._steps, self._quiet = url, dict.fromkeys(models, "starting its process"), quiet
-        self._line: Status | None = None
-        self.handler: logging.Handler = logging.StreamHandler(sys.stderr)
-        terminal = console(stderr=True)
-        if terminal.is_terminal and models and not quiet:
-            self._line, self.handler = terminal.status(self._words()), ConsoleHandler(terminal)
-            self.handler.addFilter(lambda record: not (self._steps and LOADING.match(record.getMessage())))
-
-    def __enter__(self) -> StartReport:
-        if self._line is not None:
-            self._line.start()
-        elif self._steps:
-            self._say(f"loading {', '.join(self._steps)}; requests wait until that is done")
-        else:
-            self._say(f"swiftopt serves layer sets and takes jobs at {self._url}; Ctrl-C ends it")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._line is not None:
-            self._line.stop()
-
-    def __call__(self, model: str, state: str) -> None:
-        """Update a model's state; after its first "ok", changes are reported only in the log."""
-        if model not in self._steps:
-            return
-        self._steps[model] = state.removeprefix("it is loading the model").removeprefix(": ") or "starting its process"
-        if state == "ok":
-            del self._steps[model]
-            if self._line is not None and not self._steps:
-                self._line.stop()
-            self._say(f"swiftopt serves {model} at {self._url}; Ctrl-C ends it")
-        if self._line is not None:
-            self._line.update(self._words())
-
-    def _words(self) -> Text:
-        steps = "; ".join(f"{name}: {step}" for name, step in self._steps.items())
-        return Text(f"loading {steps}", no_wrap=True, overflow="ellipsis")
-
-    def _say(self, text: str) -> None:
-        if self._line is not None:
-            self._line.console.print(text, soft_wrap=True)
-        elif not self._quiet:
-            note(text)
-
-
-class ConsoleHandler(logging.Handler):
-    """Prints log records through the console, above its live display."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), soft_wrap=True)
 
 
 def _parse_models(models: tuple[str, ...], values: dict[str, Any]) -> list[ServedModel]:
