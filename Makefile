@@ -136,11 +136,14 @@ clients: setup
 
 # A server that learns from the requests it serves: its speed by request, plain decoding beside it.
 # At a terminal it goes on serving, for the dashboard; the last line is for where nobody can end it.
+# MODEL takes another model; MODEL=small-mixture is the one of bench/small_mixture.py, which is trained at first (minutes).
 demo: setup
 	mkdir -p $(DEMO) && rm -f $(DEMO)/served.db
-	$(BIN)/swiftopt bench serve --model smollm2-135m --stream examples/stream.jsonl --max-new-tokens 64 \
-	    --db $(DEMO)/served.db --png $(DEMO)/served.png $$(test -t 2 && echo --stay)
-	@echo "Its dashboard again: $(BIN)/swiftopt serve --model smollm2-135m --db $(DEMO)/served.db, then http://127.0.0.1:8000/"
+	model=$(or $(MODEL),smollm2-135m); \
+	if [ $$model = small-mixture ]; then model=$$($(BIN)/python -m swiftopt.bench.small_mixture) || exit 1; fi; \
+	$(BIN)/swiftopt bench serve --model $$model --stream examples/stream.jsonl --max-new-tokens 64 \
+	    --db $(DEMO)/served.db --png $(DEMO)/served.png $$(test -t 2 && echo --stay) && \
+	echo "Its dashboard again: $(BIN)/swiftopt serve --model $$model --db $(DEMO)/served.db, then http://127.0.0.1:8000/"
 
 demo-tune: setup
 	mkdir -p $(DEMO)

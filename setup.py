@@ -60,6 +60,7 @@ SCRIPTS = {
             "parity",
             "repeats",
             "search",
+            "small_mixture",
             "stream_shift",
         ),
         *("tables", "train_mtp", "verdicts"),

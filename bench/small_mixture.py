@@ -1,0 +1,201 @@
+"""Trains a small mixture of experts, so that its routing and the acceptance of its drafts are not random.
+
+python -m swiftopt.bench.small_mixture
+
+The model is of type qwen3_moe with 20 million parameters: 6 layers of 32 experts, of which a token takes 4. It learns
+the sources of Python's standard library and the prompts of `examples/`, in some minutes on two cores. It is kept in the
+cache and made only once. The last line of output is its folder, which every command takes as a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ..models.saved import cache_root, made_once
+
+# Typed so because transformers gives these no types.
+AUTO_MODEL: Any = AutoModelForCausalLM
+TOKENIZER: Any = PreTrainedTokenizerFast
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PACKAGES = ("json", "email", "http", "logging", "collections", "concurrent", "unittest", "xml", "urllib", "asyncio")
+WARMUP = 0.05  # Share of the steps in which the rate rises to its full value.
+CLIP = 1.0  # Largest norm of a step's gradient.
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the model and its training are made of; the folder's name is a digest of it.
+
+    A step learns `batch` windows of `window` tokens. `balance` weighs the loss that spreads tokens over experts.
+    """
+
+    vocab_size: int = 2048
+    n_hidden: int = 256
+    n_layers: int = 6
+    n_experts: int = 32
+    n_chosen: int = 4
+    n_inner: int = 128
+    window: int = 256
+    batch: int = 8
+    steps: int = 300
+    rate: float = 2e-3
+    balance: float = 0.01
+    seed: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the trained model is kept; the text that it learns depends on Python's version."""
+        values = json.dumps([asdict(self), platform.python_version_tuple()[:2]])
+        return cache_root() / "trained" / f"small-mixture-{hashlib.sha256(values.encode()).hexdigest()[:12]}"
+
+
+def trained(training: Training | None = None, on_step: Callable[[int, float], None] = lambda step, loss: None) -> Path:
+    """Return the folder of the trained model, and train it first where it is not in the cache.
+
+    Args:   on_step: gets each step's number and loss.
+    Raises: OutputError: the cache cannot be written.
+    """
+    training = training or Training()
+    folder = training.folder
+    is_whole = (folder / "tokenizer.json").exists
+    return made_once(folder, is_whole, partial(_write, training=training, on_step=on_step))
+
+
+def texts() -> list[str]:
+    """Return what the model learns: each source of the standard library, and each prompt of `examples/`."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [*library.glob("*.py"), *(path for name in PACKAGES for path in library.glob(f"{name}/**/*.py"))]
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(paths)]
+    lines = (EXAMPLES / "stream.jsonl").read_text(encoding="utf-8").splitlines()
+    return sources + [_text_of(json.loads(line)) for line in lines]
+
+
+def _text_of(prompt: dict[str, Any]) -> str:
+    messages = prompt.get("messages", ())
+    return str(prompt.get("prompt", "")) + "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+
+
+def _write(folder: Path, training: Training, on_step: Callable[[int, float], None]) -> None:
+    learnt = texts()
+    tokenizer = _trained_tokenizer(learnt, training.vocab_size)
+    rng = random.Random(training.seed)
+    rng.shuffle(learnt)
+    ids = [token_id for text in learnt for token_id in (*tokenizer.encode(text).ids, 0)]
+    model = _trained_model(torch.tensor(ids), training, on_step)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # Saved last: its file tells that the folder is whole.
+    wrapped: Any = TOKENIZER(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+
+
+def _trained_tokenizer(learnt: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(learnt, trainer)
+    return tokenizer
+
+
+def _config(training: Training) -> Any:
+    return AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=training.vocab_size,
+        hidden_size=training.n_hidden,
+        num_hidden_layers=training.n_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=training.n_experts,
+        num_experts_per_tok=training.n_chosen,
+        moe_intermediate_size=training.n_inner,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        router_aux_loss_coef=training.balance,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        mlp_only_layers=[],
+    )
+
+
+def _trained_model(ids: Tensor, training: Training, on_step: Callable[[int, float], None]) -> Any:
+    torch.manual_seed(training.seed)
+    model = AUTO_MODEL.from_config(_config(training), dtype=torch.float32)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=training.rate, betas=(0.9, 0.95), weight_decay=0.05)
+    model.train()
+    for step, windows in enumerate(_windows(ids, training)):
+        for group in optimiser.param_groups:
+            group["lr"] = training.rate * _rate_share((step + 1) / training.steps)
+        loss = model(windows, labels=windows, output_router_logits=True).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimiser.step()
+        optimiser.zero_grad()
+        on_step(step + 1, loss.item())
+    return model.eval()
+
+
+def _windows(ids: Tensor, training: Training) -> Iterator[Tensor]:
+    """Yield the windows (batch, window) of each step, at random places of the text."""
+    generator = torch.Generator().manual_seed(training.seed)
+    offsets = torch.arange(training.window)
+    for _ in range(training.steps):
+        starts = torch.randint(len(ids) - training.window, (training.batch, 1), generator=generator)
+        yield ids[starts + offsets]
+
+
+def _rate_share(progress: float) -> float:
+    """Return the share of the full rate: it rises to 1 and falls by a half cosine to a tenth."""
+    if progress < WARMUP:
+        return progress / WARMUP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
+
+
+@click.command()
+@click.option("--steps", default=Training().steps, show_default=True, type=click.IntRange(min=1))
+def main(steps: int) -> None:
+    """Train the small mixture where it is not in the cache, and print its folder."""
+    started = perf_counter()
+
+    def report(step: int, loss: float) -> None:
+        if step % 10 == 0 or step == steps:
+            click.echo(f"step {step} of {steps}, loss {loss:.2f}, {perf_counter() - started:.0f} s", err=True)
+
+    click.echo(trained(Training(steps=steps), report))
+
+
+if __name__ == "__main__":
+    main()
