@@ -56,6 +56,7 @@ SCRIPTS = {
             "gpu_peers",
             "micro",
             "hybrids",
+            "mixture_drafts",
             "mixtures",
             "parity",
             "repeats",

@@ -64,7 +64,7 @@ class Training:
     window: int = 256
     batch: int = 8
     steps: int = 300
-    rate: float = 2e-3
+    rate: float = 4e-3
     balance: float = 0.01
     seed: int = 0
 

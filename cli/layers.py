@@ -94,7 +94,8 @@ def show_(name: ModelTask, version: int | None, pictures: Pictures, store: Store
     trial_rows = []
     for trial in trials:
         skipped = {"skip_attn": sorted(trial.layer_set.skip_attn), "skip_mlp": sorted(trial.layer_set.skip_mlp)}
-        trial_rows.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **skipped})
+        experts = {"experts": dict(trial.layer_set.experts)} if trial.layer_set.experts else {}
+        trial_rows.append({**{name: getattr(trial, name) for name in TRIAL_FIGURES}, **skipped, **experts})
     report = {"schema": "swiftopt.layers-show/1", "layer_set": record.to_json(), "trials": trial_rows}
     return Result({**report, **pictures.to_json()}, [record_view(record, trials, console().width)])
 

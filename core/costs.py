@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, Self, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, NamedTuple, Protocol, Self, get_args
 
 from .serialization import BY_NUMBER, Record
 from .settings import STORED
-from .types import Completion, LayerSet
+from .types import WHERE_ANY, Completion, LayerSet
 
 SMALLEST_BUCKET = 256  # Smallest context length, in tokens, for which costs are measured.
 
@@ -33,11 +33,56 @@ class CostSource(Protocol):
         """Return the formats of a draft whose costs were not measured."""
 
 
+class ExpertCounts(NamedTuple):
+    """What the rows of passes took of a model's mixtures, shared experts not counted.
+
+    `distinct`: experts that some row took, the mean over the mixtures. Of rows behind another row of their text
+    `taken` are the experts that they took, and `repeated` those that the row before took, too.
+    """
+
+    distinct: float
+    taken: int = 0
+    repeated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCosts(Record):
+    """What the experts of a model's mixtures cost; shared ones count as part of the MLP.
+
+    A row takes `n_chosen` of `n_experts` in each of `layers`, and a draft's row at least `least`. `distinct[n]`: how
+    many different experts of a layer the n rows take whose pass takes `pass_s[n]`; empty where nothing counts them.
+    `overlap`: share of a token's experts that the token before took, too; None: not seen yet.
+    """
+
+    n_experts: int
+    n_chosen: int
+    layers: tuple[int, ...]
+    expert_s: float
+    least: int = 1
+    distinct: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
+    overlap: float | None = None
+
+    def saved_s(self, layer_set: LayerSet, layer: int, expert_s: float) -> float:
+        """Seconds of `expert_s` each that the draft's MLP of a layer saves by taking fewer experts."""
+        number = layer_set.experts_of(layer) if layer in self.layers else None
+        return 0.0 if number is None else (self.n_chosen - number) * expert_s
+
+
+def distinct_experts(n_rows: int, n_chosen: int, overlap: float) -> float:
+    """How many different experts `n_rows` rows of a text take of a layer, if each takes `n_chosen`.
+
+    Args: overlap: share of a row's experts that another one takes, too; n_chosen / n_experts where each row takes any
+          experts with equal chances, of which this is then the expected number.
+    """
+    return n_rows * n_chosen if overlap <= 0 else n_chosen * (1 - (1 - overlap) ** n_rows) / overlap
+
+
 @dataclass(frozen=True, slots=True)
 class FormatCosts(Record):
     """Seconds of one attention, one MLP, the head and the rest of a one-row pass, in one weight format.
 
-    `wider[n]`: cost of a draft pass over n rows / cost of one over a single row.
+    `wider[n]`: cost of a draft pass over n rows / cost of one over a single row. `expert_s`: seconds of one expert of
+    one MLP; 0 for a model without mixtures.
     """
 
     attn_s: float
@@ -45,11 +90,11 @@ class FormatCosts(Record):
     head_s: float
     fixed_s: float = 0.0
     wider: Annotated[Mapping[int, float], BY_NUMBER] = field(default_factory=dict)
+    expert_s: float = field(default=0.0, metadata=WHERE_ANY)
 
     def scaled(self, factor: float) -> FormatCosts:
-        return FormatCosts(
-            self.attn_s * factor, self.mlp_s * factor, self.head_s * factor, self.fixed_s * factor, self.wider
-        )
+        seconds = {name: factor * getattr(self, name) for name in ("attn_s", "mlp_s", "head_s", "fixed_s", "expert_s")}
+        return replace(self, **seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +105,7 @@ class CostProfile(Record):
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
     draft in that format, or of another draft model by the name of its costs; `software`: what computed them, empty
     where it is not known. `quality`: how far the figures can be trusted, with the reason in `remark`, empty for
-    "quiet".
+    "quiet". `experts`: None for a model without mixtures.
     """
 
     fingerprint: str
@@ -77,6 +122,7 @@ class CostProfile(Record):
     software: str = ""
     quality: Quality = "quiet"
     remark: str = ""
+    experts: ExpertCosts | None = field(default=None, metadata={"exclude_if": lambda experts: experts is None})
 
     def at(self, n_positions: int | None = None) -> Self:
         """Return the profile itself, which holds for one context."""
@@ -98,11 +144,11 @@ class CostProfile(Record):
 
     def target_pass_s(self, n_rows: int) -> float:
         """Seconds of a target pass over `n_rows` rows, linear between the measured widths and beyond the last."""
-        return _interpolate(self.pass_s, n_rows)
+        return interpolate(self.pass_s, n_rows)
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
         """Seconds of a one-row draft pass; KeyError if the draft uses a format that is `missing`."""
-        if not layer_set.formats:
+        if not layer_set.formats and not layer_set.experts:
             kept_attn = self.n_layers - len(layer_set.skip_attn)
             kept_mlp = self.n_layers - len(layer_set.skip_mlp)
             return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
@@ -123,6 +169,9 @@ class CostProfile(Record):
         """Seconds of one part of a draft, in its format by the layer set; KeyError if that is `missing`."""
         format_name = layer_set.format_of(kind, layer)
         costs = self if format_name is None else self.formats[format_name]
+        if kind == "mlp" and layer_set.experts and self.experts is not None:
+            expert_s = self.experts.expert_s if format_name is None else self.formats[format_name].expert_s
+            return max(0.0, costs.mlp_s - self.experts.saved_s(layer_set, layer, expert_s))
         return {"attn": costs.attn_s, "mlp": costs.mlp_s, "head": costs.head_s}[kind]
 
     def draft_cost(self, layer_set: LayerSet, n_rows: int = 1) -> float:
@@ -134,14 +183,14 @@ class CostProfile(Record):
             self.formats[format_name].wider for _, format_name in layer_set.formats if format_name != STORED
         ]
         return cost * max(
-            (_interpolate(wider, n_rows) for wider in costs_by_rows if wider), default=self.verify_cost(n_rows)
+            (interpolate(wider, n_rows) for wider in costs_by_rows if wider), default=self.verify_cost(n_rows)
         )
 
     def format_cost(self, name: str, n_rows: int = 1) -> float:
         """Cost of a draft pass over `n_rows` rows of which `formats` has the parts / one-row target pass."""
         costs = self.formats[name]
         seconds = costs.attn_s + costs.mlp_s + costs.head_s + costs.fixed_s
-        return seconds / self.target_pass_s(1) * (_interpolate(costs.wider, n_rows) if costs.wider else n_rows)
+        return seconds / self.target_pass_s(1) * (interpolate(costs.wider, n_rows) if costs.wider else n_rows)
 
     def verify_cost(self, n_rows: int) -> float:
         """A target pass over `n_rows` rows / one over a single row."""
@@ -191,7 +240,7 @@ def expected_of(costs: CostProfile | None, completions: Iterable[Completion]) ->
     return n_tokens / total_cost if total_cost else None
 
 
-def _interpolate(known_values: Mapping[int, float], x: int) -> float:
+def interpolate(known_values: Mapping[int, float], x: int) -> float:
     """The value at `x`, by linear interpolation between known values and extrapolation beyond the last."""
     known_points = sorted(known_values)
     if x <= known_points[0] or len(known_points) == 1:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from .context_costs import RowShare, deepened
-from .costs import CostProfile, Quality, context_bucket
+from .costs import CostProfile, ExpertCosts, ExpertCounts, Quality, context_bucket, distinct_experts, interpolate
 from .settings import STORED
 from .types import LayerSet
 
@@ -35,6 +35,11 @@ MAX_CACHED_COSTS = 512  # Entries of a bucket's cache of profiled costs; a full 
 
 MANY_PASSES = 64  # Passes of a context that was not measured during which its costs are computed anew with each one.
 MIN_CHANGE = 0.02  # Least change of what a longer context adds, in plain passes, that is taken over.
+MAX_TAKEN = 1 << 18  # Experts taken by tokens, over all layers, that the overlap of neighbours is averaged over.
+OVERLAP_PRIOR = 64  # Weight of the profile's own overlap, in tokens of one layer.
+# Weight of the profile's own seconds of an expert: the squared error of a pass's log time by that of the log seconds.
+SLOPE_PRIOR = (0.05 / 0.2) ** 2
+MIN_COST_SHARE = 0.1  # Least share of a pass's usual cost that one with few experts is taken to have.
 
 K = TypeVar("K", int, str)
 # Number of rows of a pass, and the layer set of the draft; None: a pass of the target model.
@@ -43,11 +48,16 @@ Part = tuple[int, LayerSet | None]
 
 @dataclass(frozen=True, slots=True)
 class PassTiming:
-    """Seconds of one pass, or of several passes timed together, at a mean context length."""
+    """Seconds of one pass, or of several passes timed together, at a mean context length.
+
+    `experts`: what the rows of the target's own pass took of its mixtures; None: not counted, or there are none. A pass
+    that was not timed, such as one over a prompt, has no parts.
+    """
 
     parts: Sequence[Part]
     n_positions: float
     seconds: float
+    experts: ExpertCounts | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +73,42 @@ class _Quotient:
 
 
 @dataclass(slots=True)
+class _Slope:
+    """A factor on the seconds of an expert, by how passes with more distinct experts than usual differ in time.
+
+    A regression of the residuals of log seconds, towards a factor of 1 by the weight of the measured figure.
+    """
+
+    products: float = 0.0  # Sum of deviation · residual.
+    squares: float = SLOPE_PRIOR  # Sum of squared deviations.
+
+    @property
+    def log(self) -> float:
+        return max(-MAX_LOG_STEP, min(MAX_LOG_STEP, self.products / self.squares))
+
+    def add(self, deviation: float, residual: float) -> None:
+        """Learn from a pass that has a share `deviation` more of its cost in experts than usual.
+
+        Args: residual: log of the observed by the expected cost with this factor.
+        """
+        self.products += deviation * (residual + deviation * self.log)
+        self.squares += deviation * deviation
+
+
+@dataclass(slots=True)
+class _Overlap:
+    """How many experts a token takes that the token before took, too; old counts fade."""
+
+    repeated: float = 0.0
+    taken: float = 0.0
+
+    def add(self, counts: ExpertCounts) -> None:
+        fading = min(1.0, MAX_TAKEN / (self.taken + counts.taken)) if counts.taken else 1.0
+        self.repeated = (self.repeated + counts.repeated) * fading
+        self.taken = (self.taken + counts.taken) * fading
+
+
+@dataclass(slots=True)
 class _Bucket:
     """One context bucket: its measured profile, and corrections learned from passes since."""
 
@@ -71,6 +117,10 @@ class _Bucket:
     widths: dict[int, _Quotient] = field(default_factory=dict)  # Corrections for target passes, by number of rows.
     # Corrections for draft passes, by weight format.
     formats: dict[str, _Quotient] = field(default_factory=dict)
+    overlap: _Overlap = field(default_factory=_Overlap)
+    # Corrections for the experts that rows add to those of the first, by number of rows.
+    added: dict[int, _Quotient] = field(default_factory=dict)
+    slope: _Slope = field(default_factory=_Slope)
     current: CostProfile | None = None
     n_since: int = 0  # Passes learned since `current` was computed.
     # Profile of another context length that `profile` was computed from; None: it was measured for this one.
@@ -90,8 +140,15 @@ class _Bucket:
         """How many passes were observed."""
         return self.base.n + sum(quotient.n for quotient in (*self.widths.values(), *self.formats.values()))
 
-    def learn(self, parts: Sequence[Part], seconds: float) -> None:
+    def learn(self, timing: PassTiming) -> None:
         """Update the base from a one-row target pass, or the quotients from any other passes."""
+        parts, seconds, counts = timing.parts, timing.seconds, timing.experts
+        if counts is not None and self.profile.experts is not None:
+            self.overlap.add(counts)
+            if len(parts) == 1:
+                self._learn_distinct(self.profile.experts, parts[0][0], counts.distinct)
+        if not parts:
+            return
         if list(parts) == [(1, None)]:
             self.base.n += 1
             log_step = math.log(seconds) - self.base.log
@@ -102,7 +159,11 @@ class _Bucket:
             )
         elif self.base.n >= MIN_BASE_PASSES:
             expected_costs = [self._expected_cost(*part) for part in parts]
-            residual = _clip(math.log(seconds) - self.base.log - math.log(sum(expected_costs)))
+            further, deviation = self._further_costs(parts, counts)
+            expected_cost = max(sum(expected_costs) + further, MIN_COST_SHARE * sum(expected_costs))
+            residual = _clip(math.log(seconds) - self.base.log - math.log(expected_cost))
+            if deviation:
+                self.slope.add(deviation / expected_cost, residual)
             prior = PRIOR_WEIGHTS[self.profile.quality if self.origin is None else "disturbed"]
             for (n_rows, layer_set), cost in zip(parts, expected_costs, strict=True):
                 for quotient, weight in self._quotients(n_rows, layer_set):
@@ -128,6 +189,39 @@ class _Bucket:
             self.profiled.clear()
             self.current = None
 
+    def _learn_distinct(self, experts: ExpertCosts, n_rows: int, distinct: float) -> None:
+        added, expected = distinct - experts.n_chosen, self._distinct(experts, n_rows) - experts.n_chosen
+        if added > 0 and expected > 0:
+            for quotient, weight in self._of_widths(self.added, n_rows):
+                quotient.add(_clip(math.log(added / expected)), weight, PRIOR_WEIGHTS["disturbed"])
+
+    def _distinct(self, experts: ExpertCosts, n_rows: int) -> float:
+        """Return how many different experts of a layer the rows of a text take, by what was seen so far."""
+        overlap = experts.overlap
+        if self.overlap.taken:
+            prior = experts.n_chosen / experts.n_experts if overlap is None else overlap
+            seen = self.overlap.taken / experts.n_chosen
+            overlap = (self.overlap.repeated / experts.n_chosen + OVERLAP_PRIOR * prior) / (seen + OVERLAP_PRIOR)
+        if overlap is None:
+            return interpolate(experts.distinct, n_rows)
+        added = distinct_experts(n_rows, experts.n_chosen, overlap) - experts.n_chosen
+        logs = sum(weight * quotient.log for quotient, weight in self._of_widths(self.added, n_rows))
+        return min(float(experts.n_experts), experts.n_chosen + added * math.exp(logs))
+
+    def _further_costs(self, parts: Sequence[Part], counts: ExpertCounts | None) -> tuple[float, float]:
+        """Return what a pass costs more because its rows took more experts: than the profile's pass, and than usual."""
+        experts = self.profile.experts
+        if experts is None or counts is None or not experts.distinct or len(parts) != 1:
+            return 0.0, 0.0
+        n_rows = parts[0][0]
+        usual_numbers = interpolate(experts.distinct, n_rows), self._distinct(experts, n_rows)
+        of_profile, of_usual = ((counts.distinct - n) * self._layer_cost(experts) for n in usual_numbers)
+        return of_profile, of_usual
+
+    def _layer_cost(self, experts: ExpertCosts) -> float:
+        """Return the cost of one more expert in each layer that has a mixture, in one-row passes of the target."""
+        return len(experts.layers) * experts.expert_s / self.profile.target_pass_s(1) * math.exp(self.slope.log)
+
     def _expected_cost(self, n_rows: int, layer_set: LayerSet | None) -> float:
         """Return the cost of a pass in one-row passes of the target, as far as it is known."""
         profile, pass_key = self.profile, (n_rows, layer_set)
@@ -147,6 +241,10 @@ class _Bucket:
             for format_name in names:
                 yield self.formats.setdefault(format_name, _Quotient()), 1 / len(names)
             return
+        yield from self._of_widths(self.widths, n_rows)
+
+    def _of_widths(self, quotients: dict[int, _Quotient], n_rows: int) -> Iterator[tuple[_Quotient, float]]:
+        """Yield the quotients of the measured widths beside a number of rows, with weights; none for one row."""
         widths = [width for width in self.profile.pass_s if width > 1]
         if n_rows == 1 or not widths:
             return
@@ -156,7 +254,7 @@ class _Bucket:
         upper_weight = min(1.0, (n_rows - lower) / (upper - lower))
         for width, weight in ((lower, 1 - upper_weight), (upper, upper_weight)):
             if width > 1 and weight > 0:
-                yield self.widths.setdefault(width, _Quotient()), weight
+                yield quotients.setdefault(width, _Quotient()), weight
 
     def updated(self) -> CostProfile:
         """Return the profile corrected by observed passes; the same object until it is rebuilt."""
@@ -168,9 +266,10 @@ class _Bucket:
         profile = self.profile
         if not self.base.n:
             return profile
+        experts, further = self._corrected_experts()
         base_factor = math.exp(self.base.log) / profile.target_pass_s(1)
         corrected_s = {
-            n_rows: measured_s * base_factor * _correction_factor(self.widths, n_rows)
+            n_rows: (measured_s * _correction_factor(self.widths, n_rows) + further.get(n_rows, 0.0)) * base_factor
             for n_rows, measured_s in profile.pass_s.items()
         }
         stored_factor = base_factor * _correction_factor(self.formats, STORED)
@@ -189,7 +288,20 @@ class _Bucket:
             },
             quality="refined" if is_refined else profile.quality,
             remark=f"{self.n_passes:.0f} passes of decoding" if is_refined else profile.remark,
+            experts=None if experts is None else replace(experts, expert_s=experts.expert_s * stored_factor),
         )
+
+    def _corrected_experts(self) -> tuple[ExpertCosts | None, dict[int, float]]:
+        """Return the costs of experts by what was seen, and the seconds by which passes over n rows change with it."""
+        experts = self.profile.experts
+        if experts is None or not experts.distinct or not self.overlap.taken:
+            return experts, {}
+        distinct = {n_rows: self._distinct(experts, n_rows) for n_rows in experts.distinct}
+        layer_s = self._layer_cost(experts) * self.profile.target_pass_s(1)
+        further = {n_rows: layer_s * (distinct[n_rows] - before) for n_rows, before in experts.distinct.items()}
+        overlap = self.overlap.repeated / self.overlap.taken
+        expert_s = experts.expert_s * math.exp(self.slope.log)
+        return replace(experts, distinct=distinct, overlap=overlap, expert_s=expert_s), further
 
 
 class ObservedCosts:
@@ -210,8 +322,9 @@ class ObservedCosts:
             if any(layer_set is not None and self.missing(layer_set) for _, layer_set in timing.parts):
                 continue
             bucket = self._bucket_for(context_bucket(math.ceil(timing.n_positions)))
-            bucket.learn_depth(timing.parts, timing.seconds, self._row_share)
-            bucket.learn(timing.parts, timing.seconds)
+            if timing.parts:
+                bucket.learn_depth(timing.parts, timing.seconds, self._row_share)
+            bucket.learn(timing)
             if bucket.n_passes > self._buckets[self._typical_bucket].n_passes:
                 self._typical_bucket = bucket.profile.context_bucket
 

@@ -244,6 +244,15 @@ def check_formats(formats: tuple[tuple[str, str], ...], n_layers: int) -> None:
             raise LayerSetError(f"{part} cannot be {name!r}: known formats are {', '.join(FORMATS)} and {STORED}")
 
 
+def check_experts(experts: tuple[tuple[str, int], ...], n_layers: int) -> None:
+    """Raises: LayerSetError: a part is not known, or a number is negative."""
+    for part, number in experts:
+        if not re.fullmatch(r"mlp(:\d+)?", part) or int(part.partition(":")[2] or 0) >= n_layers:
+            raise LayerSetError(f"there are no experts of {part!r} in {n_layers} layers: use mlp or mlp:3")
+        if number < 0:
+            raise LayerSetError(f"a token cannot take {number} experts of {part}: use 0 or more")
+
+
 def cpu_words(key: str) -> str:
     """Return what Linux says of the processor under a key, such as "model name"; empty where it cannot be read."""
     try:

@@ -26,11 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from operator import add
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from .errors import InvalidInput, LayerSetError, SettingsError
 from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
-from .settings import STORED, check_formats
+from .settings import STORED, check_experts, check_formats
 
 Kind = Literal["attn", "mlp"]
 SubLayer = tuple[Kind, int]
@@ -67,7 +67,12 @@ def _read_biases(values: Any) -> Any:
     return tuple((int(key) if str(key).isdecimal() else key, bias) for key, bias in values.items())
 
 
-AS_OBJECT = Form(dict, dict[str, str], lambda values: tuple(values.items()) if isinstance(values, Mapping) else values)
+def _read_pairs(values: Any) -> Any:
+    return tuple(values.items()) if isinstance(values, Mapping) else values
+
+
+AS_OBJECT = Form(dict, dict[str, str], _read_pairs)
+AS_COUNTS = Form(dict, dict[str, int], _read_pairs)
 BY_TOKEN = Form(lambda pairs: {str(token_id): bias for token_id, bias in pairs}, dict[str, float], _read_biases)
 MAX_BIAS = 100.0  # Largest absolute value of a logit bias.
 # A `top_p` below this keeps only the most probable token: its probability is larger, as no vocabulary has a million
@@ -81,12 +86,25 @@ def searchable(n_layers: int) -> tuple[SubLayer, ...]:
     return (*(("attn", layer) for layer in inner_layers), *(("mlp", layer) for layer in inner_layers))
 
 
+class PartForm(NamedTuple):
+    """How a draft runs a sub-layer that it keeps, as far as that is not the model's own way.
+
+    `format`: of its weights, None: the model's own. `experts`: that a token takes of a mixture besides the shared
+    ones, None: as many as the model takes.
+    """
+
+    format: str | None = None
+    experts: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSet(Record):
     """Sub-layers the draft pass leaves out; 0-based. SWIFT keeps the first and last layer, Self-SD need not.
 
     `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
-    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.settings`.
+    `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.settings`. `experts` are
+    (part, number) pairs of how many experts a token takes where the draft takes fewer than the model: a part is `mlp`
+    or `mlp:3`; 0 means the shared ones alone.
 
     Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
     """
@@ -100,6 +118,9 @@ class LayerSet(Record):
     formats: Annotated[tuple[tuple[str, str], ...], AS_OBJECT] = field(
         default=(), metadata={"alias": "quantised", "exclude_if": lambda formats: not formats}
     )
+    experts: Annotated[tuple[tuple[str, int], ...], AS_COUNTS] = field(
+        default=(), metadata={"exclude_if": lambda experts: not experts}
+    )
 
     def __post_init__(self) -> None:
         invalid_layers = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
@@ -111,6 +132,9 @@ class LayerSet(Record):
         if self.formats:
             check_formats(self.formats, self.n_layers)
             object.__setattr__(self, "formats", tuple(sorted(dict(self.formats).items())))
+        if self.experts:
+            check_experts(self.experts, self.n_layers)
+            object.__setattr__(self, "experts", tuple(sorted(dict(self.experts).items())))
 
     @classmethod
     def uniform(cls, n_layers: int, n_skipped: int) -> LayerSet:
@@ -154,6 +178,20 @@ class LayerSet(Record):
         format_name = formats_by_part.get(f"{kind}:{layer}", formats_by_part.get(kind, STORED))
         return None if format_name == STORED else format_name
 
+    def experts_of(self, layer: int) -> int | None:
+        """How many experts a token takes in a layer of the draft; None: as many as the model takes."""
+        if not self.experts:
+            return None
+        numbers_by_part = dict(self.experts)
+        return numbers_by_part.get(f"mlp:{layer}", numbers_by_part.get("mlp"))
+
+    def form_of(self, kind: Kind, layer: int) -> PartForm | None:
+        """How the draft runs a sub-layer; None: as the model does."""
+        if not self.formats and not self.experts:
+            return None
+        form = PartForm(self.format_of(kind, layer), self.experts_of(layer) if kind == "mlp" else None)
+        return None if form == PartForm() else form
+
     def filled(self, format_name: str) -> LayerSet:
         """The set with format `format_name` for all parts without a format; "stored" returns the set unchanged."""
         if format_name == STORED:
@@ -163,19 +201,19 @@ class LayerSet(Record):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the model itself: nothing left out and nothing quantised."""
-        return not self.n_skipped and not self.formats
+        """Whether this is the model itself: nothing left out, nothing quantised and no expert fewer."""
+        return not self.n_skipped and not self.formats and not self.experts
 
     def bits(self) -> tuple[int, ...]:
         """One 0/1 per searchable sub-layer, in the order of `searchable`; 1 is skipped."""
         return tuple(int(self.skips(kind, i)) for kind, i in searchable(self.n_layers))
 
     def with_bits(self, bits: Sequence[int]) -> LayerSet:
-        """The set whose `bits` these are, with the same formats."""
+        """The set whose `bits` these are, with the same formats and numbers of experts."""
         return self.skipping(sub_layer for sub_layer, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
 
     def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
-        """The set that leaves out those sub-layers and no others, with the same formats."""
+        """The set that leaves out those sub-layers and no others, with the same formats and numbers of experts."""
         skipped: dict[str, set[int]] = {"attn": set(), "mlp": set()}
         for kind, layer in sub_layers:
             skipped[kind].add(layer)

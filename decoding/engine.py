@@ -271,6 +271,7 @@ class Engine:
             if len(group) == 1 and not has_evictable:
                 yield from group[0][0].throw(error)
                 return
+        experts = runtime.taken_experts()
         if answers is None:  # Retry outside the `except` block: the exception keeps the failed pass's tensors alive.
             # Retry without the kept texts, or pass by pass, so that only the request that cannot run fails.
             retry_groups = [group] if has_evictable else [[member] for member in group]
@@ -287,7 +288,7 @@ class Engine:
                     paused_s += perf_counter() - paused_at
             if pass_index == 0:  # Time the passes at the first answer: reading it waits for all of them.
                 ended = perf_counter() - paused_s
-                self._clock.add(passes, started, ended, runtime.n_first == n_first_before)
+                self._clock.add(passes, started, ended, runtime.n_first == n_first_before, experts)
                 self.prefixes.costs.learn(passes, ended - started)
 
     def _time_round(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.costs import ExpertCounts
 from ..core.observed_costs import Part, PassTiming
 from ..models.rows import Pass
 from .load import Load
@@ -21,22 +22,34 @@ class PassClock:
         self._untimed_parts: list[Part] = []
         self._started: float | None = None
 
-    def add(self, passes: Sequence[Pass], started: float, ended: float, is_usual: bool) -> None:
+    def add(
+        self,
+        passes: Sequence[Pass],
+        started: float,
+        ended: float,
+        is_usual: bool,
+        experts: ExpertCounts | None = None,
+    ) -> None:
         """Note passes that ran together from `started` on, and of which the first was read by `ended`.
 
         Args: is_usual: whether later passes of the kind will take as long. It is False for those that are captured.
+              experts: what their rows took of mixtures, if it was counted.
         """
         part = part_of(passes)
+        n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
+        # What drafts take says nothing of the target's own rows.
+        experts = None if any(pass_.rows.variants for pass_ in passes) else experts
         if part is None or not is_usual:
             self._untimed_parts, self._started = [], None
+            if experts is not None and experts.taken:
+                self._load.timings.append(PassTiming((), n_positions, 0.0, experts))
             return
         self._untimed_parts.append(part)
         timing_started = started if self._started is None else self._started
         if passes[0].kind == "draft" and passes[0].runtime.blocks[0].device.type == "cuda":
             self._started = timing_started
             return
-        n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
-        self._load.timings.append(PassTiming(tuple(self._untimed_parts), n_positions, ended - timing_started))
+        self._load.timings.append(PassTiming(tuple(self._untimed_parts), n_positions, ended - timing_started, experts))
         self._untimed_parts, self._started = [], None
 
 

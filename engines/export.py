@@ -345,6 +345,8 @@ def _write_checkpoint(
         remarks.append(f"the draft's linear maps are rounded to {form} (compressed-tensors), the rest is as stored")
     elif layer_set.formats:
         remarks.append("the plan's draft has fewer bits in swiftopt: here it has the model's own weights")
+    if layer_set.experts:
+        remarks.append("the plan's draft takes fewer experts in swiftopt: here it takes as many as the model")
     return remarks
 
 

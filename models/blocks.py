@@ -269,6 +269,7 @@ class Block:
             mixer=attn if isinstance(mixer, GatedDelta) else None,
         )
         self.n_taps = self.parts.conv.kernel_size[0] if mixer else 0
+        self.experts = family.experts if has_experts(self.parts.mlp) else None  # None: the layer has one MLP.
         self.rule: DeltaRule | None = None
         if isinstance(mixer, GatedDelta):
             self.rule = DeltaRule.of(attn, self.parts.conv)

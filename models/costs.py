@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import median, quantiles
@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from .. import __version__
-from ..core.costs import CostProfile, FormatCosts
+from ..core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts
 from ..core.settings import STORED, cpu_words, measures_alone
 from ..core.types import LayerSet
 from .buffer import KVBuffer, free_bytes
@@ -38,7 +38,7 @@ MOST_SPREAD = 1.3  # Largest accepted ratio of the upper to the lower quartile o
 MOST_REVERSED = 0.93
 # Largest accepted relative error of the predicted check pass, and of the parts' sum above the whole pass.
 MOST_ERROR = 0.1
-TOKEN_STEP = 97  # Between the token ids of neighbouring rows of a timed pass.
+TOKEN_STEP = 89  # Between the token ids of neighbouring rows of a timed pass.
 UNSEEN_ROWS = 4  # Rows of the pass that checks the fitted costs; half of its sub-layers are skipped.
 RECORD_AT = 3  # Capture a shape's CUDA graph at its third use: most layer sets of a search run only once.
 RECORDED_ROWS = 128  # Rows of the widest pass that is captured as a CUDA graph.
@@ -69,12 +69,13 @@ def software_of(runtime: Runtime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """Result of one measurement: context length, costs, seconds of the base pass, and reasons to doubt it."""
+    """Result of one measurement: context length, costs, seconds of the base pass, reasons to doubt it, and experts."""
 
     bucket: int
     costs: FormatCosts
     base_s: float
     doubts: tuple[str, ...]
+    distinct: Mapping[int, float] = field(default_factory=dict)  # As in `ExpertCosts`.
 
 
 def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> CostProfile:
@@ -105,6 +106,21 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         software=software_of(runtime),
         quality="disturbed" if doubts else "quiet",
         remark="; ".join(doubts),
+        experts=_experts_of(runtime, measured),
+    )
+
+
+def _experts_of(runtime: Runtime, measured: _Measurement) -> ExpertCosts | None:
+    mixtures = runtime.mixtures
+    if mixtures is None:
+        return None
+    return ExpertCosts(
+        n_experts=mixtures.n_experts,
+        n_chosen=mixtures.n_chosen,
+        layers=mixtures.layers,
+        expert_s=measured.costs.expert_s,
+        least=mixtures.least,
+        distinct=measured.distinct,
     )
 
 
@@ -256,12 +272,20 @@ def _measured(
     runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
     runs["no mlp"] = timed(1, replace(layer_set, skip_mlp=inner))
     runs["no head"] = timed(1, layer_set, wanted=())
+    mixtures = runtime.mixtures
+    n_experts_left = 0 if mixtures is None or mixtures.n_chosen // 2 < mixtures.least else mixtures.n_chosen // 2
+    if n_experts_left:
+        runs["fewer experts"] = timed(1, replace(layer_set, experts=(("mlp", n_experts_left),)))
     if UNSEEN_ROWS in widths and len(inner) > 1:
         runs["unseen"] = timed(UNSEEN_ROWS, unseen)
     base = "rows 1" if layer_set.is_whole else "target"
     runs = {base: timed(1, LayerSet(runtime.n_layers)), **runs}
-    for run in runs.values():
+    taken: dict[str, ExpertCounts] = {}
+    for name, run in runs.items():
+        runtime.taken_experts()
         _warm(run, runtime)
+        if (counts := runtime.taken_experts()) is not None:
+            taken[name] = counts
     meter = DisturbanceMeter()
     seconds, bases = _beside(base, runs, on_step)
     one, n_inner = seconds["rows 1"], max(1, len(inner))
@@ -273,12 +297,16 @@ def _measured(
     # running maximum.
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))
     costs = FormatCosts(attn, mlp, head, max(0.0, rest), wider)
+    if mixtures is not None and n_experts_left:
+        n_dropped = len(mixtures.layers) * (mixtures.n_chosen - n_experts_left)
+        costs = replace(costs, expert_s=max(0.0, (one - seconds["fewer experts"]) / n_dropped))
+    distinct = {n: taken[f"rows {n}"].distinct for n in widths if f"rows {n}" in taken}
     doubts: list[str] = []
     if measures_alone():
         predicted = (one - len(unseen.skip_attn) * attn - len(unseen.skip_mlp) * mlp) * wider.get(UNSEEN_ROWS, 1.0)
         doubts += _doubts_of_machine(meter, bases)
         doubts += _doubts_of_passes({n: seconds[f"rows {n}"] for n in widths}, rest, predicted, seconds.get("unseen"))
-    return _Measurement(bucket, costs, seconds[base], tuple(doubts))
+    return _Measurement(bucket, costs, seconds[base], tuple(doubts), distinct)
 
 
 def _doubts_of_machine(meter: DisturbanceMeter, bases: Sequence[float]) -> Iterator[str]:

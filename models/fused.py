@@ -19,7 +19,7 @@ from .blocks import Block, LayerModules, has_experts
 from .family import Family
 from .kernels import device, layout
 from .kernels.layout import Unsupported
-from .kernels.native import known_form, refuse_hooks
+from .kernels.limits import known_form, refuse_hooks
 from .runtime import Runtime
 
 HEAD_NORMS = ("q_norm", "k_norm")

@@ -9,7 +9,6 @@ and read back in about a second per GB.
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,15 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import SettingsError
 from ..core.settings import FORMATS, FP8_ON_CPU, group_size
-from ..core.types import KINDS, Kind, LayerSet
+from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import LINEAR, Block, LayerModules, has_experts
 from .buffer import free_bytes
 from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
 from .copy_files import copy_file, read_copy, write_copy
+from .expert_choice import with_fewer
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
+from .quantised_experts import ExpertStack, quantised_mixture, replaced, shared_of, stacks_of
 from .saved import OnStep, first_line, no_step
 
 logger = logging.getLogger(__name__)
@@ -219,24 +220,6 @@ def cuda_tiles(width: int) -> int:
     return next(n for n in (8, 4, 2) if width % (16 * n) == 0)
 
 
-def replaced(modules: Sequence[nn.Module], make: Callable[[Sequence[nn.Module]], nn.Module]) -> nn.Module:
-    """Copy a module, replacing each linear map by `make(maps)` of the same map in all `modules`."""
-    if isinstance(modules[0], LINEAR):
-        return make(modules)
-    shell = copy.copy(modules[0])
-    # Drop an instance's own forward, such as accelerate's hook: it would run the original module.
-    vars(shell).pop("forward", None)
-    shell._modules = {
-        name: replaced([getattr(module, name) for module in modules], make) if has_linears(child) else child
-        for name, child in modules[0].named_children()
-    }
-    return shell
-
-
-def has_linears(module: nn.Module) -> bool:
-    return any(isinstance(part, LINEAR) for part in module.modules())
-
-
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight (out, in) of a linear map."""
     weight = cast(Tensor, module.weight).data
@@ -270,6 +253,8 @@ class QuantisedCopies:
         self._faster_packed: dict[str, bool] = {}  # Format -> whether our kernel was faster than torch's.
         self.kept: set[str] = set()  # Formats in use by running requests: their copies are never dropped.
         self._made: dict[Key, _Copy] = {}
+        # Mixtures of which a token takes fewer experts, by layer and format, then by their number.
+        self._fewer: dict[tuple[int, str | None], dict[int, LayerModules]] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -279,9 +264,17 @@ class QuantisedCopies:
         """Return the memory of the copies that a draft with that set runs, as far as they have been made."""
         return sum(self._made[key].n_bytes for key in _wanted(layer_set) if key in self._made)
 
-    def parts(self, kind: Kind, layer: int, name: str) -> LayerModules:
-        """Return the modules of a layer with that sub-layer's linear maps quantised; made at the first call."""
-        return cast(LayerModules, self._copy((kind, layer, name)).modules)
+    def parts(self, kind: Kind, layer: int, form: PartForm) -> LayerModules:
+        """Return the modules of a layer whose sub-layer is run in a form; a copy is made at the first call."""
+        block = self._blocks[layer]
+        parts: LayerModules = block.parts if form.format is None else self._copy((kind, layer, form.format)).modules
+        if form.experts is None or block.experts is None:
+            return parts
+        # Kept, because they are asked for in each pass; a copy that is dropped takes its own with it.
+        fewer, key = self._fewer.setdefault((layer, form.format), {}), form.experts
+        if key not in fewer:
+            fewer[key] = replace(parts, mlp=with_fewer(parts.mlp, block.experts, key))
+        return fewer[key]
 
     def head(self, name: str) -> nn.Module:
         return cast(nn.Module, self._copy(("head", 0, name)).modules)
@@ -295,6 +288,7 @@ class QuantisedCopies:
             self.packed = packed
             self._faster_packed.clear()
             self._made.clear()
+            self._fewer.clear()
 
     def is_packed(self, name: str) -> bool:
         """Tell whether copies in a format are laid out for our kernels; if a timing decides, it runs at the first call.
@@ -315,8 +309,7 @@ class QuantisedCopies:
     @torch.inference_mode()
     def _is_faster_packed(self, name: str, seconds: Seconds) -> bool:
         """Return whether our kernel is faster than torch's on a layer's largest map."""
-        parts = self._blocks[0].parts
-        module = max((*_maps_of("mlp", parts), *_maps_of("attn", parts)), key=_size)
+        module = max((*self._maps(("mlp", 0, name)), *self._maps(("attn", 0, name))), key=_size)
         weight, spent = weight_of(module), list[float]()
         for packed in (False, True):
             copy = QuantisedLinear([module], name, packed=packed)
@@ -328,6 +321,7 @@ class QuantisedCopies:
         """Free all copies in a format unless it is `kept`; one that is used later is made, or read, again."""
         if name not in self.kept:
             self._made = {key: one for key, one in self._made.items() if key[2] != name}
+            self._fewer = {key: fewer for key, fewer in self._fewer.items() if key[1] != name}
 
     @torch.inference_mode()
     def prepare(self, layer_set: LayerSet, on_step: OnStep = no_step) -> None:
@@ -361,8 +355,7 @@ class QuantisedCopies:
         """Raises: SettingsError: the copies to be made do not fit into the device's memory."""
         name = keys[0][2]
         bits = BITS[name] + 32 / (group_size(name, 128) or 128)  # A group's scale and zero add 32 bits.
-        rounded = [self._modules(key) for key in keys if not self._is_own(key)]
-        sizes = [_size(module) for modules_rounded in rounded for module in _maps_of(keys[0][0], modules_rounded)]
+        sizes = [_size(module) for key in keys if not self._is_own(key) for module in self._maps(key)]
         scratch = SCRATCH * min(max(sizes, default=0), weights_at_once(device))
         needed = bits / 8 * sum(sizes) + scratch
         free = free_bytes(device)
@@ -387,8 +380,25 @@ class QuantisedCopies:
 
     def _is_own(self, key: Key) -> bool:
         """Tell whether the copy is the target's own part: rounding that again would save too little."""
+        maps = self._maps(key)
+        return not maps or BITS[key[2]] > MOST_BITS * _bits_of(maps)
+
+    def _maps(self, key: Key) -> list[nn.Module]:
+        """Return the linear maps that the copy of a part has in fewer bits; [] where it has none."""
+        part, layer, _ = key
         modules = self._modules(key)
-        return not _maps_of(key[0], modules) or BITS[key[2]] > MOST_BITS * _bits_of(key[0], modules)
+        if part == "mlp" and has_experts(modules.mlp):
+            # Only our C++ kernels read the codes of experts; elsewhere a copy keeps a mixture as it is.
+            named = self._blocks[layer].experts
+            stacks = stacks_of(modules.mlp, named) if self.packed is True and named is not None else []
+            if not stacks or named is None:
+                return []
+            _, shared = shared_of(modules.mlp, named)
+            return [*stacks, *(() if shared is None else _linears(shared))]
+        if part == "head":
+            return _linears(modules)
+        of_part = [modules.mlp] if part == "mlp" else [*modules.qkv, modules.out]
+        return [module for one in of_part for module in _linears(one)]
 
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
@@ -412,6 +422,10 @@ class QuantisedCopies:
             return _Copy(one([modules]), maps)
         if part == "attn":
             return _Copy(replace(modules, qkv=(one(modules.qkv),), out=one([modules.out])), maps)
+        if isinstance(self._maps(key)[0], ExpertStack):
+            named = self._blocks[key[1]].experts
+            assert named is not None
+            return _Copy(replace(modules, mlp=quantised_mixture(modules.mlp, named, one)), maps)
         return _Copy(replace(modules, mlp=replaced([modules.mlp], one)), maps)
 
     def _device(self, key: Key) -> torch.device:
@@ -423,32 +437,27 @@ class QuantisedCopies:
             return None
         dtype = weight_form(self.head_map)[1]
         if part != "head":  # Maps are joined on a GPU, so a copy made there is not one for other machines.
-            part = f"{part}:{len(_maps_of(part, self._blocks[0].parts))}"
+            numbers = {len(self._maps((cast(Kind, part), block.index, name))) for block in self._blocks}
+            part = f"{part}:{'-'.join(map(str, sorted(numbers)))}"
         return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 
-def _bits_of(part: str, modules: Any) -> int:
+def _bits_of(maps: Sequence[nn.Module]) -> int:
     """Bits of a weight in the target's own maps of a part; the most, where they differ; 0 for a library's."""
-    maps = _maps_of(part, modules)
     if any(is_by_library(module) for module in maps):
         return 0
-    return max(
-        (module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps), default=STORED_BITS
-    )
+    return max(module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps)
 
 
-def _maps_of(part: str, modules: Any) -> list[nn.Module]:
-    if part == "mlp" and has_experts(modules.mlp):  # Copies keep experts, which are no linear maps of torch.
-        return []
-    modules_of_part = (
-        [modules] if part == "head" else [*modules.qkv, modules.out] if part == "attn" else modules.mlp.modules()
-    )
-    return [module for module in modules_of_part if isinstance(module, LINEAR)]
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if isinstance(one, LINEAR)]
 
 
 def _size(module: nn.Module) -> int:
     if isinstance(module, CodedLinear):
         return module.n_out * module.n_in
+    if isinstance(module, ExpertStack):
+        return module.n_weights
     return cast(Tensor, module.weight).numel()
 
 

@@ -17,7 +17,7 @@ from .coded import CodedLinear
 from .fused import FusedNorm, fuse, norms_of
 from .kernels import device
 from .kernels.layout import Unsupported
-from .kernels.native import refuse_group, refuse_hooks
+from .kernels.limits import refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.types import KINDS, Kind, LayerSet
+from ..core.costs import ExpertCounts
+from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, BufferRows, RotaryTables, RowGroup, TablesByType, of_groups
 from .buffer import KVBuffer
 from .kernels import device_attention as kernels
@@ -46,6 +47,9 @@ class PassRunner(Protocol):
 
     def forward_together(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Return the wanted logits (rows, vocab) of each pass."""
+
+    def taken_experts(self) -> ExpertCounts | None:
+        """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""
 
     def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
         """Return the most probable token of each row of several logits, and the numbers of `unread` behind each's."""
@@ -115,23 +119,23 @@ class Pass:
         return (yield self)
 
 
-# Weight format (None: the model's own), and the indices of its variants.
-Groups = tuple[tuple[str | None, frozenset[int]], ...]
+# How a sub-layer is run (None: as the model does), and the indices of the variants that run it so.
+Groups = tuple[tuple[PartForm | None, frozenset[int]], ...]
 
 
 @lru_cache(maxsize=64)
 def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[Mapping[Kind, Groups], ...]:
-    """Per layer which variants run its attention and which its MLP, by weight format; without any, one runs all."""
+    """Per layer which variants run its attention and which its MLP, by form; without any, one runs all."""
     sets = variants or (LayerSet(n_layers),)
     return tuple({kind: _groups(kind, layer, sets) for kind in KINDS} for layer in range(n_layers))
 
 
 def _groups(kind: Kind, layer: int, sets: Sequence[LayerSet]) -> Groups:
-    groups: dict[str | None, set[int]] = {}
+    groups: dict[PartForm | None, set[int]] = {}
     for variant, layer_set in enumerate(sets):
         if not layer_set.skips(kind, layer):
-            groups.setdefault(layer_set.format_of(kind, layer), set()).add(variant)
-    return tuple((name, frozenset(members_of_name)) for name, members_of_name in groups.items())
+            groups.setdefault(layer_set.form_of(kind, layer), set()).add(variant)
+    return tuple((form, frozenset(members_of_form)) for form, members_of_form in groups.items())
 
 
 class PassPlan:

@@ -14,12 +14,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.costs import ExpertCounts
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
-from ..core.types import KINDS, Kind, LayerSet
+from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
+from .expert_choice import mixtures_of, refuse_experts
 from .families import (
     context_limit,
     family_of,
@@ -83,6 +85,8 @@ class KernelPasses(Protocol):
 
     def best(self, logits: Tensor) -> Tensor: ...
 
+    def taken_experts(self) -> ExpertCounts | None: ...
+
     def forget(self) -> None: ...
 
 
@@ -112,6 +116,7 @@ class Runtime:
         types = rotation_types(config, family, self.windows)
         self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]
         self._slot_values = slot_values(config)
+        self.mixtures = mixtures_of(self.blocks)
         self.max_positions = context_limit(config)
         self._embed = submodule(hf_model, family.embed)
         self._embed_scale = getattr(config, family.embed_scale or "", None)
@@ -210,12 +215,14 @@ class Runtime:
         refuse_overflow(n_prompt, max_new_tokens, self.max_positions)
 
     def check_layer_set(self, layer_set: LayerSet) -> None:
-        """Raises: LayerSetError: the set was made for another depth."""
+        """Raises: LayerSetError: the set was made for another depth, or for another number of experts."""
         if layer_set.n_layers != self.n_layers:
             raise LayerSetError(
                 f"the layer set is for {layer_set.n_layers} layers, but this model has {self.n_layers}:"
                 " use a set that was tuned on this model"
             )
+        if layer_set.experts:
+            refuse_experts(layer_set, self.blocks)
 
     def check_depth(self, depth: int) -> None:
         """Raises: SettingsError: no draft can leave this model after `depth` layers. UnsupportedModel: it has one."""
@@ -381,6 +388,10 @@ class Runtime:
                     pass_.capture[stop].append(states if self.native is None else states.clone())
         return hidden
 
+    def taken_experts(self) -> ExpertCounts | None:
+        """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""
+        return None if self.native is None else self.native.taken_experts()
+
     @property
     def n_first(self) -> int:
         return 0 if self.graphs is None else self.graphs.n_first
@@ -467,13 +478,13 @@ class Runtime:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _layer(self, block: Block, hidden: Residual, plans: Sequence[PassPlan], shared: SharedRows) -> Residual:
-        """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's format."""
+        """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's form."""
         source = hidden
         for kind in KINDS:
             if kind == "mlp" and not self.parallel:
                 source = hidden
-            for name, members in _by_format(plans, block.index, kind).items():
-                parts = block.parts if name is None else self.copies.parts(kind, block.index, name)
+            for form, members in _by_form(plans, block.index, kind).items():
+                parts = block.parts if form is None else self.copies.parts(kind, block.index, form)
                 index = _rows_of(members, plans, block.device)
                 normed = source.normed(parts.attn_norm if kind == "attn" else parts.mlp_norm, index)
                 if kind == "attn":
@@ -484,12 +495,12 @@ class Runtime:
         return hidden
 
 
-def _by_format(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[str | None, list[Member]]:
-    by_format: dict[str | None, list[Member]] = {}
+def _by_form(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[PartForm | None, list[Member]]:
+    by_form: dict[PartForm | None, list[Member]] = {}
     for plan in plans:
-        for name, variants in plan.kept[layer][kind]:
-            by_format.setdefault(name, []).append((plan, variants))
-    return by_format
+        for form, variants in plan.kept[layer][kind]:
+            by_form.setdefault(form, []).append((plan, variants))
+    return by_form
 
 
 def _rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:

@@ -8,7 +8,8 @@ path through the layers whose state stays nearest to the full model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
-from .strategies.base import Bits
+from .strategies.base import Bits, ExpertLevels
 
 MIN_PAIRED_SETS = 2  # Minimum candidates per pass for strategies that score the set in use in every pass.
 N_STUDY_TOKENS = 4  # Tokens of the window whose hidden states the knapsack follows.
@@ -35,14 +36,25 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
     return strategy_info(settings.strategy).chooses_size and by_speed
 
 
-def savings_of(costs: CostProfile, base: LayerSet) -> tuple[float, ...]:
-    """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`."""
+def savings_of(costs: CostProfile, base: LayerSet, experts: ExpertLevels | None = None) -> tuple[float, ...]:
+    """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`.
+
+    With `experts`, then what each bit of a layer's number of experts saves beside those before it.
+    """
     positions = range(len(base.bits()))
-    full_cost = costs.draft_cost(base.with_bits([0 for _ in positions]))
+    full_set = base.with_bits([0 for _ in positions])
+    full_cost = costs.draft_cost(full_set)
     costs_without_one = (
         costs.draft_cost(base.with_bits([int(i == skipped) for i in positions])) for skipped in positions
     )
-    return tuple(max(0.0, full_cost - cost_without) for cost_without in costs_without_one)
+    savings = [max(0.0, full_cost - cost_without) for cost_without in costs_without_one]
+    if experts is None:
+        return tuple(savings)
+    for layer in experts.layers:
+        fewer = (replace(full_set, experts=((f"mlp:{layer}", number),)) for number in experts.numbers)
+        levels = [costs.draft_cost(replace(full_set, experts=())), *map(costs.draft_cost, fewer)]
+        savings += [max(0.0, before - after) for before, after in pairwise(levels)]
+    return tuple(savings)
 
 
 class Proposer:
@@ -62,14 +74,17 @@ class Proposer:
     ) -> None:
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
-        savings = savings_of(costs, base) if self.chooses_size and costs is not None else None
+        experts, savings = None, None
+        if self.chooses_size and costs is not None:
+            experts = ExpertLevels.of(costs.experts, base.n_layers)
+            savings = savings_of(costs, base, experts)
         self.patience = settings.patience
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # Rows run by studies, in rows of the full model.
         self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
-        self._savings = (1.0,) * len(base.bits()) if savings is None else savings
+        self._savings = (1.0,) * len(base.bits()) if savings is None else savings[: len(base.bits())]
         problem = SearchProblem(
             base,
             base.n_skipped,
@@ -79,6 +94,7 @@ class Proposer:
             window=self._window,
             savings=savings,
             project=project,
+            experts=experts,
         )
         self.strategy = info.make(problem)
 

@@ -38,7 +38,7 @@ from ..models.blocks import (
     queries_keys_values,
 )
 from ..models.buffer import KVBuffer
-from ..models.quantised import has_linears, replaced
+from ..models.quantised_experts import has_linears, replaced
 from ..models.rows import Pass, PassKind, Rows, uploaded
 from ..models.runtime import Runtime
 

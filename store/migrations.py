@@ -91,8 +91,18 @@ def _add_what_fleets_need(op: Operations) -> None:
     op.create_index("ix_swiftopt_alias_moves_newest", "swiftopt_alias_moves", ["model_id", "id"])
 
 
+def _add_experts(op: Operations) -> None:
+    """Layer sets may take fewer experts, and cost profiles say what experts cost."""
+    for table in ("swiftopt_layer_sets", "swiftopt_trials", "swiftopt_served_trials"):
+        op.add_column(table, Column("experts", JSON, nullable=False, server_default="{}"))
+    op.add_column("swiftopt_cost_profiles", Column("experts", JSON, nullable=True))
+
+
 # Migration steps by the schema that they lead to, oldest first. The first schema needs no step.
-STEPS: Mapping[str, Callable[[Operations], None]] = {"0.1.0.1": _add_what_fleets_need}
+STEPS: Mapping[str, Callable[[Operations], None]] = {
+    "0.1.0.1": _add_what_fleets_need,
+    "0.1.0.2": _add_experts,
+}
 REVISIONS = (FIRST, *STEPS)
 HEAD = REVISIONS[-1]
 # Prefix of the names of schemas before release 0.1.0: 0001_layer_sets to 0011_figures_of_plans.

@@ -199,11 +199,12 @@ class Tried(NamedTuple):
     skip_attn: str
     skip_mlp: str
     quantised: str
+    experts: str = "{}"
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Return a key that is equal for equal layer sets."""
-        return self.skip_attn, self.skip_mlp, self.quantised
+    def key(self) -> tuple[str, str, tuple[str, str]]:
+        """Return a key that is equal for equal layer sets: what is left out, and how the rest is run."""
+        return self.skip_attn, self.skip_mlp, (self.quantised, self.experts)
 
     @property
     def layer_set(self) -> LayerSet:
@@ -213,7 +214,8 @@ class Tried(NamedTuple):
         """
         with reading(TrialRow, self.id):
             attn, mlp = (frozenset(json.loads(text)) for text in (self.skip_attn, self.skip_mlp))
-            return LayerSet(self.n_layers, attn, mlp, tuple(json.loads(self.quantised).items()))
+            forms = (tuple(json.loads(text).items()) for text in (self.quantised, self.experts))
+            return LayerSet(self.n_layers, attn, mlp, *forms)
 
 
 def list_tried(session: Session, job: str, task: str) -> list[Tried]:
@@ -224,7 +226,7 @@ def list_tried(session: Session, job: str, task: str) -> list[Tried]:
 
 def trial_columns(table: type[TrialRow | ServedTrialRow]) -> Select[Any]:
     """Select the columns of `Tried`, not ORM objects: building the objects would take as long as the query."""
-    columns, json_columns = table.__table__.c, ("skip_attn", "skip_mlp", "quantised")
+    columns, json_columns = table.__table__.c, ("skip_attn", "skip_mlp", "quantised", "experts")
     return select(*(cast(columns[name], Text) if name in json_columns else columns[name] for name in Tried._fields))
 
 

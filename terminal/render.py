@@ -192,6 +192,13 @@ def weights_words(layer_set: LayerSet) -> str:
     return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
 
 
+def experts_words(layer_set: LayerSet) -> str:
+    """Return how many experts the draft takes of the layers with a mixture, each number with its layers."""
+    numbers = [layer_set.experts_of(i) for i in range(layer_set.n_layers) if not layer_set.skips("mlp", i)]
+    counts = Counter("all that the model takes" if number is None else str(number) for number in numbers)
+    return ", ".join(name if len(counts) == 1 else f"{name} ({n} layers)" for name, n in counts.most_common())
+
+
 def verdict_words(verdict: Verdict) -> str:
     if verdict.word == "use":
         prompts_words = f" on {verdict.n_prompts} held-out prompts" if verdict.n_prompts else ""
@@ -206,6 +213,7 @@ def draft_rows(record: LayerSetRecord) -> list[tuple[str, str]]:
     """Return the figures of a record's drafts, each with its name."""
     return [
         ("draft's weights", weights_words(record.layer_set)),
+        *([("draft's experts", experts_words(record.layer_set))] if record.layer_set.experts else []),
         ("α, acceptance rate", number(record.acceptance_rate)),
         ("M, tokens per target pass", number(record.mean_generated_length)),
     ]

@@ -12,7 +12,16 @@ from swiftopt.core.requests import JobSpec, Lease
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
 from swiftopt.store import Jobs
 from swiftopt.store.migrations import FIRST
-from swiftopt.store.tables import Base, SchemaRow, ServedSearchRow, ServedTrialRow, UsageRow
+from swiftopt.store.tables import (
+    Base,
+    CostProfileRow,
+    LayerSetRow,
+    SchemaRow,
+    ServedSearchRow,
+    ServedTrialRow,
+    TrialRow,
+    UsageRow,
+)
 
 SMALL = LayerSet(8, frozenset({2}), frozenset({3, 4}))
 
@@ -83,6 +92,8 @@ def rewind(connection: Connection, has_served_trials: bool = False) -> None:
     """Give a database at the newest schema that of 0.1.0: as the first had it, or the last ones."""
     for table in (UsageRow, *(() if has_served_trials else (ServedTrialRow, ServedSearchRow))):
         table.__table__.drop(connection)  # type: ignore[attr-defined]
+    for row in (LayerSetRow, TrialRow, CostProfileRow, *((ServedTrialRow,) if has_served_trials else ())):
+        connection.execute(text(f"ALTER TABLE {row.__tablename__} DROP COLUMN experts"))
     for index in ("ix_swiftopt_jobs_due", "ix_swiftopt_alias_moves_newest"):
         connection.execute(text(f"DROP INDEX {index}"))
     connection.execute(update(SchemaRow).values(version_num=FIRST))

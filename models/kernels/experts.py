@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ..block_experts import PARTS, BlockExperts, biases_of
 from ..coded import GROUPS, CodedLinear
+from ..expert_choice import NoExperts
 from ..family import Experts
+from ..quantised_experts import PackedMaps, QuantisedExperts
 from . import layout
 from .layout import Unsupported
 
@@ -25,6 +27,17 @@ def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
 def _map_of(weight: Tensor, bias: Tensor | None = None) -> layout.Map:
     (n_out, n_in), bias_at = weight.shape, None if bias is None else bias.data_ptr()
     return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
+
+
+def _maps_in(packed: PackedMaps, n_maps: int, n_out: int) -> list[layout.Map]:
+    """Describe the maps of `n_out` outputs that lie one behind the other in packed weights, in whole blocks each."""
+    assert packed.group is not None
+    codes, scales = (torch.tensor_split(tensor, n_maps) for tensor in (packed.codes, packed.scales))
+    form = packed.n_in, n_out, packed.bits, packed.group, layout.ZERO_VALUES
+    return [
+        layout.Map(own_codes.data_ptr(), None, own_scales.data_ptr(), None, 0, *form)
+        for own_codes, own_scales in zip(codes, scales, strict=True)
+    ]
 
 
 def _by_turns(*halves: Sequence[layout.Map]) -> list[layout.Map]:
@@ -50,6 +63,11 @@ def maps_of(
 
     Args: keep: keeps a tensor alive as long as what is described, and returns it.
     """
+    if isinstance(experts, NoExperts):
+        return maps_of(experts.whole, named, dtype, halves, keep)
+    if isinstance(experts, QuantisedExperts):
+        packed_into = _maps_in(experts.gate_up, 2 * experts.n_experts, experts.n_inner)
+        return packed_into, _maps_in(experts.down, experts.n_experts, experts.n_hidden)
     if isinstance(experts, BlockExperts):
         biases = {part: keep(bias.to(dtype)) for part, bias in experts.biases.items()}
         gate, up, down = (
@@ -83,7 +101,7 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     Raises: Unsupported: there are more experts than the kernels have room for, or rows choose more than there are.
     """
     parent, _, _ = named.router.rpartition(".")
-    owners = (mlp.get_submodule(named.router), mlp.get_submodule(parent), config)
+    owners = (mlp.get_submodule(named.router), mlp.get_submodule(parent), mlp, config)
 
     def setting(*names: str, default: Any) -> Any:
         return next((getattr(one, name) for name in names for one in owners if hasattr(one, name)), default)
@@ -91,7 +109,8 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     scores = named.scores if named.scores != "configured" else config.expert_selection_fn
     normalised = named.normalised or (scores == "softmax" and named.scores == "configured")
     n_chosen = int(setting("top_k", "num_experts_per_tok", "moe_topk", default=1))
-    is_possible = n_chosen == 2 if scores == "sparse_mixer" else n_chosen > 0
+    least = 0 if isinstance(mlp.get_submodule(named.experts), NoExperts) else 1  # 0: a draft's shared experts alone.
+    is_possible = n_chosen == 2 if scores == "sparse_mixer" else n_chosen >= least
     if not is_possible or not n_chosen <= n_experts < MOST_EXPERTS:
         raise Unsupported(f"a choice of {n_chosen} from {n_experts} experts is computed by torch")
     return layout.Choosing(

@@ -125,6 +125,12 @@ class Sequence(Structure):
     ]
 
 
+class CountedExperts(Structure):
+    """What rows took of a pass's mixtures: see `mixture.h`."""
+
+    _fields_ = _fields(c_int64, "mixtures distinct taken repeated")
+
+
 class Call(Structure):
     """The rows of a pass and what they work on."""
 
@@ -136,6 +142,7 @@ class Call(Structure):
         ("logits", c_void_p),
         ("norm", POINTER(Norm)),
         ("seconds", POINTER(c_double)),
+        ("experts", POINTER(CountedExperts)),
         *_fields(c_int32, "n_rows n_hidden n_sequences n_lists n_threads is_bf16"),
     ]
 

@@ -23,6 +23,24 @@ struct Choice {  // of an expert by a row, and what its output is multiplied by
 
 // Scores of experts: the softmax of logits, or their sigmoids; or logits by which Phi's router chooses two (arXiv:2409.12136).
 enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER };
+
+// What rows took in a pass, over its mixtures: for each the number of distinct experts, shared ones not counted. Of rows
+// behind another row of their sequence: how many experts they took, and how many of these the row before took, too.
+struct ExpertCounts {
+    int64_t mixtures, distinct, taken, repeated;
+};
+
+// How many experts two rows have in common; their choices are in ascending order.
+static inline int64_t common(const Choice* a, const Choice* b, int n) {
+    int64_t found = 0;
+    for (int i = 0, j = 0; i < n && j < n;) {
+        if (a[i].expert == b[j].expert) found++, i++, j++;
+        else if (a[i].expert < b[j].expert) i++;
+        else j++;
+    }
+    return found;
+}
+
 struct Choosing {  // how experts are chosen by scores
     int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
     int32_t scores, normalised;   // what scores are; weights are divided by their sum

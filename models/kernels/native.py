@@ -16,19 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.costs import ExpertCounts
 from ...core.errors import SettingsError
 from ...core.settings import THREADS
-from ...core.types import KINDS, Kind, LayerSet
-from ..block_maps import BlockLinear
+from ...core.types import KINDS, Kind, LayerSet, PartForm
 from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
 from ..coded import GROUPS, ROWS, CodedLinear
-from ..norms import NormForm, form_of
+from ..norms import NormForm
 from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
 from .experts import choosing_of, correction_of, is_mean, maps_of
 from .layout import Unsupported
+from .limits import known_form, refuse_group, refuse_hooks
 from .mixers import convolution_of, delta_of, sequence_of
 
 if TYPE_CHECKING:
@@ -56,17 +57,6 @@ WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
 FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activation scale.
 
 
-def known_form(norm: Any, width: int, dtype: torch.dtype, device: torch.device, n_heads: int = 0) -> NormForm:
-    """Return what a norm of `width` values computes; see `form_of`.
-
-    Raises: Unsupported: it is of a kind that the kernels do not compute.
-    """
-    form = form_of(norm, width, dtype, device, n_heads)
-    if form is None:
-        raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")
-    return form
-
-
 @dataclass(slots=True)
 class Program:
     """The steps of a pass for some layer sets, and which layer sets' rows each row list holds."""
@@ -87,6 +77,7 @@ class NativePasses:
         self.library = kernels.path.stem
         # Seconds per kind of work in `layout.WORK`; None: not timed.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
+        self._experts = layout.CountedExperts()  # Of the passes since `taken_experts` was called last.
         if runtime.device.type != "cpu" or not runtime.one_device:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
@@ -103,7 +94,7 @@ class NativePasses:
     def forget(self) -> None:
         """Describe the model to the library again, after weights have moved in memory."""
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
-        self._parts: dict[tuple[str, int, str | None], ctypes.Structure] = {}
+        self._parts: dict[tuple[str, int, PartForm | None], ctypes.Structure] = {}
         self._norms: list[NormForm] = []
         self._held: list[Any] = []  # Tensors and arrays that parts point to.
         for block in self.runtime.blocks:
@@ -114,11 +105,11 @@ class NativePasses:
 
     # -- Describing the model to the library ---------------------------------------------------------------------------
 
-    def _part(self, kind: Kind, layer: int, name: str | None) -> ctypes.Structure:
-        key = (kind, layer, name)
+    def _part(self, kind: Kind, layer: int, form: PartForm | None) -> ctypes.Structure:
+        key = (kind, layer, form)
         if key not in self._parts:
             block = self.runtime.blocks[layer]
-            parts = block.parts if name is None else self.runtime.copies.parts(kind, layer, name)
+            parts = block.parts if form is None else self.runtime.copies.parts(kind, layer, form)
             if kind == "attn":
                 self._parts[key] = (self._mixer_of if block.n_taps else self._attention_of)(block, parts)
             else:
@@ -340,7 +331,13 @@ class NativePasses:
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         call.seconds = self.seconds
+        call.experts = ctypes.pointer(self._experts)
         run(self.kernels, call, hidden, program.steps, indices)
+
+    def taken_experts(self) -> ExpertCounts | None:
+        """Return what the rows of passes since the last call took of mixtures; None without any."""
+        n, self._experts = self._experts, layout.CountedExperts()
+        return ExpertCounts(n.distinct / n.mixtures, n.taken, n.repeated) if n.mixtures else None
 
     def _rotations(self, n_positions: int) -> ctypes.Array[layout.Rotation]:
         tables = (layout.Rotation * len(self._types))()
@@ -406,8 +403,8 @@ class NativePasses:
             if from_kept and members_by_kind["mlp"]:
                 add(layout.KEEP, block, None, everyone)
             for kind in KINDS:
-                for name, members in members_by_kind[kind]:
-                    part = self._part(kind, block.index, name)
+                for form, members in members_by_kind[kind]:
+                    part = self._part(kind, block.index, form)
                     add(STEPS[type(part)], block, part, members)
                     steps[-1].from_kept = from_kept and kind == "mlp"
         return Program((layout.Step * len(steps))(*steps), lists, held)
@@ -488,15 +485,3 @@ def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]
 def _likeliest(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
     logits = logits.contiguous()
     kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)
-
-
-def refuse_group(module: CodedLinear) -> None:
-    """Raises: Unsupported: the kernels know no groups of that size."""
-    if module.group not in GROUPS and not isinstance(module, BlockLinear):
-        raise Unsupported(f"groups of {module.group} weights are computed by torch")
-
-
-def refuse_hooks(module: nn.Module) -> None:
-    """Raises: Unsupported: the module has hooks, which the kernels would never call."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise Unsupported(f"a {type(module).__name__} with hooks is computed by torch")

@@ -122,6 +122,7 @@ struct Pass {
     void* logits;  // (rows of the LOGITS step, n_out)
     const Norm* norm;  // before LOGITS, null: none
     double* seconds;  // null, or where the seconds of each kind of work are added
+    ExpertCounts* experts;  // null, or where the counts of each mixture are added
     int32_t n_rows, n_hidden, n_sequences, n_lists, n_threads, is_bf16;
 };
 enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
@@ -851,7 +852,10 @@ template <class T> class Runner {
             if (part.has_shared)
                 choices[n_chosen - 1] = {n, part.shared_gate ? sigmoid_of(shared) : part.shared_scale};
         });
-        each(REST, thread, 1, 1, [&](int64_t, int64_t) { share_out(list.n, n_chosen, all); });
+        each(REST, thread, 1, 1, [&](int64_t, int64_t) {
+            share_out(list.n, n_chosen, all);
+            if (pass_.experts) count(list, n_chosen, part.has_shared);
+        });
         each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
             const Share& share = shares_[s];
             T* own = input_of(taken_.rows, share).rows;
@@ -920,6 +924,16 @@ template <class T> class Runner {
             memcpy(delta + at, last_ones, std::min(LANES, n - at) * sizeof(T));
         }
         add(part.after, part.added_scale, list, i);
+    }
+
+    void count(const RowList& list, int n_chosen, int n_shared) const {
+        ExpertCounts& counts = *pass_.experts;
+        const int n = n_chosen - n_shared;
+        counts.mixtures++, counts.distinct += shares_.n - n_shared;
+        for (int64_t i = 1; i < list.n; i++) {
+            if (places_[row_of(list, i)].sequence != places_[row_of(list, i - 1)].sequence) continue;
+            counts.taken += n, counts.repeated += common(choices_ + (i - 1) * n_chosen, choices_ + i * n_chosen, n);
+        }
     }
 
     // List which rows each expert computes, experts in ascending order.

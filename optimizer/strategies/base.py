@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from ...core.costs import ExpertCosts
 from ...core.errors import LayerSetError, SettingsError
 from ...core.serialization import Record
 from ...core.types import LayerSet, Trial
 
-Bits = tuple[int, ...]  # One entry per searchable sub-layer: 1 if it is skipped.
+# One entry per searchable sub-layer, 1 if it is skipped, and those of the numbers of experts where they are searched.
+Bits = tuple[int, ...]
 StudyKind = Literal["similarity", "knapsack", "clasp"]
 
 MAX_REDRAWS = 64  # Maximum exchanges to find a set not yet proposed; in small spaces none may be left.
@@ -39,6 +41,41 @@ class Study(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLevels:
+    """Numbers of experts that a draft may take in place of the model's, in each of `layers`.
+
+    `numbers` descend. A layer has a bit for each: 1 if the draft takes as many experts, or fewer.
+    """
+
+    layers: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, experts: ExpertCosts | None, n_layers: int) -> ExpertLevels | None:
+        """Return the levels of a model's inner layers: halves down to one expert, then the shared ones alone."""
+        if experts is None:
+            return None
+        numbers = [experts.n_chosen >> n_halvings for n_halvings in range(1, experts.n_chosen.bit_length())]
+        layers = tuple(layer for layer in experts.layers if 0 < layer < n_layers - 1)
+        numbers = [number for number in (*numbers, 0) if number >= experts.least]
+        return cls(layers, tuple(numbers)) if layers and numbers else None
+
+    def bits_of(self, layer_set: LayerSet) -> Bits:
+        """Return the bits of all layers; those of a layer whose MLP is skipped are 0."""
+        taken = [None if layer_set.skips("mlp", layer) else layer_set.experts_of(layer) for layer in self.layers]
+        return tuple(int(n is not None and n <= number) for n in taken for number in self.numbers)
+
+    def set_of(self, layer_set: LayerSet, bits: Bits) -> LayerSet:
+        """Return the set with the numbers of experts by `bits`: a layer's 1s count, wherever they are."""
+        n = len(self.numbers)
+        levels = [sum(bits[index * n : (index + 1) * n]) for index in range(len(self.layers))]
+        numbers = [
+            (f"mlp:{layer}", self.numbers[level - 1]) for layer, level in zip(self.layers, levels, strict=True) if level
+        ]
+        return replace(layer_set, experts=tuple(numbers))
+
+
+@dataclass(frozen=True, slots=True)
 class SearchProblem:
     """The space of a search: the sub-layers of `base`, whose formats every proposal keeps.
 
@@ -46,7 +83,8 @@ class SearchProblem:
           interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
           window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
           some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
-          sets are; n_skipped is then approximate.
+          sets are; n_skipped is then approximate. experts: numbers of experts that proposals may take, too; None: they
+          keep those of `base`. `savings` then go on with each bit's saving beside those before it.
     """
 
     base: LayerSet
@@ -57,10 +95,26 @@ class SearchProblem:
     window: int = 32
     savings: tuple[float, ...] | None = None
     project: Callable[[LayerSet], LayerSet] | None = None
+    experts: ExpertLevels | None = None
+
+    def bits_of(self, layer_set: LayerSet) -> Bits:
+        """Return a set as bits: of the searchable sub-layers, then of the numbers of experts that are searched."""
+        return layer_set.bits() + (() if self.experts is None else self.experts.bits_of(layer_set))
+
+    def set_of(self, bits: Bits) -> LayerSet:
+        """Return the set whose bits these are, with the formats of `base`."""
+        if self.experts is None:
+            return self.base.with_bits(bits)
+        n_searchable = len(self.base.bits())
+        return self.experts.set_of(self.base.with_bits(bits[:n_searchable]), bits[n_searchable:])
+
+    def canonical(self, bits: Bits) -> Bits:
+        """Return the bits of the same set that `bits_of` gives: several may stand for one number of experts."""
+        return bits if self.experts is None else self.bits_of(self.set_of(bits))
 
     def project_bits(self, bits: Bits) -> Bits:
-        """Return `bits`, or the nearest allowed set if `bits` is not allowed."""
-        return bits if self.project is None else self.project(self.base.with_bits(bits)).bits()
+        """Return `bits` in their canonical form, or the nearest allowed set if `bits` is not allowed."""
+        return self.canonical(bits) if self.project is None else self.bits_of(self.project(self.set_of(bits)))
 
 
 class Strategy(ABC):
@@ -147,7 +201,7 @@ class Strategy(ABC):
             bits = exchange(bits, rng)
         bits = self.problem.project_bits(bits)
         self.seen.add(bits)
-        return Proposal(self.problem.base.with_bits(bits), origin)
+        return Proposal(self.problem.set_of(bits), origin)
 
     def mark_seen(self, trial: Trial) -> Bits:
         """Return the bits of a trial's set, and mark it as seen.
@@ -160,7 +214,7 @@ class Strategy(ABC):
                 f"a trial of a model with {trial.layer_set.n_layers} layers was given to a search over "
                 f"{n_layers} layers: use one strategy per model"
             )
-        bits = trial.layer_set.bits()
+        bits = self.problem.bits_of(trial.layer_set)
         self.seen.add(bits)
         return bits
 

@@ -14,7 +14,7 @@ from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.types import LayerSet, Trial
-from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind, draw
+from .base import Bits, ExpertLevels, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind, draw
 
 if TYPE_CHECKING:
     from numpy import float64
@@ -38,6 +38,9 @@ TURN_HARM = 0.03
 SAVING_GAIN = 0.9
 OWN_DEVIATION = 0.05  # Prior deviation of each sub-layer's own effect; TOGETHER is that of the effect shared by all.
 SHARED_DEVIATION = 0.02
+# Prior turn of the residual stream by the first halving of a token's experts, as a share of its MLP's. A token's first
+# experts have the largest weights, so each further halving turns it twice as far.
+FIRST_HALVING_TURN = 0.1
 CONSTANT_DEVIATION = 1.0  # Prior standard deviation of the constant term.
 # Standard deviations of the noise, fitted to 330 scores of Qwen2.5-Coder-1.5B on HumanEval and to scores of unseen sets
 # over 32 windows.
@@ -61,10 +64,12 @@ class GuidedStrategy(Strategy):
     ) -> None:
         super().__init__(problem)
         self._study, self._n_studies, self._savings = study, n_studies, problem.savings
+        self._n_bits = len(problem.bits_of(problem.base))
         self._whole_layers = whole_layers
         n_layers = self.size // 2
         layers = [(layer, n_layers + layer) for layer in range(n_layers)]
-        self._units = layers if whole_layers else [*((layer,) for layer in range(self.size)), *layers]
+        self._units: list[tuple[int, ...]] = [*(() if whole_layers else ((i,) for i in range(self.size))), *layers]
+        self._units += expert_units(problem.experts, self.size)
         if problem.project is not None:
             # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
             self._units += [(n_layers + layer, layer + 1) for layer in range(n_layers - 1)]
@@ -77,7 +82,7 @@ class GuidedStrategy(Strategy):
         bits, origin = next(self._rank_candidates(rng), ((), ""))
         if not origin:
             n_skipped = self.n_skipped if self._savings is None else rng.randint(0, self.size)
-            bits, origin = draw(self.size, n_skipped, rng), "random"
+            bits, origin = self._padded(draw(self.size, n_skipped, rng)), "random"
         return self.claim_unseen(bits, origin, rng)
 
     def observe(self, trial: Trial) -> None:
@@ -100,9 +105,9 @@ class GuidedStrategy(Strategy):
         scored_sets = self._scored_sets()
         if not scored_sets:
             return in_use
-        leads = self._model().lead(scored_sets, in_use.bits(), LEAD_DEVIATIONS)
+        leads = self._model().lead(scored_sets, self.problem.bits_of(in_use), LEAD_DEVIATIONS)
         best_index = int(leads.argmax())
-        return self.problem.base.with_bits(scored_sets[best_index]) if leads[best_index] > 0 else in_use
+        return self.problem.set_of(scored_sets[best_index]) if leads[best_index] > 0 else in_use
 
     def state(self) -> dict[str, Any]:
         """Return the position and the studies."""
@@ -131,20 +136,35 @@ class GuidedStrategy(Strategy):
 
     def _is_allowed(self, bits: Bits) -> bool:
         n_layers = self.size // 2
-        if self._whole_layers and bits[:n_layers] != bits[n_layers:]:
+        if self._whole_layers and bits[:n_layers] != bits[n_layers : self.size]:
             return False
         return self._savings is not None or sum(bits) == self.n_skipped
 
     def _study_sets(self, effects: Array) -> list[Bits]:
         """Return the sets of all studies; where those have none, the units that add least first, in every size."""
-        sets_of_studies = dict.fromkeys(bits for study in self._studies.values() for bits in study.sets)
-        if sets_of_studies:
-            return list(sets_of_studies)
+        of_studies = dict.fromkeys(self._padded(bits) for study in self._studies.values() for bits in study.sets)
+        if of_studies:
+            return [*self._expert_sets(), *of_studies]
+        sets: dict[Bits, None] = {}
         skipped: set[int] = set()
         for unit in sorted(self._units, key=lambda unit: _added_loss(unit, effects)):
             skipped.update(unit)
-            sets_of_studies[tuple(int(index in skipped) for index in range(self.size))] = None
-        return list(sets_of_studies)
+            bits = tuple(int(index in skipped) for index in range(self._n_bits))
+            sets[self.problem.canonical(bits)] = None
+        return [*self._expert_sets(), *sets]
+
+    def _padded(self, bits: Bits) -> Bits:
+        """Return the bits of skipped sub-layers with those of experts, of which a token takes as many as the model."""
+        return bits + (0,) * (self._n_bits - self.size)
+
+    def _expert_sets(self) -> list[Bits]:
+        """Return the sets that skip nothing and take one number of experts in all layers."""
+        levels = self.problem.experts
+        if levels is None:
+            return []
+        n, n_layers = len(levels.numbers), len(levels.layers)
+        rows = [tuple(int(level <= chosen) for level in range(n)) * n_layers for chosen in range(n)]
+        return [(0,) * self.size + row for row in rows]
 
     def _climb(self, sampled_effects: Array, mean_effects: Array) -> list[Bits]:
         """Return unseen sets met while hill-climbing from the best scored set, best first, by the sampled model."""
@@ -195,7 +215,12 @@ class GuidedStrategy(Strategy):
         neighbour_sets = [
             tuple(1 - bit if index in flips else bit for index, bit in enumerate(bits)) for flips in flipped_bits
         ]
-        return [neighbour for neighbour in neighbour_sets if self.problem.project_bits(neighbour) == neighbour]
+        neighbour_sets = list(dict.fromkeys(map(self.problem.canonical, neighbour_sets)))
+        return [
+            neighbour
+            for neighbour in neighbour_sets
+            if neighbour != bits and self.problem.project_bits(neighbour) == neighbour
+        ]
 
     def _model(self) -> Posterior:
         """Return the model fitted to all studies and trials; refitted after each new one."""
@@ -206,9 +231,33 @@ class GuidedStrategy(Strategy):
             if self._studies:
                 turns = np.mean([study.turns for study in self._studies.values()], axis=0)
                 turns = turns / max(1e-12, float(turns.mean()))
-            savings = np.zeros(self.size) if self._savings is None else np.array(self._savings)
+            if self.problem.experts is not None:
+                of_mlps = turns[self.size // 2 :].tolist()
+                turns = np.append(turns, np.array(expert_turns(self.problem.experts, of_mlps)))
+            savings = np.zeros(self._n_bits) if self._savings is None else np.array(self._savings)
             self._cached_model = posterior(turns, savings, self._trials, self.problem.window)
         return self._cached_model
+
+
+def expert_units(levels: ExpertLevels | None, first: int) -> list[tuple[int, ...]]:
+    """Return the bits that a move flips together: each alone, and those of one number in all layers.
+
+    Args: first: index of the first bit.
+    """
+    if levels is None:
+        return []
+    n_bits, n = len(levels.layers) * len(levels.numbers), len(levels.numbers)
+    of_all = [tuple(range(first + level, first + n_bits, n)) for level in range(n)]
+    return [*((first + index,) for index in range(n_bits)), *of_all]
+
+
+def expert_turns(levels: ExpertLevels, mlp_turns: Sequence[float]) -> list[float]:
+    """Return how far the experts that each bit drops turn the residual stream, as a share of their MLP's turn.
+
+    Args: mlp_turns: of the inner layers' MLPs.
+    """
+    shares = [FIRST_HALVING_TURN * 2**level for level in range(len(levels.numbers))]
+    return [share * mlp_turns[layer - 1] for layer in levels.layers for share in shares]
 
 
 class ScoredSet(NamedTuple):

@@ -88,6 +88,11 @@ def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
     return "skipped" if layer_set.skips(kind, layer) else layer_set.format_of(kind, layer) or "kept"
 
 
+def experts_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> int | None:
+    """Return how many experts the draft takes in a sub-layer that it keeps; None: as many as the model."""
+    return layer_set.experts_of(layer) if kind == "mlp" and not layer_set.skips(kind, layer) else None
+
+
 def spans(layers: Iterable[int]) -> str:
     """Return numbers in words: 1–3, 7."""
     runs_of_layers: list[list[int]] = []
@@ -111,6 +116,13 @@ def map_words(layer_set: LayerSet) -> str:
             for state, layers in sorted(by_state.items(), key=lambda pair: len(pair[1]))
         ]
         sentences.append(f"{name[0].upper()}{name[1:]}: {'; '.join(phrases)}.")
+    by_number: dict[int, list[int]] = {}
+    for layer in range(layer_set.n_layers):
+        if (number := experts_of_part(layer_set, "mlp", layer)) is not None:
+            by_number.setdefault(number, []).append(layer)
+    if by_number:
+        phrases = [f"{number} in {spans(layers)}" for number, layers in sorted(by_number.items())]
+        sentences.append(f"Experts that a token takes: {'; '.join(phrases)}.")
     return f"{' '.join(sentences)} Head: {layer_set.format_of('head') or 'kept'}."
 
 
@@ -122,20 +134,24 @@ def differing_parts(first: LayerSet, second: LayerSet) -> list[SubLayer]:
         for kind in KINDS
         for i in range(n_layers)
         if state_of_part(first, kind, i) != state_of_part(second, kind, i)
+        or experts_of_part(first, kind, i) != experts_of_part(second, kind, i)
     ]
 
 
 def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()) -> Markup:
     """Draw attention and MLP by depth as SVG: kept, int8, fp8, int4 or skipped, by colour and by the mark in the cell.
 
-    The cells of a state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
+    A number in a cell is that of the experts that a token takes, where it takes fewer than the model. The cells of a
+    state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
     """
     grid = LayerGrid(layer_set.n_layers, ROW, 14)
     cells: dict[str, list[tuple[int, int]]] = {state: [] for state in STATES}
-    frames = []
+    frames, numbers = [], ""
     for row, kind in enumerate(KINDS):
         for i in range(layer_set.n_layers):
             x, y = grid.at(row, i)
+            if (number := experts_of_part(layer_set, kind, i)) is not None:
+                numbers += f'<text x="{x + 9}" y="{y + 15}" text-anchor="middle">{number}</text>'
             cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
             if (kind, i) in framed:
                 frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
@@ -150,8 +166,8 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
         path(f"mark on-{state}", (mark.format(x=x + 4, t=y + 5, m=y + 10, a=y + 7, b=y + 13) for x, y in cells[state]))
         for state, mark in MARKS.items()
     ]
-    size, description = (grid.width, key_y + 22), map_words(layer_set)
-    return svg("map", size, title, description, *paths, grid.labels, legend, path("differs", frames), left_x=-1)
+    size, description, labels = (grid.width, key_y + 22), map_words(layer_set), numbers + grid.labels
+    return svg("map", size, title, description, *paths, labels, legend, path("differs", frames), left_x=-1)
 
 
 def bar_map(n_layers: int, bars: Mapping[Kind, Sequence[float]], title: str, words: str, high: float) -> Markup:

@@ -32,25 +32,25 @@ class TriedSet(NamedTuple):
 def tried_sets(trials: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
     """Return the sets that were tried and whose costs are known, cheapest first."""
     # Set -> [first trial, number of trials, sum of matchness, sum of scores].
-    sums_by_set: dict[tuple[str, str, str | None], list[Any]] = {}
+    sums_by_set: dict[tuple[str, str, tuple[str, str]], list[Any]] = {}
     for trial in trials:
         if (set_sum := sums_by_set.get(trial.key)) is None:
             sums_by_set[trial.key] = [trial, 1, trial.matchness, trial.score]
         else:
             set_sum[1:] = set_sum[1] + 1, set_sum[2] + trial.matchness, set_sum[3] + trial.score
-    prices: dict[str | None, Callable[[str, str], float] | None] = {}
+    prices: dict[tuple[str, str], Callable[[str, str], float] | None] = {}
     sets = []
-    for (attn, mlp, formats), (first_trial, n, matchness, score) in sums_by_set.items():
-        if formats not in prices:
+    for (attn, mlp, forms), (first_trial, n, matchness, score) in sums_by_set.items():
+        if forms not in prices:
             full_set = replace(first_trial.layer_set, skip_attn=frozenset(), skip_mlp=frozenset())
-            prices[formats] = None if costs.missing(full_set) else cost_of(costs, full_set)
-        if (cost := prices[formats]) is not None:
+            prices[forms] = None if costs.missing(full_set) else cost_of(costs, full_set)
+        if (cost := prices[forms]) is not None:
             sets.append(TriedSet(first_trial, cost(attn, mlp), matchness / n, score / n, n))
     return sorted(sets, key=lambda trial: (trial.cost, -trial.matchness))
 
 
 def cost_of(costs: CostProfile, full_set: LayerSet) -> Callable[[str, str], float]:
-    """Return a function from skipped layers, JSON lists, to c; formats are those of `full_set`, which skips nothing.
+    """Return a function from skipped layers, JSON lists, to c; forms are those of `full_set`, which skips nothing.
 
     It is 20 times as fast as `CostProfile.draft_cost` per set. Results are rounded, so that equal costs compare equal.
     """

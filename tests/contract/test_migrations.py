@@ -79,6 +79,11 @@ def test_database_of_the_schema_0_1_0_becomes_as_a_new_one_and_keeps_its_rows(
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"include_object": is_named})
         assert compare_metadata(context, Base.metadata) == []
+    fewer = LayerSet(8, experts=(("mlp", 2), ("mlp:3", 1)))
+    with Store.open(empty_database_url) as store:
+        assert store.layer_set("m", "t", 1).layer_set == LayerSet(8, frozenset({3}))
+        version = store.add_layer_set(LayerSetRecord("m", "t", fewer)).version
+        assert version == 2 and store.layer_set("m", "t", version).layer_set == fewer
 
 
 def is_named(_: object, name: str | None, kind: str, *__: object) -> bool:

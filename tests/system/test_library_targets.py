@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from swiftopt.core.errors import ModelNotFound, SettingsError, UnsupportedModel
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import LayerSet, PartForm, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
@@ -161,7 +161,10 @@ def test_draft_copies_are_the_targets_own_maps(kind: dict[str, Any], tmp_path: P
     runtime = library_target(library_folder(tmp_path, kind))
     own = runtime.blocks[1].parts
     for name in ("int8", "int4"):
-        assert runtime.copies.parts("attn", 1, name) is own and runtime.copies.parts("mlp", 1, name) is own
+        assert (
+            runtime.copies.parts("attn", 1, PartForm(name)) is own
+            and runtime.copies.parts("mlp", 1, PartForm(name)) is own
+        )
     draft = LayerSet(4, frozenset({1}), formats=(("attn", "int4"), ("mlp", "int8"), ("head", "int8")))
     rule, ending = TokenRule.of(Sampling(), None), Ending(24)
     plain = decode(runtime, IDS, PLAIN, rule, ending)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import LayerSet, PartForm, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
@@ -134,8 +134,11 @@ def test_draft_copies_are_made_only_where_they_save_bits(tmp_path: Path) -> None
     four, eight = (native_target(tmp_path / name, "bfloat16") for name in ("four", "eight"))
     for name, runtime in (("int8", four), ("int4", four), ("int8", eight)):
         own = runtime.blocks[1].parts
-        assert runtime.copies.parts("attn", 1, name) is own and runtime.copies.parts("mlp", 1, name) is own
-    assert isinstance(eight.copies.parts("mlp", 1, "int4").mlp.up_proj, QuantisedLinear)
+        assert (
+            runtime.copies.parts("attn", 1, PartForm(name)) is own
+            and runtime.copies.parts("mlp", 1, PartForm(name)) is own
+        )
+    assert isinstance(eight.copies.parts("mlp", 1, PartForm("int4")).mlp.up_proj, QuantisedLinear)
     assert isinstance(four.copies.head("int4"), QuantisedLinear)  # the head is not quantised
     draft = LayerSet(4, frozenset({1}), formats=(("attn", "int4"), ("mlp", "int4"), ("head", "int4")))
     for runtime in (four, eight):
@@ -218,7 +221,7 @@ def test_a_draft_copies_only_parts_of_clearly_more_bits(
     runtime = load(str(path), device="cpu", speed="exact")
     runtime.copies.prepare(LayerSet(runtime.n_layers).filled("int4"))
     assert (runtime.copies.n_bytes > 0) == copied
-    assert (runtime.copies.parts("mlp", 0, "int4").mlp is not runtime.blocks[0].parts.mlp) == copied
+    assert (runtime.copies.parts("mlp", 0, PartForm("int4")).mlp is not runtime.blocks[0].parts.mlp) == copied
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])

@@ -16,7 +16,7 @@ from torch import nn
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Sampling
+from swiftopt.core.types import LayerSet, PartForm, Sampling
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
@@ -182,7 +182,7 @@ def test_a_copy_of_a_model_that_accelerate_spread_runs_its_own_maps() -> None:
     attach_align_device_hook_on_blocks(spread.hf_model, execution_device={"": torch.device("cpu")})
     assert "forward" in vars(spread.blocks[0].parts.mlp)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-    own, found = (each.copies.parts("mlp", 0, "int4").mlp for each in (plain, spread))
+    own, found = (each.copies.parts("mlp", 0, PartForm("int4")).mlp for each in (plain, spread))
     assert torch.equal(found(x), own(x)) and not torch.equal(found(x), plain.blocks[0].parts.mlp(x))
     assert torch.equal(spread.blocks[0].parts.mlp(x), plain.blocks[0].parts.mlp(x))  # which keeps its hook
     draft = LayerSet(4).filled("int4")
@@ -199,7 +199,7 @@ def test_draft_of_quantised_parts_is_the_model_with_those_weights(family: str) -
     formats = (("attn", "int8"), ("mlp", "int4"))
     for layer, block in enumerate(other.blocks):
         for kind in ("attn", "mlp"):
-            parts = runtime.copies.parts(kind, layer, dict(formats)[kind])  # type: ignore[arg-type]
+            parts = runtime.copies.parts(kind, layer, PartForm(dict(formats)[kind]))  # type: ignore[arg-type]
             assert parts is not runtime.blocks[layer].parts
             own = [*block.parts.qkv, block.parts.out] if kind == "attn" else [block.parts.mlp]
             for module in (part for each in own for part in each.modules()):
@@ -278,7 +278,7 @@ def test_copies_of_a_known_model_are_kept_and_read_by_the_next_process(
     assert steps and len(list(tmp_path.rglob("*.safetensors"))) == 3  # attention, MLPs, head
     steps.clear()
     second.copies.prepare(draft, steps.append)
-    kept = [module.codes for layer in range(4) for module in (second.copies.parts("attn", layer, name).out,)]
+    kept = [module.codes for layer in range(4) for module in (second.copies.parts("attn", layer, PartForm(name)).out,)]
     assert all(codes.data_ptr() % 64 == 0 for codes in kept)  # torch's int8 kernel dies of others
     assert steps == [] and second.copies.n_bytes == first.copies.n_bytes
     rows = Rows([3, 1, 4], 0, variants=(draft,))

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
 
 from swiftopt.models.kernels.layout import LAYER, RMS, RMS_PLUS_ONE, RMS_WIDE, Unsupported
-from swiftopt.models.kernels.native import known_form
+from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.norms import form_of
 
 WIDTH = 24

@@ -24,13 +24,13 @@ from transformers.activations import ACT2FN
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
-from swiftopt.core.types import LayerSet
+from swiftopt.core.types import LayerSet, PartForm
 from swiftopt.models.blocks import RotaryTables, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.families import HeadLayout
 from swiftopt.models.fused import GATES, GatedMlp, fuse
-from swiftopt.models.kernels.native import known_form
+from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
 from swiftopt.models.row_invariant import make_row_invariant
@@ -406,7 +406,7 @@ def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
     runtime.copies.lay_out(packed=seconds)
     assert not seen
     for name, ours in ours_take.items():
-        maps = [runtime.copies.parts("attn", layer, name).out for layer in (0, 1)]
+        maps = [runtime.copies.parts("attn", layer, PartForm(name)).out for layer in (0, 1)]
         assert [each.packed for each in maps] == [ours < 1.0] * 2
         assert seen == [(name, packed, n) for packed in (False, True) for n in (1, 4)]
         seen.clear()
@@ -415,7 +415,7 @@ def test_drafts_use_the_kernel_that_takes_less_time_in_their_format() -> None:
 def test_a_kernel_that_cannot_be_timed_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
     runtime = here(tiny_runtime("llama", torch.float32))
     runtime.copies.lay_out(packed=lambda task: 1 / 0)
-    assert not runtime.copies.parts("attn", 0, "int8").out.packed
+    assert not runtime.copies.parts("attn", 0, PartForm("int8")).out.packed
     assert "our kernel for drafts in int8 is not used here: division by zero" in caplog.text
 
 
