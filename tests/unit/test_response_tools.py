@@ -110,3 +110,11 @@ def test_thoughts_without_a_text_are_left_out_and_named() -> None:
     body = asked(input=items, tools=[PATCH])
     roles = [message.role for message in body.chat().messages]
     assert roles == ["user", "assistant", "tool"] and "input[1]" in body.ignored
+
+
+def test_a_form_of_the_text_has_no_effect_where_a_tool_must_be_called() -> None:
+    """instructor sends both, the schema of the text and a tool that has to be called with the same."""
+    form = {"format": {"type": "json_schema", "name": "read", "schema": PARAMETERS}}
+    chat = asked(tools=[READ], tool_choice={"type": "function", "name": "read"}, text=form).chat()
+    [request] = chat.requests("")
+    assert request.forced == (0,) and request.json_schema is None and "response_format" in chat.ignored
