@@ -146,7 +146,7 @@ def without_data(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> Runtime:
         block.device = META
     runtime.reads_late = True
     monkeypatch.setattr(device_attention, "store", lambda query, *args: query)
-    monkeypatch.setattr(device_attention, "attend", lambda query, *args: torch.empty_like(query).flatten(1))
+    monkeypatch.setattr(device_attention, "attend", lambda query, *args, **options: torch.empty_like(query).flatten(1))
     if graphs:
         runtime.graphs = GraphPasses(runtime, lambda static: static.run)
     return runtime
