@@ -40,7 +40,7 @@ class Bounds:
 
 TINY = 1e-30  # Floats that must be above 0 are at least this.
 LAYERS, HEADS, WIDTH = Bounds(1, 1 << 10), Bounds(1, 1 << 12), Bounds(1, 1 << 20)
-TAPS, EXPERTS = Bounds(1, 1 << 6), Bounds(0, 1 << 12)
+TAPS, EXPERTS, GROUPS = Bounds(1, 1 << 6), Bounds(0, 1 << 12), Bounds(1, 1 << 12)
 VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 << 30)
 EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
 THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
@@ -58,15 +58,27 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), EXPERTS),
-    **dict.fromkeys(("sliding_window", "max_window_layers"), COUNT),
+    **dict.fromkeys(("block_multiple_of",), WIDTH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), EXPERTS),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), EXPERTS),
+    **dict.fromkeys(("n_group", "topk_group"), GROUPS),
+    **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "no_rope_layer_interval"), LAYERS),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "first_k_dense_replace", "num_dense_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), SHARE),
-    **dict.fromkeys(("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"), FACTOR),
+    **dict.fromkeys(("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "alpha"), FACTOR),
+    "block_ffn_dim_multiplier": FACTOR,
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), AMOUNT),
+    **dict.fromkeys(("llama_4_scaling_beta", "routed_scaling_factor", "router_scaling_factor", "moe_norm_min"), AMOUNT),
+    **dict.fromkeys(("swiglu_alpha", "router_jitter_noise", "input_jitter_noise", "router_aux_loss_coef"), AMOUNT),
+    **dict.fromkeys(
+        ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout"), EPSILON
+    ),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "activation_dropout", "layerdrop", "dropout"), EPSILON),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), AMOUNT),
-    **dict.fromkeys(("logits_scaling", "logit_scale", "clip_qkv"), CAP),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "clip_qkv", "swiglu_limit"), CAP),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), CAP),
 }
 
@@ -76,7 +88,8 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
 
     Raises: ModelNotFound: one is out of bounds, no finite number, or nested too deeply.
     """
-    for name, value in _numbers(values, path):
+    per_layer = (name for name, types in PER_LAYER.items() if values.get("model_type") in types)
+    for name, value in _numbers(values, path, frozenset((*LISTS, *per_layer))):
         bounds = BOUNDS.get(name)
         if bounds is not None and not bounds.holds(value):
             raise ModelNotFound(f"{path} has {name} = {shown(value)}, which is not {bounds.words}: {ADVICE}")
@@ -84,26 +97,33 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
             raise ModelNotFound(f"{path} has {name} = {value}, which is no number to compute with: {ADVICE}")
 
 
-def _numbers(values: Any, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield each value that is neither null, an object nor a list, with the field that it is in."""
+def _numbers(
+    values: Any, path: Path, lists: frozenset[str], name: str = "", depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Yield each value that is neither null, an object nor a list, with the field that it is in.
+
+    Args: lists: fields of `BOUNDS` that may have several numbers.
+    """
     if depth > DEEPEST:
         raise ModelNotFound(f"{path} nests its values deeper than {DEEPEST} levels: {ADVICE}")
     if isinstance(values, Mapping):
         if name in BOUNDS:
             raise ModelNotFound(f"{path} has an object as {name}, which is not {BOUNDS[name].words}: {ADVICE}")
         for key, value in values.items():
-            yield from _numbers(value, path, str(key), depth + 1)
+            yield from _numbers(value, path, lists, str(key), depth + 1)
     elif isinstance(values, list):
-        if name in BOUNDS and name not in LISTS:
+        if name in BOUNDS and name not in lists:
             raise ModelNotFound(f"{path} has a list as {name}, which is not {BOUNDS[name].words}: {ADVICE}")
         for value in values:
-            yield from _numbers(value, path, name, depth + 1)
+            yield from _numbers(value, path, lists, name, depth + 1)
     elif values is not None:
         yield name, values
 
 
 UNBOUNDED = "time_step_limit"  # Infinite in configs of Granite 4, whose layers with a state are not computed here.
 LISTS = ("short_factor", "long_factor")  # Fields of `BOUNDS` that have a number for each rotary frequency.
+# Fields of `BOUNDS` that may have a number for each layer, and the types of model whose configs have them so.
+PER_LAYER = {"moe_topk": ("hunyuan_v1_moe",), "moe_intermediate_size": ("hunyuan_v1_moe",)}
 
 
 def shown(value: Any) -> str:
@@ -125,9 +145,11 @@ def check_together(config: Any, path: Path) -> None:
         )
     if not getattr(config, "head_dim", None) and hidden % heads.n_heads:
         raise ModelNotFound(f"{path} has a hidden size of {hidden} for {heads.n_heads} heads, no multiple: {ADVICE}")
-    n_experts, n_chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
-    if n_experts and n_chosen and n_chosen > n_experts:
-        raise ModelNotFound(f"{path} has {n_chosen} experts of a token and {n_experts} in all: {ADVICE}")
+    for name in PER_LAYER:
+        numbers = getattr(config, name, None)
+        if isinstance(numbers, list) and len(numbers) != layers:
+            raise ModelNotFound(f"{path} has {len(numbers)} numbers as {name} for {layers} layers: {ADVICE}")
+    _check_experts(config, path)
     types = getattr(config, "layer_types", None)
     if types is not None and len(types) != layers:
         raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
@@ -145,6 +167,33 @@ def check_together(config: Any, path: Path) -> None:
             if factors is not None and (not isinstance(factors, list) or len(factors) != width // 2):
                 n_factors = len(factors) if isinstance(factors, list) else shown(factors)
                 raise ModelNotFound(f"{path} has {n_factors} as {name} for {width // 2} frequencies: {ADVICE}")
+
+
+def _check_experts(config: Any, path: Path) -> None:
+    """Check that a token's experts, and the groups that it chooses them from, are among those that there are."""
+    n_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    n_chosen = _first(config, "num_experts_per_tok", "moe_k", "moe_topk")
+    most_chosen = max(n_chosen, default=0) if isinstance(n_chosen, list) else n_chosen or 0
+    if n_experts and most_chosen > n_experts:
+        raise ModelNotFound(f"{path} has {most_chosen} experts of a token and {n_experts} in all: {ADVICE}")
+    n_groups, n_chosen_groups = (getattr(config, name, None) or 1 for name in ("n_group", "topk_group"))
+    if not n_experts or n_groups == 1 == n_chosen_groups:
+        return
+    # A group counts for as much as its two best experts.
+    if n_experts % n_groups or n_experts < 2 * n_groups or n_chosen_groups > n_groups:
+        raise ModelNotFound(
+            f"{path} has {n_experts} experts in {n_groups} groups, of which a token takes {n_chosen_groups}: {ADVICE}"
+        )
+    if most_chosen > n_chosen_groups * (n_experts // n_groups):
+        raise ModelNotFound(
+            f"{path} has {most_chosen} experts of a token in {n_chosen_groups} of {n_groups} groups of"
+            f" {n_experts // n_groups}: {ADVICE}"
+        )
+
+
+def _first(config: Any, *names: str) -> Any:
+    """Return the first of these fields that a config has; None: it has none."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def rotations(config: Any) -> list[Mapping[str, Any]]:
