@@ -342,7 +342,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
 
 @bench.command(
     short_help="Recorded conversations of coding agents, beside llama.cpp's server.",
-    common="model gguf lengths per_length turns max_new_tokens parts ways png db as_json",
+    common="model gguf words per_length turns max_new_tokens parts ways png db as_json",
 )
 @options.model
 @option(commands.MACHINE, "--gguf", metavar="FILE", help="What llama.cpp runs.  [default: --model, if that is a file]")

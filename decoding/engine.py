@@ -371,7 +371,9 @@ class Engine:
             request.granted = request.granted._replace(n_read=n_read, state=state)
             if perf_counter() > until:
                 return None
-        return request.granted
+        # A request that ends, or whose buffer grows, must not hold this buffer.
+        granted, request.granted, request.stored_blocks = request.granted, None, iter(())
+        return granted
 
     def _fits(self, n_bytes: int) -> bool:
         return self.memory is None or self.n_bytes + n_bytes <= self.memory

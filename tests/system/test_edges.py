@@ -146,11 +146,11 @@ def test_costs_are_measured_as_far_as_memory_goes(
     buffers: list[weakref.ref[KVBuffer]] = []
 
     class Small(Runtime):
-        def new_buffer(self, capacity: int) -> KVBuffer:
+        def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
             assert not any(ref() is not None for ref in buffers), "dropped before a larger one is made"
             if what == "buffer" and capacity > 256 + 256:
                 raise error()
-            buffer = super().new_buffer(capacity)
+            buffer = super().new_buffer(capacity, n_rows, lag)
             buffers.append(weakref.ref(buffer))
             return buffer
 

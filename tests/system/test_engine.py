@@ -300,10 +300,10 @@ def test_what_was_kept_goes_before_a_request_fails_for_want_of_memory() -> None:
     own, engine = parts("llama"), Engine(PLENTY)
 
     class Full(Runtime):
-        def new_buffer(self, capacity: int) -> KVBuffer:
+        def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
             if engine.kept_bytes:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().new_buffer(capacity)
+            return super().new_buffer(capacity, n_rows, lag)
 
     engine.add(request(own, PLAIN, words(1, 20), SAMPLINGS[0], 6))
     finish(engine)

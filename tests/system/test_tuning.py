@@ -137,8 +137,8 @@ def test_prompts_side_by_side_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -
     """As in an engine: the memory holds three of eight, also where some begin in the step in which others end."""
     made, alive, most = Runtime.new_buffer, weakref.WeakSet[KVBuffer](), list[int]()
 
-    def noting(runtime: Runtime, capacity: int) -> KVBuffer:
-        alive.add(buffer := made(runtime, capacity))
+    def noting(runtime: Runtime, capacity: int, *sizes: Any) -> KVBuffer:
+        alive.add(buffer := made(runtime, capacity, *sizes))
         most.append(runtime.slot_bytes * sum(each.capacity for each in alive))
         return buffer
 
@@ -399,11 +399,11 @@ def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_te
     """The buffer of the text alone has 104 slots; 32 candidates and the set in use want more than twice as many."""
     made, capacities = Runtime.new_buffer, list[int]()
 
-    def small(runtime: Runtime, capacity: int) -> KVBuffer:
+    def small(runtime: Runtime, capacity: int, *sizes: Any) -> KVBuffer:
         if short == "on the device" and capacity > 120:
             raise torch.OutOfMemoryError("CUDA out of memory")
         capacities.append(capacity)
-        return made(runtime, capacity)
+        return made(runtime, capacity, *sizes)
 
     monkeypatch.setattr(Runtime, "new_buffer", small)
     search, rule, ids = beside_a_request(max_steps=60, candidates=32)
