@@ -345,7 +345,11 @@ def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
     common="model gguf words per_length turns max_new_tokens parts ways png db as_json",
 )
 @options.model
-@option(commands.MACHINE, "--gguf", metavar="FILE", help="What llama.cpp runs.  [default: --model, if that is a file]")
+@option(
+    *(commands.MACHINE, "--gguf"),
+    type=value_types.FILE,
+    help="What llama.cpp runs.  [default: --model, if that is a file]",
+)
 @measurement("--lengths", "words", default="8000,16000,24000", help="Lengths of the conversations, in tokens.")
 @measurement("--per-length", type=positive, default=2, show_default=True, help="Conversations of each length.")
 @measurement("--turns", type=positive, default=4, show_default=True, help="Answers of a conversation, its last ones.")

@@ -153,6 +153,9 @@ class Record:
             optional_keys = {
                 _key(field) for field in dataclasses.fields(cast(Any, cls)) if "exclude_if" in field.metadata
             }
+            # A field that the flat record may leave out, unless this one computes it.
+            flat_optional_keys = flat_schema.get("properties", {}).keys() - flat_schema.get("required", ())
+            optional_keys |= flat_optional_keys - set(cls.COMPUTED)
             definition["required"] = [name for name in definition["properties"] if name not in optional_keys]
         return reference
 

@@ -86,8 +86,9 @@ def refuse_experts(layer_set: LayerSet, blocks: Sequence[Block]) -> None:
     for mlp, named, layer in mixtures:
         number, most, least = layer_set.experts_of(layer), n_chosen(mlp, named), least_chosen(mlp, named)
         if number is not None and not least <= number <= most:
+            advice = f"use {least} to {most}" if least < most else "use the set without experts"
             raise LayerSetError(
-                f"the layer set takes {number} experts, but a token of this model takes {most}: use {least} to {most}"
+                f"the layer set takes {number} experts, but a token of this model takes {most}: {advice}"
             )
 
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import JSONResponse, Response
 
 from ..core.errors import InvalidInput, ServiceUnreachable, StoreError
@@ -43,6 +43,14 @@ tuning_router = APIRouter(prefix="/v1", tags=["tuning"])
 usage_router = APIRouter(prefix="/v1", tags=["usage"])
 
 KEY_NAME = Query(description="Name of one key; an admin's key, or a server without keys, may name any.", max_length=64)
+
+
+def _day(text: object) -> object:
+    """Refuse what pydantic would take for a number of seconds."""
+    if isinstance(text, str) and text.count("-") != 2:
+        raise ValueError("it is not a day: use one such as 2026-11-01")
+    return text
+
 
 SINCE = Query(description="A day (UTC, `2026-11-01`): what all servers of the database have counted from it on.")
 
@@ -154,7 +162,7 @@ async def usage(
     app: Shared,
     request: Request,
     key: Annotated[str | None, KEY_NAME] = None,
-    since: Annotated[date | None, SINCE] = None,
+    since: Annotated[date | None, SINCE, BeforeValidator(_day)] = None,
 ) -> Response:
     """Requests, tokens and saved seconds by API key and model: since this server's start, or of all servers from a day.
 

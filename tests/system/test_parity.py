@@ -145,7 +145,7 @@ def test_swift_accepts_side_leaves_somewhere() -> None:
             move(self, source, target)
 
     first = runtime.blocks[0]
-    runtime.new_buffer = lambda capacity: Counting(  # type: ignore[method-assign]
+    runtime.new_buffer = lambda capacity, *sizes: Counting(  # type: ignore[method-assign]
         [b.device for b in runtime.blocks], first.heads.n_kv_heads, first.heads.width, capacity, runtime.dtype
     )
     for seed in range(4):
