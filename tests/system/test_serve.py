@@ -928,7 +928,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "tools[0].function.parameters",
         "is 5: use an object",
     ),
-    (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search': use 'function'"),
+    (RESPONSE, {"tools": [{"type": "of_no_kind"}]}, "tools[0].type", "only functions and custom tools"),
     (CHAT, {"tool_choice": NAMED}, "tool_choice", "there is no tool 'add'"),
     (
         CHAT,
