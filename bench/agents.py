@@ -88,33 +88,33 @@ class TurnReplay:
 
     def run(
         self,
-        found: Sequence[RecordedConversation],
+        recorded: Sequence[RecordedConversation],
         tokenizer: Any,
         results: list[WayRuns],
         note: Callable[[str], None],
     ) -> None:
         """Fill in a `WayRuns` per way; a way that fails keeps the reason, and the others go on."""
         results += [WayRuns(way) for way in self.ways]
-        turns = [turn for conversation in found for turn in conversation.turns]
+        turns = [turn for conversation in recorded for turn in conversation.turns]
         n_ctx = max(len(turn.prompt_ids) + self.n_answer(turn) for turn in turns) + ROOM
         to_text = tokenizer.decode
         players: dict[str, Player] = {}
         with ExitStack() as stack:
-            for own in results:
-                with _keeping_reason(own, note):
-                    players[own.way] = self._player(own.way, n_ctx, to_text, note)
-                    stack.callback(players[own.way].close)
+            for way_runs in results:
+                with _keeping_reason(way_runs, note):
+                    players[way_runs.way] = self._player(way_runs.way, n_ctx, to_text, note)
+                    stack.callback(players[way_runs.way].close)
                     # Nothing that the first prompt begins with, lest it be cached.
-                    players[own.way].answer(turns[0].answer_ids[-WARM_TOKENS:], WARM_TOKENS)
+                    players[way_runs.way].answer(turns[0].answer_ids[-WARM_TOKENS:], WARM_TOKENS)
             n_turns = 0
-            for conversation in found:
+            for conversation in recorded:
                 for i, turn in enumerate(conversation.turns):
                     shift = n_turns % len(results)
                     n_turns += 1
-                    for own in [*results[shift:], *results[:shift]]:
-                        if not own.reason:
-                            with _keeping_reason(own, note):
-                                self._answer(players[own.way], own, conversation, i, turn, tokenizer, note)
+                    for way_runs in [*results[shift:], *results[:shift]]:
+                        if not way_runs.reason:
+                            with _keeping_reason(way_runs, note):
+                                self._answer(players[way_runs.way], way_runs, conversation, i, turn, tokenizer, note)
 
     def n_answer(self, turn: RecordedTurn) -> int:
         return min(len(turn.answer_ids), self.most_tokens)
@@ -131,7 +131,7 @@ class TurnReplay:
     def _answer(
         self,
         player: Player,
-        own: WayRuns,
+        way_runs: WayRuns,
         conversation: RecordedConversation,
         number: int,
         turn: RecordedTurn,
@@ -143,21 +143,21 @@ class TurnReplay:
         share = repeated_share(tokenizer(written.text, add_special_tokens=False)["input_ids"])
         place = (conversation.id, conversation.length, number, len(turn.prompt_ids), n_tokens)
         times = round(written.seconds, 4), round(written.first_s, 4)
-        own.turns.append(ReplayedTurn(*place, *times, written.cached, round(share, 4)))
-        own.peak_bytes = max(own.peak_bytes, memory_of(player.pid).peak)
+        way_runs.turns.append(ReplayedTurn(*place, *times, written.cached, round(share, 4)))
+        way_runs.peak_bytes = max(way_runs.peak_bytes, memory_of(player.pid).peak)
         note(
-            f"{conversation.id}, turn {number + 1}, {own.way}: {written.seconds:.1f} s,"
+            f"{conversation.id}, turn {number + 1}, {way_runs.way}: {written.seconds:.1f} s,"
             f" first token after {written.first_s:.1f} s, {written.cached} of {len(turn.prompt_ids)} tokens cached"
         )
 
 
 @contextmanager
-def _keeping_reason(own: WayRuns, note: Callable[[str], None]) -> Iterator[None]:
+def _keeping_reason(way_runs: WayRuns, note: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except (EngineFailed, SwiftoptError) as error:
-        own.reason = str(error)
-        note(f"{own.way}: {error}")
+        way_runs.reason = str(error)
+        note(f"{way_runs.way}: {error}")
 
 
 def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
@@ -165,27 +165,29 @@ def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
 
     Only turns that every way has answered count, so that a way that failed late is compared with what it did.
     """
-    running = [own for own in results if own.turns]
-    answered = [{(run.conversation, run.length, run.turn) for run in own.turns} for own in running]
+    running = [way_runs for way_runs in results if way_runs.turns]
+    answered = [{(run.conversation, run.length, run.turn) for run in way_runs.turns} for way_runs in running]
     common = set.intersection(*answered) if answered else set()
     rows = []
     for length in sorted({length for _, length, _ in common}):
         by_way = {
-            own.way: [
-                run for run in own.turns if (run.conversation, run.length, run.turn) in common and run.length == length
+            way_runs.way: [
+                run
+                for run in way_runs.turns
+                if (run.conversation, run.length, run.turn) in common and run.length == length
             ]
-            for own in running
+            for way_runs in running
         }
         bases = {
             kind: min((_seconds(by_way[way], kind) for way in LLAMA_CPP if way in by_way), default=None)
             for kind in ("whole", "later")
         }
-        for own in running:
-            runs = by_way[own.way]
+        for way_runs in running:
+            runs = by_way[way_runs.way]
             seconds = {kind: _seconds(runs, kind) for kind in bases}
             rows.append(
                 {
-                    **{"way": own.way, "length": length, "turns": len(runs)},
+                    **{"way": way_runs.way, "length": length, "turns": len(runs)},
                     **{f"{kind}_s": round(value, 3) for kind, value in seconds.items()},
                     **{
                         f"{kind}_ratio": round(base / seconds[kind], 4) if base and seconds[kind] else None
@@ -195,7 +197,7 @@ def summary(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
                     "later_first_token_s": _mean([run.first_s for run in runs if run.turn]),
                     "cached": round(sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs), 4),
                     "repeated": _mean([run.repeated for run in runs]),
-                    "peak_bytes": own.peak_bytes or None,
+                    "peak_bytes": way_runs.peak_bytes or None,
                 }
             )
     return rows
@@ -214,10 +216,10 @@ def replay_report(results: Sequence[WayRuns]) -> list[dict[str, Any]]:
     """Return each way's turns, as the report has them."""
     return [
         {
-            **{"way": own.way, "reason": own.reason or None, "peak_bytes": own.peak_bytes or None},
-            "turns": [asdict(turn) for turn in own.turns],
+            **{"way": way_runs.way, "reason": way_runs.reason or None, "peak_bytes": way_runs.peak_bytes or None},
+            "turns": [asdict(turn) for turn in way_runs.turns],
         }
-        for own in results
+        for way_runs in results
     ]
 
 
@@ -253,7 +255,9 @@ class Agents:
             self._tokenizer = load_tokenizer(folder)
         path = recordings_file(note) if request.recordings is None else Path(request.recordings)
         cases = read_cases(path)
-        self.found = list(conversations(cases, self._tokenizer, request.lengths, request.per_length, request.turns))
+        self.conversations = list(
+            conversations(cases, self._tokenizer, request.lengths, request.per_length, request.turns)
+        )
         self._recorded: dict[str, list[Foreseen]] = {}
         self._replayed: list[WayRuns] = []
 
@@ -266,7 +270,7 @@ class Agents:
             if "replay" in self.request.parts:
                 self._replay()
         except KeyboardInterrupt:
-            if not self._recorded and not any(own.turns for own in self._replayed):
+            if not self._recorded and not any(way_runs.turns for way_runs in self._replayed):
                 raise
             interrupted = True
         return self._report(interrupted)
@@ -277,7 +281,7 @@ class Agents:
             runtime = load(model)
             methods = drafters(runtime, store, self._note)
             self._recorded = {name: [] for name in methods}
-            measure(runtime, self.found, methods, model.max_new_tokens, self._recorded, self._note)
+            measure(runtime, self.conversations, methods, model.max_new_tokens, self._recorded, self._note)
 
     def _replay(self) -> None:
         model, threads = self.request.model, torch.get_num_threads()
@@ -288,7 +292,7 @@ class Agents:
             *(model.model, gguf, [*placement, f"--threads={threads}", "--concurrency=1", *stored], threads),
             *(model.max_new_tokens, self.request.ways),
         )
-        replay.run(self.found, self._tokenizer, self._replayed, self._note)
+        replay.run(self.conversations, self._tokenizer, self._replayed, self._note)
 
     def _report(self, interrupted: bool) -> dict[str, Any]:
         request = self.request
@@ -300,7 +304,7 @@ class Agents:
             "device": device_name(torch.device("cpu" if request.model.device == "auto" else request.model.device)),
             "threads": torch.get_num_threads(),
             "lengths": list(request.lengths),
-            "conversations": len(self.found),
+            "conversations": len(self.conversations),
             "turns": request.turns,
             "max_new_tokens": request.model.max_new_tokens,
             "interrupted": interrupted,

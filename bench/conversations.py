@@ -87,10 +87,11 @@ def conversations(
     sessions = {case["source_session_id"]: case for case in cases}  # The longest recording of each comes last.
     for length in sorted(lengths):
         cut = (_cut(case, tokenizer, length, n_turns) for case in sessions.values())
-        found = [own for own in cut if own.turns and own.n_tokens >= NEAR * length]
-        if not found:
+        long_enough = [recorded for recorded in cut if recorded.turns and recorded.n_tokens >= NEAR * length]
+        if not long_enough:
             raise InvalidInput(f"no recorded conversation has {length} tokens for this model: name other --lengths")
-        yield from sorted(found, key=lambda own: -sum(len(turn.answer_ids) for turn in own.turns))[:per_length]
+        long_enough.sort(key=lambda recorded: -sum(len(turn.answer_ids) for turn in recorded.turns))
+        yield from long_enough[:per_length]
 
 
 def _cut(case: Mapping[str, Any], tokenizer: Any, length: int, n_turns: int) -> RecordedConversation:

@@ -65,8 +65,8 @@ def main(layers: int, prompt_tokens: int, chat_tokens: int) -> None:
     text = [(7 * i * i + 3 * i) % (TOKENS - 2) + 2 for i in range(chat_tokens)]
     report["rows_8_by_1"] = {name: _quotient_of_rows(hybrid, name) for name in ("int4", None)}
     seconds = [[_read_s(runtime, text[:prompt_tokens]) for runtime in (hybrid, attention)] for _ in range(3)]
-    report["prompt_s"] = [min(own) for own in zip(*seconds, strict=True)]
-    report["prompt_by_attention"] = median(own / others for own, others in seconds)
+    report["prompt_s"] = [min(runs) for runs in zip(*seconds, strict=True)]
+    report["prompt_by_attention"] = median(of_hybrid / others for of_hybrid, others in seconds)
     report["second_turn"] = _second_turn(hybrid, text)
     state, drafting = hybrid.state_bytes(1), hybrid.state_bytes(1 + ROWS)
     report["state_bytes"], report["drafting_8_rows"] = state, drafting / state - 1

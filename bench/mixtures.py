@@ -75,11 +75,11 @@ def file(shape: str, path: Path, layers: int) -> None:
     """Write a GGUF file of some layers with random weights; llama.cpp loads it, too."""
     import gguf
 
-    own, rng = SHAPES[shape], np.random.default_rng(0)
-    writer = gguf.GGUFWriter(str(path), own.architecture, use_temp_file=False)
+    mixture, rng = SHAPES[shape], np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(path), mixture.architecture, use_temp_file=False)
     writer.add_name(f"{shape}, {layers} layers of random weights")
-    for name, value in _settings(own, layers).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{own.architecture}.{name}", value)
+    for name, value in _settings(mixture, layers).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{mixture.architecture}.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     letters = [*map(chr, range(33, 127)), "ab"]
@@ -88,7 +88,7 @@ def file(shape: str, path: Path, layers: int) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    tensors = list(_tensors(own, layers, rng))
+    tensors = list(_tensors(mixture, layers, rng))
     for name, size, kind, _ in tensors:
         raw = _raw_shape(size, kind)
         own_type = gguf.GGMLQuantizationType[kind]
@@ -104,22 +104,22 @@ def file(shape: str, path: Path, layers: int) -> None:
     click.echo(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
 
 
-def _settings(own: MixtureShape, layers: int) -> dict[str, Any]:
-    window = {"attention.sliding_window": own.window} if own.window else {}
+def _settings(mixture: MixtureShape, layers: int) -> dict[str, Any]:
+    window = {"attention.sliding_window": mixture.window} if mixture.window else {}
     return {
         "block_count": layers,
         "context_length": 32768,
-        "embedding_length": own.hidden,
-        "feed_forward_length": own.inner,
-        "attention.head_count": own.heads,
-        "attention.head_count_kv": own.kv_heads,
-        "attention.key_length": own.head_dim,
-        "attention.value_length": own.head_dim,
+        "embedding_length": mixture.hidden,
+        "feed_forward_length": mixture.inner,
+        "attention.head_count": mixture.heads,
+        "attention.head_count_kv": mixture.kv_heads,
+        "attention.key_length": mixture.head_dim,
+        "attention.value_length": mixture.head_dim,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e6,
-        "expert_count": own.experts,
-        "expert_used_count": own.chosen,
-        "expert_feed_forward_length": own.inner,
+        "expert_count": mixture.experts,
+        "expert_used_count": mixture.chosen,
+        "expert_feed_forward_length": mixture.inner,
         **window,
     }
 
@@ -127,9 +127,9 @@ def _settings(own: MixtureShape, layers: int) -> dict[str, Any]:
 Tensor = tuple[str, tuple[int, ...], str, Callable[[], "np.ndarray[Any, Any]"]]
 
 
-def _tensors(own: MixtureShape, layers: int, rng: np.random.Generator) -> Iterator[Tensor]:
+def _tensors(mixture: MixtureShape, layers: int, rng: np.random.Generator) -> Iterator[Tensor]:
     """Yield name, shape, type and maker of each tensor."""
-    of_experts, other = own.kinds
+    of_experts, other = mixture.kinds
 
     def matrix(name: str, *shape: int, kind: str = other) -> Tensor:
         return name, shape, kind, lambda: _random(shape, kind, rng)
@@ -140,37 +140,41 @@ def _tensors(own: MixtureShape, layers: int, rng: np.random.Generator) -> Iterat
     def small(name: str, *shape: int) -> Tensor:
         return name, shape, "F32", lambda: rng.normal(0, 0.02, shape).astype(np.float32)
 
-    yield matrix("token_embd.weight", TOKENS, own.hidden)
-    yield ones("output_norm.weight", own.hidden)
-    yield matrix("output.weight", TOKENS, own.hidden)
-    sizes = {"q": own.heads * own.head_dim, "k": own.kv_heads * own.head_dim, "v": own.kv_heads * own.head_dim}
+    yield matrix("token_embd.weight", TOKENS, mixture.hidden)
+    yield ones("output_norm.weight", mixture.hidden)
+    yield matrix("output.weight", TOKENS, mixture.hidden)
+    sizes = {
+        "q": mixture.heads * mixture.head_dim,
+        "k": mixture.kv_heads * mixture.head_dim,
+        "v": mixture.kv_heads * mixture.head_dim,
+    }
     for layer in range(layers):
         at = f"blk.{layer}"
-        yield ones(f"{at}.attn_norm.weight", own.hidden)
-        yield ones(f"{at}.{'post_attention_norm' if own.biases else 'ffn_norm'}.weight", own.hidden)
+        yield ones(f"{at}.attn_norm.weight", mixture.hidden)
+        yield ones(f"{at}.{'post_attention_norm' if mixture.biases else 'ffn_norm'}.weight", mixture.hidden)
         for part, n_out in sizes.items():
-            yield matrix(f"{at}.attn_{part}.weight", n_out, own.hidden)
-            if own.biases:
+            yield matrix(f"{at}.attn_{part}.weight", n_out, mixture.hidden)
+            if mixture.biases:
                 yield small(f"{at}.attn_{part}.bias", n_out)
-        yield matrix(f"{at}.attn_output.weight", own.hidden, sizes["q"])
-        if own.head_norms:
-            yield ones(f"{at}.attn_q_norm.weight", own.head_dim)
-            yield ones(f"{at}.attn_k_norm.weight", own.head_dim)
-        yield f"{at}.ffn_gate_inp.weight", (own.experts, own.hidden), "F32", _router(own, rng)
+        yield matrix(f"{at}.attn_output.weight", mixture.hidden, sizes["q"])
+        if mixture.head_norms:
+            yield ones(f"{at}.attn_q_norm.weight", mixture.head_dim)
+            yield ones(f"{at}.attn_k_norm.weight", mixture.head_dim)
+        yield f"{at}.ffn_gate_inp.weight", (mixture.experts, mixture.hidden), "F32", _router(mixture, rng)
         for part in PARTS:
-            n_out, n_in = (own.hidden, own.inner) if part == "down" else (own.inner, own.hidden)
-            yield matrix(f"{at}.ffn_{part}_exps.weight", own.experts, n_out, n_in, kind=of_experts)
-            if own.biases:
-                yield small(f"{at}.ffn_{part}_exps.bias", own.experts, n_out)
-        if own.biases:
-            yield small(f"{at}.attn_output.bias", own.hidden)
-            yield small(f"{at}.attn_sinks.weight", own.heads)
-            yield small(f"{at}.ffn_gate_inp.bias", own.experts)
+            n_out, n_in = (mixture.hidden, mixture.inner) if part == "down" else (mixture.inner, mixture.hidden)
+            yield matrix(f"{at}.ffn_{part}_exps.weight", mixture.experts, n_out, n_in, kind=of_experts)
+            if mixture.biases:
+                yield small(f"{at}.ffn_{part}_exps.bias", mixture.experts, n_out)
+        if mixture.biases:
+            yield small(f"{at}.attn_output.bias", mixture.hidden)
+            yield small(f"{at}.attn_sinks.weight", mixture.heads)
+            yield small(f"{at}.ffn_gate_inp.bias", mixture.experts)
 
 
-def _router(own: MixtureShape, rng: np.random.Generator) -> Callable[[], np.ndarray[Any, Any]]:
+def _router(mixture: MixtureShape, rng: np.random.Generator) -> Callable[[], np.ndarray[Any, Any]]:
     """Routing is near uniform: the worst case for reading an expert once for several rows."""
-    return lambda: rng.normal(0, 1 / np.sqrt(own.hidden), (own.experts, own.hidden)).astype(np.float32)
+    return lambda: rng.normal(0, 1 / np.sqrt(mixture.hidden), (mixture.experts, mixture.hidden)).astype(np.float32)
 
 
 def _raw_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:

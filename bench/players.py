@@ -140,10 +140,11 @@ class LlamaPlayer(Player):
     def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
         asked = {"prompt_ids": list(prompt_ids), "max_new_tokens": n_tokens, "task": TASK}
         answer = self._child.ask({"requests": [asked]}, ANSWER_S)
-        [own] = answer["answers"]
-        if len(own["token_ids"]) != n_tokens:
-            raise EngineFailed(f"it gave {len(own['token_ids'])} tokens for a request that asks for {n_tokens}")
-        return Written(answer["seconds"], own["first_s"], own["cached"], self._to_text(own["token_ids"]))
+        [written] = answer["answers"]
+        token_ids = written["token_ids"]
+        if len(token_ids) != n_tokens:
+            raise EngineFailed(f"it gave {len(token_ids)} tokens for a request that asks for {n_tokens}")
+        return Written(answer["seconds"], written["first_s"], written["cached"], self._to_text(token_ids))
 
     @property
     def pid(self) -> int:

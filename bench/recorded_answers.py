@@ -70,7 +70,7 @@ def drafters(runtime: Runtime, store: Store | None, on_step: Callable[[str], Non
     formats = {"text": STORED, "text and model": AdaptiveSettings().draft_format}
     settings = {name: AdaptiveSettings(draft_format=format_name) for name, format_name in formats.items()}
     recipe = Recipes(runtime, store, on_step=on_step).of("adaptive", TASK, settings={"draft_format": "int4"})
-    adaptive = {name: partial(build, "adaptive", recipe.parts, own) for name, own in settings.items()}
+    adaptive = {name: partial(build, "adaptive", recipe.parts, chosen) for name, chosen in settings.items()}
     return {"prompt lookup": partial(build, "prompt-lookup", recipe.parts), **adaptive}
 
 
@@ -156,10 +156,10 @@ def figures(runs: Sequence[Foreseen]) -> dict[str, Any]:
 
 
 def rate_words(runs: Sequence[Foreseen]) -> str:
-    told = figures(runs)
-    if not told["tokens"]:
+    rates = figures(runs)
+    if not rates["tokens"]:
         return "one token"
-    return f"{told['tokens_per_round']:.2f} tokens per round, {told['foreseen']:.0%} foreseen"
+    return f"{rates['tokens_per_round']:.2f} tokens per round, {rates['foreseen']:.0%} foreseen"
 
 
 def latter_half(runs: Sequence[Foreseen]) -> list[Foreseen]:

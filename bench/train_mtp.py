@@ -100,14 +100,14 @@ def make_model(vocab_size: int, hidden_size: int, n_layers: int) -> Any:
 def losses(model: Any, mtp: Any, ids: Tensor) -> list[Tensor]:
     """Return the loss of the model's next token, and of the layer's first and second one."""
     out = model(ids, output_hidden_states=True)
-    found = [F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())]
+    parts = [F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())]
     states, positions = out.hidden_states[-1], torch.arange(ids.shape[1])[None]
     for step in range(1, 1 + len(MTP_WEIGHTS)):
         # Row i reads the state of position i, and the token `step` behind it; it predicts the one behind that.
         states = mtp.forward_layer(0, states[:, :-1], positions[:, : -step or None], None, input_ids=ids[:, step:])
         logits = mtp._project_to_logits(states[:, :-1])
-        found.append(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, step + 1 :].flatten()))
-    return found
+        parts.append(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, step + 1 :].flatten()))
+    return parts
 
 
 def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tuple[int, list[float]]:
@@ -123,13 +123,13 @@ def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tu
         starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
         ids = torch.stack([tokens[start : start + LENGTH] for start in starts])
         with torch.autocast("cpu", torch.bfloat16):
-            found = losses(model, mtp, ids)
-        loss: Any = found[0] + sum(weight * part for weight, part in zip(MTP_WEIGHTS, found[1:], strict=True))
+            parts = losses(model, mtp, ids)
+        loss: Any = parts[0] + sum(weight * part for weight, part in zip(MTP_WEIGHTS, parts[1:], strict=True))
         adam.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         adam.step()
-        latest, step = [part.item() for part in found], step + 1
+        latest, step = [part.item() for part in parts], step + 1
         if step % 20 == 0:
             click.echo(f"step {step}, {100 * progress:.0f} %, losses {[round(part, 2) for part in latest]}", err=True)
     return step, latest

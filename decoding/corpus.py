@@ -319,7 +319,7 @@ class Corpora:
         while total > self.max_bytes:
             owner = max(bytes_by_owner, key=bytes_by_owner.__getitem__)
             corpora = (corpus for corpus in self._corpora.values() if corpus.owner == owner)
-            corpus = max(corpora, key=lambda each: (each.n_bytes, -each.used_at))
+            corpus = max(corpora, key=lambda other: (other.n_bytes, -other.used_at))
             generation = corpus.least_worthy()
             corpus.generations.remove(generation)
             _remove_files([generation])

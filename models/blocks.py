@@ -354,10 +354,10 @@ class BufferRows:
 
     def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
         read, n_rows = [], [group.n_rows for group, _ in self.groups]
-        for own, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
+        for group_inputs, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
             slots = buffer.keys[block.index][0]
             for row, slot, length in group.spans:
-                slots[slot : slot + length] = own[row : row + length]
+                slots[slot : slot + length] = group_inputs[row : row + length]
             assert group.before is not None
             read.append(slots[group.before] * (group.before >= 0)[..., None])
         return torch.cat(read)
@@ -365,10 +365,10 @@ class BufferRows:
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
         assert block.rule is not None
         read, n_rows = [], [group.n_rows for group, _ in self.groups]
-        for own, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
+        for group_inputs, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
             assert buffer.states is not None
             slots = [slot + i for _, slot, length in group.spans for i in range(length)]
-            read.append(buffer.states.advance(block.index, block.rule, own, slots, group.seen, group.is_text))
+            read.append(buffer.states.advance(block.index, block.rule, group_inputs, slots, group.seen, group.is_text))
         return torch.cat(read)
 
 

@@ -151,8 +151,10 @@ def read_mxfp4(
         whole = torch.cat((scales[..., None], blocks), dim=-1)
         for i, part in enumerate(HALVES[leaf]):
             step = len(HALVES[leaf])
-            own = [whole[expert, i::step].contiguous().numpy().reshape(-1) for expert in range(n_experts)]
-            tensors = (FileTensor(f"{module_name}.{part}", PAIRS_OF_MXFP4, (n_out // step, n_in), data) for data in own)
+            halves = [whole[expert, i::step].contiguous().numpy().reshape(-1) for expert in range(n_experts)]
+            tensors = (
+                FileTensor(f"{module_name}.{part}", PAIRS_OF_MXFP4, (n_out // step, n_in), data) for data in halves
+            )
             maps[part] = [packed_blocks(tensor, kernels) for tensor in tensors]
     if kernels is not None:
         model.set_submodule(module_name, BlockExperts(maps, named, module, dtype))

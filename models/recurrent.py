@@ -165,8 +165,8 @@ class RecurrentStates:
 
     @property
     def n_bytes(self) -> int:
-        own = sum(one.nbytes for tensors in (self.states, self.inputs) for one in tensors.values())
-        return own + sum(snapshot.n_bytes for snapshot in self.snapshots)
+        state_bytes = sum(one.nbytes for tensors in (self.states, self.inputs) for one in tensors.values())
+        return state_bytes + sum(snapshot.n_bytes for snapshot in self.snapshots)
 
     def check(self, first_slot: int, n_rows: int, is_text: bool) -> None:
         """Raises: ValueError: rows at slots `first_slot`, … are not where the states can take them, or too many."""
@@ -195,14 +195,14 @@ class RecurrentStates:
 
         Args: seen: bool (rows, slots), the slots that each row sees; None: all before its own.
         """
-        own = dict(zip(slots, inputs, strict=True))
+        new_inputs = dict(zip(slots, inputs, strict=True))
         states = list(self.states[layer])
         roots: list[int] = self.roots[layer, : len(states)].tolist()
 
         def take(slot: int, path: Sequence[int], base: int, state: Tensor) -> tuple[Tensor, Tensor]:
             """Return the state after a slot that comes behind the slots of `path`, and what it gives."""
             last = [*range(max(0, base - rule.form.n_taps), base), *path, slot][-rule.form.n_taps :]
-            rows = [own[one] if one in own else self.inputs[layer][one % self.n_kept] for one in last]
+            rows = [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in last]
             return rule.step(state, torch.stack(rows))
 
         def bring(end: int) -> None:
@@ -239,7 +239,7 @@ class RecurrentStates:
             self.states[layer][which] = one
         self.roots[layer, : len(roots)] = torch.tensor(roots)
         for slot in slots[-self.n_kept :] if is_kept else ():
-            self.inputs[layer][slot % self.n_kept] = own[slot]
+            self.inputs[layer][slot % self.n_kept] = new_inputs[slot]
         return torch.stack(outs)
 
     def move(self, source: int | Sequence[int], target: int) -> None:
