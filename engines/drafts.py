@@ -21,7 +21,7 @@ from ..core.settings import FORMATS, SwiftSettings
 from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
-from ..models.families import is_parallel
+from ..models.config_layout import is_parallel
 from ..models.fingerprint import earlier_fingerprints, fingerprint
 from ..models.loading import load
 from ..models.quantised import BITS, STORED_BITS

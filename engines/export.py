@@ -22,7 +22,7 @@ from ..core.errors import InvalidInput, OutputError
 from ..core.records import FoundPlan
 from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..core.types import LayerSet, Prompt
-from ..models.families import is_parallel
+from ..models.config_layout import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
 from ..models.quantised import BITS
 from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .buffer import KVBuffer
 from .coded import CodedLinear
-from .families import HeadLayout, heads_of
+from .config_layout import HeadLayout, heads_of
 from .family import Family, GatedDelta, names_in
 from .recurrent import DeltaRule
 

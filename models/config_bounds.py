@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ModelNotFound
-from .families import family_of, heads_of, windows_of
+from .config_layout import heads_of, windows_of
+from .families import family_of
 
 DEEPEST = 16  # Levels of objects and lists in a config.
 ADVICE = "copy or download it again"

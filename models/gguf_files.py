@@ -19,7 +19,7 @@ import torch
 
 from ..core.errors import OutputError, SettingsError, UnsupportedModel
 from .buffer import free_bytes
-from .families import heads_of
+from .config_layout import heads_of
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
 from .gguf_forms import FORMS, GgufForm
 from .gguf_model import load_gguf, names_of, settings_folder

@@ -23,7 +23,8 @@ from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_experts import HALVES, PARTS, BlockExperts, packed_experts, stacked
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
 from .coded import ROWS
-from .families import HeadLayout, family_of, heads_of
+from .config_layout import HeadLayout, heads_of
+from .families import family_of
 from .family import Family
 from .gguf_forms import FORMS, GgufForm
 from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of

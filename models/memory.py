@@ -13,8 +13,9 @@ import torch
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from .config_bounds import ADVICE
+from .config_layout import heads_of, slot_values
 from .expert_checkpoints import BLOCKS
-from .families import family_of, heads_of, slot_values
+from .families import family_of
 from .family import Family, GatedDelta
 from .fingerprint import plain_name
 from .gguf_model import held_bytes, loaded_tensors

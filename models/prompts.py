@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.errors import ContextOverflow, InvalidInput, SettingsError
 from ..core.types import Prompt
-from .families import context_limit
+from .config_layout import context_limit
 from .saved import model_values
 
 MOST_BYTES = 4 << 20  # Total bytes of prompts tokenised to count their tokens, which takes about 1 s per MB.

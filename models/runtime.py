@@ -21,16 +21,9 @@ from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
+from .config_layout import context_limit, is_parallel, query_scales, rotation_types, slot_values, windows_of
 from .expert_choice import mixtures_of, refuse_experts
-from .families import (
-    context_limit,
-    family_of,
-    is_parallel,
-    query_scales,
-    rotation_types,
-    slot_values,
-    windows_of,
-)
+from .families import family_of
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies

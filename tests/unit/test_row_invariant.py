@@ -28,7 +28,7 @@ from swiftopt.core.types import LayerSet, PartForm
 from swiftopt.models.blocks import RotaryTables, attend, rotate
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
-from swiftopt.models.families import HeadLayout
+from swiftopt.models.config_layout import HeadLayout
 from swiftopt.models.fused import GATES, GatedMlp, fuse
 from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed

@@ -1,0 +1,116 @@
+"""What a config lays out per layer: heads, values of a slot, windows, rotations; and how many positions there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import UnsupportedModel
+from .families import FAMILIES
+from .family import Family, ShortConv
+
+
+def is_parallel(config: Any) -> bool:
+    """Tell whether attention and MLP of a layer read the same residual."""
+    parallel = FAMILIES[config.model_type].parallel
+    return parallel if isinstance(parallel, bool) else any(getattr(config, flag, False) for flag in parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
+
+    `gated`: behind each query lies a gate of its width.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    width: int
+    grouped: bool
+    gated: bool = False
+
+    @property
+    def n_groups(self) -> int:
+        """Query heads per key head."""
+        return self.n_heads // self.n_kv_heads
+
+
+def heads_of(config: Any) -> HeadLayout:
+    """Return the layout of a config's heads."""
+    family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+    if family.projection == "multi_query":
+        is_new = getattr(config, "new_decoder_architecture", False)
+        n_kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else n_heads
+        return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
+    n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
+    return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped", family.gated_heads)
+
+
+def slot_values(config: Any) -> list[int]:
+    """Return per layer how many values each slot of a sequence has.
+
+    They are a key and a value, or a convolution's input; recurrent layers have none.
+    """
+    heads, family, n_layers = heads_of(config), FAMILIES[config.model_type], int(config.num_hidden_layers)
+    keys_and_values = 2 * heads.n_kv_heads * heads.width
+    others = int(config.hidden_size) if isinstance(family.mixer, ShortConv) else 0
+    return [others if family.mixes_otherwise(config, layer) else keys_and_values for layer in range(n_layers)]
+
+
+def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
+    """Return per layer the sliding window in tokens, None where a layer sees everything before it."""
+    window = getattr(config, "sliding_window", None)
+    if family.sliding == "none" or window is None:
+        return (None,) * n_layers
+    if family.sliding == "all":
+        return (int(window),) * n_layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -> list[str | None]:
+    """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation."""
+    n_layers, has_windows = len(windows), getattr(config, "sliding_window", None) is not None
+    rotated = {
+        "none": [True] * n_layers,
+        "listed": list(getattr(config, "no_rope_layers", None) or [True] * n_layers),
+        "windowless": [window is not None for window in windows],
+        "beside_windows": [window is not None or not has_windows for window in windows],
+    }[family.unrotated]
+    if (
+        getattr(config, "prefix_dense_sliding_window_pattern", None) == 1
+    ):  # Cohere 2 MoE's first layers, without experts.
+        rotated = [one or kind == "dense" for one, kind in zip(rotated, config.mlp_layer_types, strict=True)]
+    types = [str(kind) for kind in config.layer_types] if family.rotary_by_type else [""] * n_layers
+    return [kind if is_rotated else None for kind, is_rotated in zip(types, rotated, strict=True)]
+
+
+def query_scales(config: Any, family: Family) -> tuple[float, int] | None:
+    """Return beta and n of a query's scale at a position p, 1 + beta log(1 + floor(p / n)); None: 1 everywhere."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    beta = rope.get("llama_4_scaling_beta") if family.scales_queries else None
+    return None if beta is None else (float(beta), int(rope["original_max_position_embeddings"]))
+
+
+def context_limit(config: Any) -> int:
+    """Return the most positions (prompt and completion) that the runtime lays out for this model.
+
+    Rotary schemes that change their frequencies beyond the trained length ("dynamic", "longrope") are used up to that
+    length only: a position must have one rotation, whenever it is reached. "yarn" reaches its factor times the trained
+    length: it is switched on by adding it to a config, whose own number stays.
+
+    Raises: UnsupportedModel: there are none.
+    """
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_type = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    for parameters in per_type:
+        if parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(parameters.get("original_max_position_embeddings", limit)))
+        if parameters.get("rope_type") == "yarn":
+            trained = parameters.get("original_max_position_embeddings") or limit
+            limit = max(limit, int(trained * (parameters.get("factor") or 1.0)))
+    if limit < 1:
+        raise UnsupportedModel(f"this model's config says max_position_embeddings {limit}: copy or download it again")
+    return limit
