@@ -441,7 +441,9 @@ def rotation_tables(
         probe = torch.empty(
             0, dtype=torch.float32 if family.rotates_wide and dtype.itemsize < 4 else dtype, device=device
         )
-        cos, sin = module(probe, positions, layer_type) if layer_type else module(probe, positions)
+        # Text has the same position as a frame, a row and a column of an image; older modules want all three.
+        places = positions.expand(3, 1, -1) if hasattr(module, "mrope_section") else positions
+        cos, sin = module(probe, places, layer_type) if layer_type else module(probe, places)
         # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
         cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
         if family.half_tables:
