@@ -46,9 +46,9 @@ def choices_of(runtime: Runtime, ids: list[int]) -> dict[int, Tensor]:
     return taken
 
 
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=pytest.mark.families) for v in MIXTURES])
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=pytest.mark.families) for v in MIXTURES if not v.startswith("phimoe")])
 def test_our_kernels_take_fewer_experts_as_torch_does(variant: str) -> None:
-    """One expert of every type, and half of the layers with another number."""
+    """One expert of every type whose number is free, and half of the layers with another number."""
     ids = words(6, 40)
     exact, mine = tiny_runtime(variant), native(variant, torch.float32)
     for draft in (LayerSet(4, experts=ONE), LayerSet(4, frozenset({2}), experts=(("mlp:1", 1), ("mlp:3", 1)))):
