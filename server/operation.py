@@ -8,6 +8,7 @@ the mean number of tokens of such a round.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -47,7 +48,7 @@ KEY_NAME = Query(description="Name of one key; an admin's key, or a server witho
 
 def _day(text: object) -> object:
     """Refuse what pydantic would take for a number of seconds."""
-    if isinstance(text, str) and text.count("-") != 2:
+    if isinstance(text, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII) is None:
         raise ValueError("it is not a day: use one such as 2026-11-01")
     return text
 
