@@ -91,6 +91,7 @@ def at_hand(new_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 TINY_PEERS = ["--device", "cpu", "--shape", "tiny", "--tokens", "8", "--peers"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_hand")
 def test_peers_run_without_the_engines_that_are_not_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_peers.main([*TINY_PEERS, "swiftopt/plain,node-llama-cpp/plain,llama-cpp/plain"]) == 0

@@ -436,6 +436,7 @@ def test_interrupted_run_keeps_the_prompts_that_all_rows_have_answered(
 # --- the whole
 
 
+@pytest.mark.slow
 def test_rows_run_by_turns_and_a_rival_that_fails_is_a_row(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

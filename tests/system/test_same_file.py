@@ -63,6 +63,7 @@ def rows(tmp_path: Path) -> dict[str, Row]:
     }
 
 
+@pytest.mark.slow
 def test_each_row_is_measured_in_each_cell_and_one_that_fails_says_why(file: Path, rows: dict[str, Row]) -> None:
     bench = SameFile(SameFileRequest(str(file), **SMALL, rounds=1), list(rows.values()))
     bench.run()
