@@ -48,8 +48,8 @@ PLATFORMS = {
 # Developers' scripts, left out of the wheel; in a checkout, `python -m swiftopt.bench.micro` runs one.
 SCRIPTS = {
     "swiftopt.bench": (
-        *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "hybrids", "micro", "mixture_drafts", "mixtures"),
-        *("parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp", "verdicts"),
+        *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "hybrids", "micro", "mixture_drafts"),
+        *("mixtures", "parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp", "verdicts"),
     ),
     "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),
 }
