@@ -49,7 +49,8 @@ PLATFORMS = {
 SCRIPTS = {
     "swiftopt.bench": (
         *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "hybrids", "micro", "mixture_drafts"),
-        *("mixtures", "parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp", "verdicts"),
+        *("mixtures", "parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp"),
+        "verdicts",
     ),
     "swiftopt.papers": ("ablate", "ablation_recipes", "ablations", "tables"),
 }
