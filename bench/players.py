@@ -15,8 +15,8 @@ from typing import Any
 import httpx2
 
 from ..core.errors import ServiceUnreachable
-from ..engines.packages import PACKAGES, EngineFailed, prepared
-from ..engines.processes import Child
+from ..engines.packages import PACKAGES, prepared
+from ..engines.processes import Child, refuse_other_lengths
 from ..engines.same_file import AT_ONCE, PAGE
 from ..engines.turns import engine_environ
 from ..models.saved import cache_root
@@ -141,10 +141,8 @@ class LlamaPlayer(Player):
         asked = {"prompt_ids": list(prompt_ids), "max_new_tokens": n_tokens, "task": TASK}
         answer = self._child.ask({"requests": [asked]}, ANSWER_S)
         [written] = answer["answers"]
-        token_ids = written["token_ids"]
-        if len(token_ids) != n_tokens:
-            raise EngineFailed(f"it gave {len(token_ids)} tokens for a request that asks for {n_tokens}")
-        return Written(answer["seconds"], written["first_s"], written["cached"], self._to_text(token_ids))
+        refuse_other_lengths(answer["answers"], n_tokens)
+        return Written(answer["seconds"], written["first_s"], written["cached"], self._to_text(written["token_ids"]))
 
     @property
     def pid(self) -> int:

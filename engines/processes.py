@@ -8,7 +8,7 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +127,13 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def refuse_other_lengths(answers: Sequence[Mapping[str, Any]], n_tokens: int) -> None:
+    """Raises: EngineFailed: an answer of `at_once` has another number of tokens than its request asks for."""
+    for answer in answers:
+        if (n_answered := len(answer["token_ids"])) != n_tokens:
+            raise EngineFailed(f"it gave {n_answered} tokens for a request that asks for {n_tokens}")
 
 
 def memory_of(pid: int) -> Memory:

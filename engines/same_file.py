@@ -30,7 +30,7 @@ from ..models.sources import resolve
 from ..terminal.render import folding, number, numeric, table
 from .devices import room_for
 from .packages import PACKAGES, PROGRAM, EngineFailed, Launches, Row
-from .processes import Child
+from .processes import Child, refuse_other_lengths
 from .turns import OWN_BYTES, engine_environ
 
 SCHEMA = "swiftopt.bench-same-file/1"
@@ -241,11 +241,7 @@ class SameFile:
             child = self._child(row, max(cell.depth, LEAST_TOKENS) + n_new + ROOM, n)
             child.ask({"requests": self._requests(0, n, WARM_TOKENS)}, self.request.timeout_s)
         answer = child.ask({"requests": self._requests(cell.depth, n, n_new)}, self.request.timeout_s)
-        for request_answer in answer["answers"]:
-            if len(request_answer["token_ids"]) != n_new:
-                raise EngineFailed(
-                    f"it gave {len(request_answer['token_ids'])} tokens for a request that asks for {n_new}"
-                )
+        refuse_other_lengths(answer["answers"], n_new)
         cell.seconds.append(float(answer["seconds"]))
         cell.answers.append(answer["answers"])
         cell.peak_bytes = max(cell.peak_bytes, child.memory().peak)

@@ -46,6 +46,10 @@ VOCAB, POSITIONS, COUNT = Bounds(1, 1 << 24), Bounds(1, 1 << 30), Bounds(0, 1 <<
 EPSILON, FACTOR, SHARE = Bounds(0, 1, False), Bounds(TINY, 1 << 20, False), Bounds(TINY, 1, False)
 THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0, 1e9, False)
 
+# Names of the field with a layer's experts, and of that with those of a token.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+
 # Fields by all names that configs have for them, at any level; a field that is missing or null has a default.
 BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
@@ -59,9 +63,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
-    **dict.fromkeys(("block_multiple_of",), WIDTH),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), EXPERTS),
+    "block_multiple_of": WIDTH,
+    **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS), EXPERTS),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), GROUPS),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "no_rope_layer_interval"), LAYERS),
@@ -172,8 +175,8 @@ def check_together(config: Any, path: Path) -> None:
 
 def _check_experts(config: Any, path: Path) -> None:
     """Check that a token's experts, and the groups that it chooses them from, are among those that there are."""
-    n_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    n_chosen = _first(config, "num_experts_per_tok", "moe_k", "moe_topk")
+    n_experts = _first(config, *EXPERT_COUNTS)
+    n_chosen = _first(config, *CHOSEN_COUNTS)
     most_chosen = max(n_chosen, default=0) if isinstance(n_chosen, list) else n_chosen or 0
     if n_experts and most_chosen > n_experts:
         raise ModelNotFound(f"{path} has {most_chosen} experts of a token and {n_experts} in all: {ADVICE}")

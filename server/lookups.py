@@ -26,6 +26,7 @@ from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..core.types import DEFAULT_TASK
 from ..store import Store
+from ..store.plans import REREAD_S
 from .bodies import Strict
 from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
@@ -33,7 +34,6 @@ from .schemas import Depth, Word
 
 FRESH_S = 0.5  # Age in seconds from which a cached answer is refreshed in the background.
 LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
-REREAD_S = 60.0  # Age in seconds from which an answer is found again even if its model's state is the same.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
 THREADS = 4  # Threads reserved for cache misses, so that slow requests elsewhere do not delay look-ups.

@@ -265,6 +265,10 @@ def _nearest_moves(
     return {task: found_move for task, found_move in found_moves.items() if found_move is not None}
 
 
+# Seconds after which what a look-up found is read again although its state is the same: models may have been merged.
+REREAD_S = 60.0
+
+
 def lookup_state(session: Session, model: str) -> tuple[int, int | None] | None:
     """Return a state of a model (name or fingerprint): while it stays, look-ups find the same, but for merged models.
 

@@ -11,8 +11,7 @@ from ..core.types import LayerSet
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..store import Store
-
-REREAD_S = 60.0  # Seconds after which plans are read again although no alias was moved: models may have been merged.
+from ..store.plans import REREAD_S
 
 
 class StoredPlans:
