@@ -22,6 +22,7 @@ from ..terminal.charts import (
     draw_speeds,
     end_at_one,
     legend,
+    log_axis,
     model_name,
     moving_means,
     picture,
@@ -116,7 +117,9 @@ WAY_COLOURS = {
 
 def draw_agents(report: Report, pictures: Pictures) -> None:
     """Plot the seconds of each turn of recorded conversations by way, a panel per length."""
-    title = f"{model_name(report['model'])} · {report['conversations']} conversations of coding agents"
+    n_conversations = report["conversations"]
+    words = "a conversation" if n_conversations == 1 else f"{n_conversations} conversations"
+    title = f"{model_name(report['model'])} · {words} of a coding agent"
     lengths = sorted({turn["length"] for result in report["replay"] for turn in result["turns"]})
     with picture(pictures, 4.6, title, ncols=max(1, len(lengths)), sharey=True, squeeze=False) as all_axes:
         panels = all_axes[0]
@@ -128,7 +131,8 @@ def draw_agents(report: Report, pictures: Pictures) -> None:
                 colour = WAY_COLOURS[result["way"]]
                 axes.plot([n + 1 for n in numbers], seconds, color=colour, marker="o", label=result["way"])
             axes.set_title(f"{length:,} tokens")
-            axes.set(xlabel="turn", yscale="log")
+            axes.set(xlabel="turn")
+            log_axis(axes)
             axes.xaxis.get_major_locator().set_params(integer=True)
         panels[0].set(ylabel="seconds of a turn, mean")
         legend(panels[-1])

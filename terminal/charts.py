@@ -286,6 +286,17 @@ def end_at_one(axes: Axes) -> None:
     axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
 
 
+def log_axis(axes: Axes) -> None:
+    """Scale the y axis by logarithms, with its ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    # matplotlib's own formatter writes powers in its mathematical notation, which these pictures do not parse.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _draw_paces(axes: Axes, task: TaskFinished) -> None:
     """Draw tokens per second by prompt, with plain decoding's speed as a line."""
     labels = f"mean of {MEAN_OF} prompts", "tok/s of a prompt"

@@ -238,7 +238,7 @@ class Plot:
         xs, ys = [x for x, _ in points], [y for _, y in points]  # `zip(*points)` is slow: it makes an object per point.
         self._x_range, (low, high) = _with_margin(xs) if times is None else times, _with_margin(ys)
         self._y_range = low if bottom is None else bottom, high if max(ys) > top else min(high, top)
-        self._is_counted = all(x == round(x) for x in xs)  # Between numbers of trials there is nothing to label.
+        self._is_counted = all(x % 1 == 0 for x in xs)  # Between numbers of trials there is nothing to label.
         self._has_times, self._width = times is not None, width
         self._paths: list[str] = []
         self._keys: list[str] = []

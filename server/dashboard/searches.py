@@ -24,7 +24,7 @@ from .drawing import differing_parts, layer_map, map_words
 from .overview import served_now
 from .plans import SELDOM_S
 from .trial_costs import cost_values, costs_of
-from .trials import TrialQuery, figures_of, importance, importance_map, trial_chart, trial_query, trial_values
+from .trials import SCORE_OF, TrialQuery, figures_of, importance, importance_map, trial_chart, trial_query, trial_values
 
 SPEED, SCORE = "expected speed, plain = 1", "score"  # Labels of the score, by what the search maximised.
 SORTS = {  # Order of the list -> what it sorts by, the highest first.
@@ -151,14 +151,14 @@ def compare(
         if found.stored is None:
             raise Refused(404, "not-found", f"the search {id} has tried nothing: choose another one at /searches")
         sides.append(found)
-    best = [max(found.trials, key=lambda trial: trial.score) for found in sides]
+    best = [max(found.trials, key=SCORE_OF) for found in sides]
     differing = differing_parts(best[0].layer_set, best[1].layer_set)
     return {
         "sides": [
             {
                 "found": found,
                 "figures": figures_of(found.trials, found.label),
-                "chart": trial_chart(found.trials, found.label, lambda trial: trial.score),
+                "chart": trial_chart(found.trials, found.label, SCORE_OF),
                 "best": trial,
                 "map": layer_map(trial.layer_set, f"Layer map of trial {trial.step}", differing),
                 "map_words": map_words(trial.layer_set),

@@ -34,10 +34,12 @@ def tried_sets(trials: Sequence[Tried], costs: CostProfile) -> list[TriedSet]:
     # Set -> [first trial, number of trials, sum of matchness, sum of scores].
     sums_by_set: dict[tuple[str, str, tuple[str, str]], list[Any]] = {}
     for trial in trials:
-        if (set_sum := sums_by_set.get(trial.key)) is None:
-            sums_by_set[trial.key] = [trial, 1, trial.matchness, trial.score]
+        if (set_sum := sums_by_set.get(key := trial.key)) is None:
+            sums_by_set[key] = [trial, 1, trial.matchness, trial.score]
         else:
-            set_sum[1:] = set_sum[1] + 1, set_sum[2] + trial.matchness, set_sum[3] + trial.score
+            set_sum[1] += 1
+            set_sum[2] += trial.matchness
+            set_sum[3] += trial.score
     prices: dict[tuple[str, str], Callable[[str, str], float] | None] = {}
     sets = []
     for (attn, mlp, forms), (first_trial, n, matchness, score) in sums_by_set.items():

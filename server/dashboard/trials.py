@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
@@ -24,11 +26,12 @@ N_GROUPS = 160  # Most groups of trials in a band.
 PER_PAGE = 20  # Rows of the table of trials.
 
 Order = Literal["score", "matchness", "newest", "oldest"]
-ORDERS: dict[Order, Callable[[Tried], float]] = {
-    "score": lambda trial: -trial.score,
-    "matchness": lambda trial: -trial.matchness,
-    "newest": lambda trial: -trial.step,
-    "oldest": lambda trial: trial.step,
+SCORE_OF, MATCHNESS_OF, STEP_OF = map(attrgetter, ("score", "matchness", "step"))
+ORDERS: dict[Order, tuple[Callable[[Tried], float], bool]] = {  # What each order sorts by, and whether descending.
+    "score": (SCORE_OF, True),
+    "matchness": (MATCHNESS_OF, True),
+    "newest": (STEP_OF, True),
+    "oldest": (STEP_OF, False),
 }
 
 
@@ -81,7 +84,7 @@ def trial_chart(
 
     Args: top: as of `Plot`. query: of the page whose dots lead to their trials; None: they lead nowhere.
     """
-    points = [(float(trial.step), value_of(trial)) for trial in trials]
+    points = list(zip(map(float, map(STEP_OF, trials)), map(value_of, trials), strict=True))
     best: list[Point] = []
     for step, figure in points:
         if not best or figure > best[-1][1]:
@@ -218,20 +221,18 @@ def figures_of(trials: Sequence[Tried], label: str) -> list[tuple[str, str]]:
 
 def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery) -> dict[str, Any]:
     """Return the values of the trials' charts and table; `label` names their score."""
-    best_tenth = sorted(trials, key=lambda trial: -trial.score)[: -(-len(trials) // 10)]
+    best_tenth = heapq.nlargest(-(-len(trials) // 10), trials, key=SCORE_OF)
     shares, weights = skip_shares(best_tenth), importance(trials)
-    chosen = [
-        trial
-        for trial in sorted(trials, key=ORDERS[query.sort])
-        if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)
-    ]
+    chosen = [trial for trial in trials if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)]
+    key, descending = ORDERS[query.sort]
+    chosen.sort(key=key, reverse=descending)
     listed = chosen[(query.page - 1) * PER_PAGE : query.page * PER_PAGE]
     title = f"How often each sub-layer was left out in the best {len(best_tenth)} of {len(trials)} trials"
     return {
         "query": query,
         "charts": [
-            trial_chart(trials, "matchness", lambda trial: trial.matchness, 1.0, query),
-            trial_chart(trials, label, lambda trial: trial.score, query=query),
+            trial_chart(trials, "matchness", MATCHNESS_OF, 1.0, query),
+            trial_chart(trials, label, SCORE_OF, query=query),
         ],
         "is_band": len(trials) > MOST_DOTS,
         "rows": [(trial, *skipped_words(trial)) for trial in listed],
