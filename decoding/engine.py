@@ -12,7 +12,6 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from operator import itemgetter
 from time import perf_counter
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -155,7 +154,6 @@ class Request(Generic[T_co]):
 Waiting = tuple[Request[object], Pass]
 
 
-NO_MATCH = Match(0, None)
 MIN_SHARED_TOKENS = 32  # Minimum shared tokens for which a request waits while another one reads them.
 READ_S = 0.05  # Seconds of a step after which no further stored block is read: other requests wait meanwhile.
 MIN_SHARED_FRACTION = 1 / 4  # The shared tokens must be at least this share of those the request would read itself.
@@ -428,17 +426,15 @@ class Engine:
         )
 
     def _longest_prefix(self, slots: Slots) -> Match:
-        """Return the longest prefix of a text that some buffer holds, and the most recently used such buffer.
-
-        The latest is taken because a prefix that many texts share must not make an old text look recently used.
-        """
+        """Return the longest prefix of a text that some buffer holds, and the latest such buffer."""
         tokens = slots.tokens[:-1]  # The last token is always read again, for its logits.
-        prefixes = [Match(prefix.reachable(slots, tokens), prefix) for prefix in self.prefixes]
+        longest = self.prefixes.longest(slots, tokens)
         if self.memory is not None:
-            running_texts = (text for request in self.requests for text in request.texts)
-            prefixes += [Match(text.reachable(slots, tokens[:n_read]), text) for text, n_read in running_texts]
-        longest = max(reversed(prefixes), key=itemgetter(0), default=NO_MATCH)
-        return longest if longest.n_tokens else NO_MATCH
+            for text, n_read in (text for request in self.requests for text in request.texts):
+                n_tokens = text.reachable(slots, tokens[:n_read])
+                if n_tokens and n_tokens >= longest.n_tokens:
+                    longest = Match(n_tokens, text)
+        return longest
 
     def _new_buffer(self, slots: Slots, capacity: int) -> tuple[KVBuffer, int, Tensor | None]:
         n_filled, prefix = self._longest_prefix(slots)
@@ -468,9 +464,9 @@ class Engine:
 
     def _make_room(self, n_bytes: int, keep: Prefix | None = None) -> None:
         """Evict the least valuable texts, never `keep`, until `n_bytes` fit in the memory."""
-        assert self.memory is not None or not len(self.prefixes)
-        while self.n_bytes + self.kept_bytes + n_bytes > (self.memory or 0) and self.prefixes.evict(keep):
-            pass
+        if len(self.prefixes):
+            assert self.memory is not None
+            self.prefixes.evict(self.n_bytes + self.kept_bytes + n_bytes - self.memory, keep)
 
 
 def _pair_answers(group: Sequence[Waiting], logits: Sequence[Tensor]) -> list[Tensor | ReadLogits]:

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import Completion, Sampling
+from swiftopt.decoding import prefixes
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import Engine, Request
 from swiftopt.decoding.events import Prefilled
 from swiftopt.decoding.loop import decoding
 from swiftopt.decoding.methods import PLAIN
 from swiftopt.decoding.prefix_files import PrefixFolder
-from swiftopt.decoding.prefixes import ReadCosts
+from swiftopt.decoding.prefixes import Prefix, PrefixCache, ReadCosts
+from swiftopt.decoding.work import Slots
+from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 
@@ -244,3 +248,62 @@ def test_memory_is_never_exceeded_whatever_is_kept(seed: int) -> None:
     for _ in range(30):
         ask(engine, runtime, words(rng.randrange(6), rng.randrange(2, 60)))
         assert engine.n_bytes + engine.kept_bytes <= 150 * runtime.slot_bytes
+
+
+def prefix_of(text: Sequence[int], buffer: KVBuffer) -> Prefix:
+    slots = Slots(parts("llama").runtime, len(text), len(text), text)
+    return Prefix(slots, buffer, np.array(text, np.int64))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_kept_texts_is_that_of_comparing_all_of_them(seed: int) -> None:
+    """After each text and each eviction: what is shared, what a text goes on from, and what goes first."""
+    rng, cache, buffer = random.Random(seed), PrefixCache(), parts("llama").runtime.new_buffer(8)
+
+    def made() -> list[int]:
+        return [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+
+    for _ in range(150):
+        cache.add(prefix_of(made(), buffer))
+        kept, text = list(cache), np.array(made(), np.int64)
+        for each in kept:
+            shared = [other.common(each.slots, each.token_ids) for other in kept if other is not each]
+            assert each.n_shared == max(shared, default=0)
+        longest = max(each.common(each.slots, text) for each in kept)
+        best = [each for each in kept if each.common(each.slots, text) == longest]
+        latest = max(best, key=lambda each: each.use_number)
+        assert cache.longest(latest.slots, text) == ((longest, latest) if longest else (0, None))
+        cache.use(latest, longest)
+        if len(cache) > rng.randrange(40):
+            left = list(cache)
+            for _ in range(rng.randrange(1, 4)):
+                left.remove(min(left, key=lambda each: (cache._value(each), each.use_number)))
+                cache.evict(1)
+                assert sorted(map(id, cache)) == sorted(map(id, left))
+                if not left:
+                    break
+
+
+def test_evicting_compares_no_texts_however_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is kept is compared with 11 of 2,000; what they share is known from then on."""
+    n_kept, n_compared = 2000, 0
+    compare = prefixes.common_length
+
+    def counting(*args: Any) -> int:
+        nonlocal n_compared
+        n_compared += 1
+        return compare(*args)
+
+    monkeypatch.setattr(prefixes, "common_length", counting)
+    head, rng = words(1, 40), random.Random(2)
+    cache, buffer = PrefixCache(), parts("llama").runtime.new_buffer(8)
+    for _ in range(n_kept):
+        cache.add(prefix_of([*head, *(rng.randrange(50) for _ in range(20))], buffer))
+    [prefix, *_] = cache
+    assert len(cache) == n_kept and n_compared <= 2 * 11 * n_kept
+    n_compared = 0
+    assert cache.longest(prefix.slots, prefix.token_ids).prefix is prefix
+    assert n_compared <= 11
+    n_compared = 0
+    cache.evict(500 * prefix.n_bytes)
+    assert len(cache) == n_kept - 500 and n_compared == 0
