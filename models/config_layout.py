@@ -69,6 +69,23 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, 
     return tuple(int(window) if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
+def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) -> int:
+    """Return how many rows behind `n_slots` slots take the multiply-adds of `n_rows` rows behind none.
+
+    Whole multiples of 16, and at least 16 or `n_rows`: fewer rows read the weights for little.
+    """
+    heads, family = heads_of(config), FAMILIES[config.model_type]
+    windows = windows_of(config, family, int(config.num_hidden_layers))
+    n_seen = sum(
+        min(n_slots, window or n_slots)
+        for layer, window in enumerate(windows)
+        if not family.mixes_otherwise(config, layer)
+    )
+    of_attention = 2 * heads.n_heads * heads.width * n_seen
+    affordable = n_rows * n_parameters // max(1, n_parameters + of_attention)
+    return max(min(n_rows, 16), affordable // 16 * 16)
+
+
 def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -> list[str | None]:
     """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation."""
     n_layers, has_windows = len(windows), getattr(config, "sliding_window", None) is not None

@@ -21,7 +21,15 @@ from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
-from .config_layout import context_limit, is_parallel, query_scales, rotation_types, slot_values, windows_of
+from .config_layout import (
+    context_limit,
+    is_parallel,
+    query_scales,
+    rotation_types,
+    rows_as_costly,
+    slot_values,
+    windows_of,
+)
 from .expert_choice import mixtures_of, refuse_experts
 from .families import family_of
 from .parts import refuse_unnamed
@@ -246,6 +254,12 @@ class Runtime:
             logits = self.forward_together([pass_])[0]
         return logits[0]
 
+    def _rows_beside(self, first_slot: int) -> int:
+        """Return the rows of a prefill pass that others wait for: on a CPU one that takes as long at any depth."""
+        if self.device.type != "cpu":
+            return PREFILL_ROWS_BESIDE
+        return rows_as_costly(self.config, self.info.n_parameters, PREFILL_ROWS_BESIDE, first_slot)
+
     def prefill_passes(
         self,
         token_ids: Sequence[int],
@@ -263,7 +277,7 @@ class Runtime:
         """
         start, snapshot_at = 0, len(token_ids) - SNAPSHOT_BEFORE
         while start < len(token_ids):
-            n_rows = PREFILL_ROWS_BESIDE if is_shared() else PREFILL_ROWS
+            n_rows = self._rows_beside(first_slot + start) if is_shared() else PREFILL_ROWS
             if self.recurrent and start < snapshot_at:
                 n_rows = min(n_rows, snapshot_at - start)
             chunk = token_ids[start : start + n_rows]
