@@ -1,6 +1,7 @@
 """Small measurements of one part each; every command prints one JSON object last.
 
 python -m swiftopt.bench.micro passes --model qwen2.5-coder-1.5b --contexts 200,2000 --rows 1,8 --sequences 1,8
+python -m swiftopt.bench.micro attention --contexts 2000,24000 --rows 1,8,512 --threads 1,2
 python -m swiftopt.bench.micro step --model smollm2-135m --stream humaneval.jsonl
 python -m swiftopt.bench.micro memory --model smollm2-135m --prompt-tokens 128 --max-new-tokens 128
 python -m swiftopt.bench.micro head-rank --model smollm2-135m
@@ -43,7 +44,7 @@ from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.kernels import layout
 from ..models.kernels.native import NativePasses
-from ..models.loading import at_speed, load
+from ..models.loading import at_speed, load, random_runtime
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
@@ -51,6 +52,11 @@ from ..store import Store
 
 RANK_SCHEMA = "swiftopt.head-rank/1"
 PASS_REPEATS, STEP_REPEATS = 9, 15
+RATE_CASES = ((0, 1), (0, 512))  # Context and rows of the passes that tell the maps' rates.
+SHAPE = {
+    **{"vocab_size": 256, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 65536},
+}
 LARGEST_BATCH = 8  # Maximum candidates scored in one pass.
 SKIP_RATIO = 0.45
 N_SETS = 100  # Layer sets stored in the server's database.
@@ -144,6 +150,77 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
         del n_bytes[table.data_ptr()]
     about = {"context": context, "sequences": n_sequences, "rows": n_rows}
     return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
+
+
+# --- attention: what reading the slots takes, beside what the maps' rates make of its bytes and multiply-adds
+
+
+@main.command()
+@click.option("--contexts", default="2000,24000")
+@click.option("--rows", default="1,8,512")
+@click.option("--threads", default="1,2")
+@click.option("--layers", default=4)
+@click.option("--repeats", default=PASS_REPEATS)
+@torch.inference_mode()
+def attention(contexts: str, rows: str, threads: str, layers: int, repeats: int) -> dict[str, Any]:
+    """How long attention takes as a quotient to what its bytes and multiply-adds would take at the maps' rates.
+
+    Layers of random bfloat16 weights at Qwen2.5-1.5B's shape. The maps' rate of bytes is that of passes over 1 row,
+    their rate of multiply-adds that of passes over 512 rows; attention would take the longer of its two times. All
+    passes run in turns; a line per number of threads, context and rows with medians in ms a layer.
+    """
+    from transformers import AutoConfig
+
+    runtime = random_runtime(AutoConfig.for_model("qwen2", **SHAPE, num_hidden_layers=layers), "cpu")
+    at_speed(runtime, "exact")
+    cases = list(product(map(int, contexts.split(",")), map(int, rows.split(","))))
+    results, n_before = list[dict[str, Any]](), torch.get_num_threads()
+    for n_threads in map(int, threads.split(",")):
+        torch.set_num_threads(n_threads)
+        try:
+            results += attention_times(runtime, cases, n_threads, repeats)
+        finally:
+            torch.set_num_threads(n_before)
+    return {"schema": "swiftopt.bench-attention/1", "device": machine_name(runtime), "results": results}
+
+
+def attention_times(
+    runtime: Runtime, cases: list[tuple[int, int]], n_threads: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Measure passes over (context, rows), and those that give the maps' rates, in turns."""
+    native = runtime.native
+    assert isinstance(native, NativePasses)
+    n_layers, width = runtime.n_layers, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+    buffer = runtime.new_buffer(max(context + n_rows for context, n_rows in (*cases, *RATE_CASES)))
+    for block in (*buffer.keys, *buffer.values):
+        block.normal_()  # Zeros that were never written would all be read from one page of memory.
+    samples: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for repeat in range(repeats + 1):
+        for context, n_rows in (*cases, *RATE_CASES):
+            native.seconds = (ctypes.c_double * len(layout.WORK))()
+            runtime.forward(Rows([1] * n_rows, context), buffer, wanted=())
+            maps_s, attention_s, _ = native.seconds
+            if repeat:  # Round 0 is a warm-up.
+                samples.setdefault((context, n_rows), []).append((maps_s, attention_s))
+    native.seconds = None
+    map_weights = sum(weight.numel() for name, weight in runtime.hf_model.named_parameters() if "proj.weight" in name)
+    of_one_row, of_many = (median(maps for maps, _ in samples[case]) for case in RATE_CASES)
+    bytes_s, products_s = 2 * map_weights / of_one_row, map_weights * RATE_CASES[1][1] / of_many
+    results = []
+    for context, n_rows in cases:
+        slots = context + (n_rows + 1) / 2  # On average of its rows.
+        n_bytes = 2 * 2 * width * SHAPE["num_key_value_heads"] * (context + n_rows)
+        n_products = 2 * width * SHAPE["num_attention_heads"] * slots * n_rows
+        took_s = median(seconds for _, seconds in samples[context, n_rows]) / n_layers
+        ratio = took_s / max(n_bytes / bytes_s, n_products / products_s)
+        results.append({"threads": n_threads, "context": context, "rows": n_rows, "ms": round(1e3 * took_s, 4)})
+        results[-1] |= {"ratio": round(ratio, 3), "gb_s": round(n_bytes / took_s / 1e9, 2)}
+        results[-1] |= {"maps_gb_s": round(bytes_s / 1e9, 2), "maps_gflop_s": round(2e-9 * products_s, 1)}
+        click.echo(
+            f"{n_threads} threads, {context} slots, {n_rows} rows: {1e3 * took_s:.3f} ms a layer, {ratio:.2f} times"
+            f" what it would take at the maps' {bytes_s / 1e9:.1f} GB/s and {2e-9 * products_s:.0f} GFLOP/s"
+        )
+    return results
 
 
 # --- step: time of one search step
