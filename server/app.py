@@ -65,7 +65,7 @@ def create_app(
     tokens = RateLimit(settings.tokens_per_min, counted=True)
     app.state.swiftopt = State(store, board, queue, settings, engines, tokens, storage, traces=traces)
     pages_for_browsers(app)
-    app.state.lookups = LookupCache(partial(find_plans, store), store.lookup_state, store.tasks_moved)
+    app.state.lookups = LookupCache(partial(find_plans, store), store.lookup_states, store.tasks_moved)
     app.router.lifespan_context = engines.running
     app.add_middleware(AccessMiddleware, settings=settings, answers=app.state.swiftopt.answers)
     app.add_middleware(TransportMiddleware, max_bytes=settings.max_body_bytes)

@@ -1,7 +1,7 @@
 """Layer sets over HTTP: one look-up, many at once, lists.
 
-Single look-ups must be fast: answers are encoded once and cached for at most two seconds, and equal concurrent
-queries share one database query.
+Look-ups must be fast: answers are encoded once, one query tells every half second which of them still hold, and equal
+concurrent queries share one database query.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from anyio import CapacityLimiter, to_thread
@@ -32,7 +33,7 @@ from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
 from .schemas import Depth, Word
 
-FRESH_S = 0.5  # Age in seconds from which a cached answer is refreshed in the background.
+FRESH_S = 0.5  # Age in seconds from which a cached answer is checked in the background.
 LONGEST_S = 2.0  # Age in seconds from which a cached answer is not used any more.
 MAX_ANSWERS = 10_000
 MAX_QUERIES = 1000
@@ -124,18 +125,23 @@ def _find_plan(store: Store, query: LookupQuery, plan: FoundPlan | None) -> Answ
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """The body for a query, or the problem; good until `until` on the monotonic clock.
-
-    It was read `read_at_s`, in the model's state `state`: while that stays, it need not be read again for REREAD_S.
-    """
+    """The body for a query, or the problem; it was read `read_at_s`, on the monotonic clock, in the model's `state`."""
 
     status: int
     media_type: str
     body: bytes
     etag: str
-    until: float
     read_at_s: float
     state: LookupState
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedState:
+    """The state of a model, read `read_at_s`; `moved`: the tasks with a move since its last state, None: unknown."""
+
+    state: LookupState
+    read_at_s: float
+    moved: Collection[str] | None
 
 
 Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has found, or the error of it alone.
@@ -144,7 +150,9 @@ Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has fou
 class LookupCache:
     """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
-    An answer is found again only once `state_of` its model has changed, and its task is among `tasks_moved` since.
+    One query of the database, `states_of`, tells of all models that were asked for lately whether an alias has moved.
+    It runs beside the requests, so that few of them wait for the database: an answer is found again only if its task is
+    among `tasks_moved` since, and every REREAD_S.
 
     Raises: SwiftoptError: any other error of a query; it is not cached.
     """
@@ -152,37 +160,85 @@ class LookupCache:
     def __init__(
         self,
         find_answers: Callable[[Sequence[LookupQuery]], Sequence[Answer]],
-        state_of: Callable[[str], LookupState],
+        states_of: Callable[[Sequence[str]], Mapping[str, LookupState]],
         tasks_moved: Callable[[int, int | None], Collection[str]],
     ) -> None:
-        self._find_answers, self._state_of, self._tasks_moved = find_answers, state_of, tasks_moved
+        self._find_answers, self._states_of, self._tasks_moved = find_answers, states_of, tasks_moved
         self._cached: dict[LookupQuery, CachedAnswer] = {}
+        self._states: dict[str, CheckedState] = {}  # By model.
+        self._asked_at_s: dict[str, float] = {}  # By model.
         self._loading: dict[LookupQuery, asyncio.Task[Loaded]] = {}
+        self._checking: asyncio.Task[None] | None = None
         self._threads: CapacityLimiter | None = None
         self.times = Histogram(
             "swiftopt_lookup_seconds", "Seconds per single look-up.", registry=None, buckets=BUCKETS_S
         )
 
     async def get(self, queries: Sequence[LookupQuery]) -> list[CachedAnswer]:
-        """Return the answers, at most `LONGEST_S` old; after `FRESH_S` new ones are fetched meanwhile."""
-        now_s = time.monotonic()
-        cached = {query: self._cached.get(query) for query in queries}
-        left_s = {query: 0.0 if answer is None else answer.until - now_s for query, answer in cached.items()}
-        stale = [query for query in cached if left_s[query] <= LONGEST_S - FRESH_S and query not in self._loading]
-        if stale:
-            task = asyncio.create_task(self._load(stale))
-            self._loading |= dict.fromkeys(stale, task)
-            task.add_done_callback(partial(self._done, stale))
-        loaded: dict[LookupQuery, CachedAnswer | SwiftoptError | None] = {**cached}
-        awaited = {query: self._loading[query] for query in cached if left_s[query] <= 0}
-        for query, task in awaited.items():
+        """Return the answers, at most `LONGEST_S` old; after `FRESH_S` the models' states are read meanwhile."""
+        now_s, distinct = time.monotonic(), dict.fromkeys(queries)
+        self._asked_at_s |= dict.fromkeys((query.model for query in distinct), now_s)
+        age_s = max((self._age_s(query, now_s) for query in distinct if query in self._cached), default=0.0)
+        if age_s >= FRESH_S and self._checking is None:
+            self._checking = asyncio.create_task(self._check())
+            self._checking.add_done_callback(self._checked)
+        if age_s >= LONGEST_S and self._checking is not None:
             # Shielded: a caller that disconnects must not cancel the queries for others.
-            loaded[query] = (await asyncio.shield(task))[query]
-        return [_unless_error(loaded[query]) for query in queries]
+            await asyncio.shield(self._checking)
+        absent = {query for query in distinct if self._age_s(query, now_s) >= LONGEST_S}
+        old = {query for query in distinct.keys() - absent if now_s >= self._cached[query].read_at_s + REREAD_S}
+        found: dict[LookupQuery, CachedAnswer | SwiftoptError] = {
+            query: self._cached[query] for query in distinct if query not in absent
+        }
+        if to_load := [query for query in distinct if query in absent | old and query not in self._loading]:
+            task = asyncio.create_task(self._load(to_load))
+            self._loading |= dict.fromkeys(to_load, task)
+            task.add_done_callback(partial(self._loaded, to_load))
+        for query, task in {query: self._loading[query] for query in absent}.items():
+            found[query] = (await asyncio.shield(task))[query]
+        return [_unless_error(found[query]) for query in queries]
+
+    def _age_s(self, query: LookupQuery, now_s: float) -> float:
+        """Return the seconds since an answer was known to be the one that would be found; infinity: there is none."""
+        if (answer := self._cached.get(query)) is None:
+            return math.inf
+        checked = self._states.get(query.model)
+        # A version that is not there may be stored without any move.
+        if checked is None or checked.state != answer.state or (query.version is not None and answer.status != 200):
+            return now_s - answer.read_at_s
+        return now_s - max(answer.read_at_s, checked.read_at_s)
+
+    async def _check(self) -> None:
+        """Read the states of the models that were asked for lately, and keep the answers that no move concerns."""
+        lately_s = time.monotonic() - REREAD_S
+        self._asked_at_s = {model: asked_s for model, asked_s in self._asked_at_s.items() if asked_s >= lately_s}
+        models = list(self._asked_at_s)
+        states = await to_thread.run_sync(self._read_states, models, limiter=self._limiter())
+        changed = {
+            model: checked
+            for model, checked in states.items()
+            if checked.moved is not None and DEFAULT_TASK not in checked.moved
+        }
+        for query, answer in self._cached.items() if changed else ():
+            checked = changed.get(query.model)
+            if checked is None or answer.state != self._states[query.model].state:
+                continue
+            if checked.moved is not None and query.task not in checked.moved:
+                self._cached[query] = replace(answer, state=checked.state)
+        self._states = states
+
+    def _read_states(self, models: Sequence[str]) -> dict[str, CheckedState]:
+        now_s = time.monotonic()  # Count the states' age from before the query.
+        checked = {}
+        for model, state in {**dict.fromkeys(models), **self._states_of(models)}.items():
+            last, moved = self._states.get(model), None
+            if last is not None and last.state is not None and state is not None and last.state != state:
+                moved = self._tasks_moved(*last.state) if last.state[0] == state[0] else None
+            checked[model] = CheckedState(state, now_s, moved)
+        return checked
 
     async def _load(self, queries: Sequence[LookupQuery]) -> Loaded:
-        self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
-        loaded = await to_thread.run_sync(self._answers, queries, limiter=self._threads)
+        loaded = await to_thread.run_sync(self._read_answers, queries, limiter=self._limiter())
         for query, answer in loaded.items():
             self._cached.pop(query, None)
             if isinstance(answer, CachedAnswer):
@@ -191,48 +247,34 @@ class LookupCache:
             del self._cached[next(iter(self._cached))]  # Drop the oldest answer.
         return loaded
 
-    def _answers(self, queries: Sequence[LookupQuery]) -> Loaded:
-        now_s = time.monotonic()  # Count the answers' age from before the query.
+    def _read_answers(self, queries: Sequence[LookupQuery]) -> Loaded:
+        now_s = time.monotonic()
         # Read before the answers: one that is newer than its state is only read once more.
-        states = {model: self._state_of(model) for model in {query.model for query in queries}}
-        moved = cache(self._tasks_moved)
-        kept: Loaded = {
-            query: replace(cached, until=now_s + LONGEST_S, state=states[query.model])
-            for query in queries
-            if (cached := self._cached.get(query)) is not None
-            and _holds(query, cached, states[query.model], now_s, moved)
+        states = self._states_of(list({query.model for query in queries}))
+        answers = self._find_answers(queries)
+        return {
+            query: _encoded(answer, now_s, states.get(query.model))
+            for query, answer in zip(queries, answers, strict=True)
         }
-        changed = [query for query in queries if query not in kept]
-        found = self._find_answers(changed) if changed else ()
-        encoded = {
-            query: _encoded(answer, now_s, states[query.model]) for query, answer in zip(changed, found, strict=True)
-        }
-        return kept | encoded
 
-    def _done(self, queries: Sequence[LookupQuery], task: asyncio.Task[Loaded]) -> None:
+    def _limiter(self) -> CapacityLimiter:
+        self._threads = self._threads or CapacityLimiter(THREADS)  # Created late: it needs a running event loop.
+        return self._threads
+
+    def _checked(self, task: asyncio.Task[None]) -> None:
+        self._checking = None
+        _retrieve(task)
+
+    def _loaded(self, queries: Sequence[LookupQuery], task: asyncio.Task[Loaded]) -> None:
         for query in queries:
             self._loading.pop(query, None)
-        if not task.cancelled():
-            task.exception()  # Retrieve the exception, so that asyncio does not warn if every caller has disconnected.
+        _retrieve(task)
 
 
-def _holds(
-    query: LookupQuery,
-    cached: CachedAnswer,
-    state: LookupState,
-    now_s: float,
-    tasks_moved: Callable[[int, int | None], Collection[str]],
-) -> bool:
-    """Return whether an answer is the one that would be found now."""
-    # A version that is not there may be stored without any move.
-    if now_s >= cached.read_at_s + REREAD_S or (query.version is not None and cached.status != 200):
-        return False
-    if cached.state == state:
-        return True
-    if cached.state is None or state is None or cached.state[0] != state[0]:
-        return False
-    moved = tasks_moved(*cached.state)
-    return query.task not in moved and DEFAULT_TASK not in moved
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve a task's exception, so that asyncio does not warn if every caller has disconnected."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _encoded(answer: Answer, now_s: float, state: LookupState) -> CachedAnswer | SwiftoptError:
@@ -243,11 +285,10 @@ def _encoded(answer: Answer, now_s: float, state: LookupState) -> CachedAnswer |
         return answer
     body = json.dumps(answer).encode()
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    return CachedAnswer(status, media_type, body, etag, now_s + LONGEST_S, now_s, state)
+    return CachedAnswer(status, media_type, body, etag, now_s, state)
 
 
-def _unless_error(answer: CachedAnswer | SwiftoptError | None) -> CachedAnswer:
-    assert answer is not None, "a query that is not cached is loaded"
+def _unless_error(answer: CachedAnswer | SwiftoptError) -> CachedAnswer:
     if isinstance(answer, SwiftoptError):
         raise answer
     return answer

@@ -10,7 +10,7 @@ import difflib
 import logging
 from collections.abc import Sequence
 
-from sqlalchemy import Select, String, bindparam, case, func, select
+from sqlalchemy import Select, String, bindparam, case, func, literal, select, union_all
 from sqlalchemy.orm import Session, aliased, lazyload, undefer
 
 from ..core.errors import InvalidInput, LayerSetNotFound, StoreError
@@ -26,7 +26,7 @@ from ..core.records import (
 )
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
-from .names import BY_NAME_OR_FINGERPRINT, find_model, known_model, lock, model_for, newest, next_version, where_task
+from .names import find_model, known_model, lock, model_for, newest, next_version, where_task
 from .results import find_row
 from .tables import (
     JobRow,
@@ -79,7 +79,14 @@ _RANK = func.row_number().over(partition_by=_MOVE.task, order_by=(*_DISTANCE, _N
 _RANKED = _STANDING.add_columns(_RANK.label("rank")).subquery()
 NEAREST_MOVES = _select_moves(select(_RANKED.c.id).where(_RANKED.c.rank == 1))  # One per task.
 _NEWEST_OF_MODEL = select(func.max(MoveRow.id)).where(MoveRow.model_id == ModelRow.id).scalar_subquery()
-LOOKUP_STATE = BY_NAME_OR_FINGERPRINT.with_only_columns(ModelRow.id, _NEWEST_OF_MODEL)
+_ASKED = bindparam("asked", type_=String, expanding=True)
+# A name goes before a fingerprint: it comes last, and the last row of a name counts.
+LOOKUP_STATES = union_all(
+    select(literal(0).label("rank"), ModelRow.fingerprint, ModelRow.id, _NEWEST_OF_MODEL).where(
+        ModelRow.fingerprint.in_(_ASKED)
+    ),
+    select(literal(1), NameRow.name, ModelRow.id, _NEWEST_OF_MODEL).join(ModelRow).where(NameRow.name.in_(_ASKED)),
+).order_by("rank")
 
 
 # --- layer sets ---
@@ -274,8 +281,13 @@ def lookup_state(session: Session, model: str) -> tuple[int, int | None] | None:
 
     It is the model that the name means, and its newest move of an alias; None: there is no such model.
     """
-    row = session.execute(LOOKUP_STATE, {"name": model}).one_or_none()
-    return None if row is None else (row[0], row[1])
+    return lookup_states(session, [model]).get(model)
+
+
+def lookup_states(session: Session, models: Sequence[str]) -> dict[str, tuple[int, int | None]]:
+    """Return by model (name or fingerprint) its `lookup_state`, in one query; unknown models are left out."""
+    rows = session.execute(LOOKUP_STATES, {"asked": list(models)})
+    return {name: (model_id, newest_move) for _, name, model_id, newest_move in rows}
 
 
 def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:

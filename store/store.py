@@ -154,6 +154,7 @@ class Store(Transactions):
     lookup = reads(plans.lookup)
     lookup_many = reads(plans.lookup_many)
     lookup_state = reads(plans.lookup_state)
+    lookup_states = reads(plans.lookup_states)
     tasks_moved = reads(plans.tasks_moved)
     promote = writes(plans.promote)
     rollback = writes(plans.rollback)

@@ -304,7 +304,7 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
 
     async def many() -> None:
         answers, one, bad = (
-            LookupCache(find, lambda _: None, lambda *_: ()),
+            LookupCache(find, lambda _: {}, lambda *_: ()),
             LookupQuery(model="m", task="t"),
             LookupQuery(model="m", task="bad"),
         )
@@ -322,6 +322,50 @@ def test_equal_lookups_at_once_are_one_query(store: Store) -> None:
         assert asked[3:] == [other, bad], "what is fresh is not asked for, and what is loading only once"
 
     asyncio.run(many())
+
+
+def test_no_lookup_waits_while_the_states_of_all_models_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setattr("swiftopt.server.lookups.FRESH_S", 0.0)
+    states: dict[str, tuple[int, int | None]] = {"m": (1, 1), "n": (2, 1)}
+    reads: list[list[str]] = []
+    found: list[list[str]] = []
+    may_go_on = threading.Event()
+
+    def states_of(models: Sequence[str]) -> dict[str, tuple[int, int | None]]:
+        reads.append(sorted(models))
+        assert may_go_on.wait(10)
+        return dict(states)
+
+    def find(queries: Sequence[LookupQuery]) -> list[dict[str, Any] | SwiftoptError]:
+        found.append([query.task for query in queries])
+        return [{"state": states[query.model]} for query in queries]
+
+    async def checked(cache: LookupCache) -> None:
+        while cache._checking is not None:
+            await asyncio.sleep(0.01)
+
+    async def ask() -> None:
+        cache = LookupCache(find, states_of, lambda *_: {"moved"})
+        m, moved, n = (LookupQuery(model=model, task=task) for model, task in (("m", "t"), ("m", "moved"), ("n", "t")))
+        may_go_on.set()
+        first = await cache.get([m, moved, n])
+        await checked(cache)
+        may_go_on.clear()
+        reads.clear()
+        found.clear()
+        assert await asyncio.wait_for(cache.get([m, moved]), 5) == first[:2], "a check is not waited for"
+        states["m"] = (1, 2)
+        may_go_on.set()
+        await checked(cache)
+        assert reads == [["m", "n"]] and not found
+        monkeypatch.setattr("swiftopt.server.lookups.LONGEST_S", 0.0)
+        again = await cache.get([m, moved, n])
+        assert [answer.body for answer in again[::2]] == [answer.body for answer in first[::2]]
+        assert json.loads(again[1].body) == {"state": [1, 2]} and found == [["moved"]]
+
+    asyncio.run(ask())
 
 
 def selects_of(store: Store) -> list[str]:
