@@ -356,7 +356,7 @@ class Engine:
     def _stored_blocks(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
         """Return what reads the text's blocks from disk, if they hold more than a buffer does."""
         folder = self.folder
-        if folder is None or buffer.states is not None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
+        if folder is None or folder.n_stored(slots) < n_filled + MIN_SHARED_TOKENS:
             return iter(())
         return folder.reading(slots, buffer, n_filled)
 
@@ -458,7 +458,7 @@ class Engine:
         if freed.token_ids:
             prefix = Prefix(freed.slots, buffer, np.array(freed.token_ids, np.int64))
             self.prefixes.add(prefix)
-            if self.folder is not None and buffer.states is None:
+            if self.folder is not None:
                 self.folder.store(prefix)
         self._make_room(0)
 

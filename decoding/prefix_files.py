@@ -1,8 +1,11 @@
 """A second tier of kept prefixes, on disk: keys and values in the model's dtype, for later and for the next start.
 
 Texts are stored in blocks of BLOCK_TOKENS tokens. A block is named by a hash over the salt and all tokens up to its
-end, so that texts that begin alike share blocks, and only a text of the same salt and tokens finds one. The folder is
-that of one model, machine and version of the software: what is read back has the bits of reading the prompt anew.
+end, so that texts that begin alike share blocks, and only a text of the same salt and tokens finds one. A model with
+recurrent layers can go on from a text only where their states are known. Each such place has a file of its own, with
+the states and the slots behind the last whole block before it, named by a hash of the same kind and its number of
+tokens. The folder is that of one model, machine and version of the software: what is read back has the bits of reading
+the prompt anew.
 
 Source: blocks named by the hash of their prefix are those of vLLM's prefix cache (arXiv:2309.06180).
 """
@@ -37,8 +40,11 @@ from .prefixes import Prefix
 from .work import Slots
 
 BLOCK_TOKENS = 128
-HEADER = struct.Struct("<4sIIQ")  # Of a block: MARK, CRC-32 of the rest, number of state values, bytes of the slots.
+# Of a file: MARK, CRC-32 of the rest, values of the mean state, bytes of the slots. Recurrent states are behind these.
+HEADER = struct.Struct("<4sIIQ")
 MARK = b"SwP1"
+LENGTH_BYTES = 4
+NAME_BYTES = hashlib.sha256().digest_size  # Of a block's name; that of a place is longer by its number of tokens.
 SUFFIX, UNFINISHED = ".block", ".tmp"
 
 logger = logging.getLogger(__name__)
@@ -51,10 +57,25 @@ def identity_of(runtime: Runtime) -> str:
 
 
 class StoredBlock(NamedTuple):
-    """A stored block: its file and size."""
+    """A stored block, or a place with its states: its file and size."""
 
     path: Path
     n_bytes: int
+
+
+class StoredText(NamedTuple):
+    """What is stored of a text's first `n_tokens` tokens: the names of its blocks and of the place behind them."""
+
+    n_tokens: int
+    blocks: list[bytes]
+    place: bytes | None = None
+
+    @property
+    def names(self) -> list[bytes]:
+        return self.blocks if self.place is None else [*self.blocks, self.place]
+
+
+NOTHING = StoredText(0, [])
 
 
 class PrefixFolder(OwnerFolders):
@@ -71,6 +92,8 @@ class PrefixFolder(OwnerFolders):
         self.n_read = 0  # Tokens read from disk since the start.
         self._lock_index = threading.Lock()
         self._blocks = self._index()  # Least recently used first.
+        # Numbers of tokens of all stored places, also of some that were removed.
+        self._lengths = {_length(name) for name in self._blocks if len(name) > NAME_BYTES}
         self._texts: Queue[Prefix | None] = Queue()
         self._writer = threading.Thread(target=self._write_texts, name="prefixes", daemon=True)
         self._writer.start()
@@ -102,33 +125,46 @@ class PrefixFolder(OwnerFolders):
 
     def n_stored(self, slots: Slots) -> int:
         """Return how many of a text's first tokens are stored, less than all of them."""
-        if slots.runtime is not self.runtime:
-            return 0
-        return BLOCK_TOKENS * len(self._stored(_names(slots.salt, slots.tokens[:-1])))
+        return self._stored(slots).n_tokens
 
-    def _stored(self, names: Sequence[bytes]) -> list[bytes]:
+    def _stored(self, slots: Slots) -> StoredText:
+        """Return what is stored of a text, less than all of its tokens."""
+        if slots.runtime is not self.runtime:
+            return NOTHING
+        token_ids = slots.tokens[:-1]
+        names = _names(slots.salt, token_ids)
         with self._lock_index:
-            n_stored = next((n for n, name in enumerate(names) if name not in self._blocks), len(names))
-        return list(names[:n_stored])
+            n_blocks = next((n for n, name in enumerate(names) if name not in self._blocks), len(names))
+            if not self.runtime.recurrent:
+                return StoredText(n_blocks * BLOCK_TOKENS, names[:n_blocks])
+            longest = min(len(token_ids), (n_blocks + 1) * BLOCK_TOKENS - 1)
+            for length in sorted((one for one in self._lengths if one <= longest), reverse=True):
+                if (place := _place_name(slots.salt, token_ids, names, length)) in self._blocks:
+                    return StoredText(length, names[: length // BLOCK_TOKENS], place)
+        return NOTHING
 
     def reading(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
-        """Read a text's stored blocks behind its first `n_filled` tokens into a buffer, one with each step.
+        """Read what is stored of a text behind its first `n_filled` tokens into a buffer, one file with each step.
 
-        Yields the number of tokens that the buffer holds by then, and the state of their text. It ends before a block
-        that is missing or damaged.
+        Yields the number of tokens from which the text can go on by then, and the mean state of their text. Nothing is
+        read behind a file that is missing or damaged.
         """
-        names = self._stored(_names(slots.salt, slots.tokens[:-1]))
-        self._touch(names)
-        for number in range(n_filled // BLOCK_TOKENS, len(names)):
-            start = number * BLOCK_TOKENS
-            try:
-                state = self._read(names[number], buffer, start)
-            except (OSError, ValueError) as error:
-                logger.warning("prefix=lost reason=%r", str(error))
-                self._remove(names[number])
-                return
-            self.n_read += start + BLOCK_TOKENS - max(start, n_filled)
-            yield start + BLOCK_TOKENS, state
+        while (text := self._stored(slots)).n_tokens > n_filled:
+            self._touch(text.names)
+            for number in range(n_filled // BLOCK_TOKENS, len(text.names)):
+                start = number * BLOCK_TOKENS
+                name, is_place = text.names[number], number == len(text.blocks)
+                end = text.n_tokens if is_place else start + BLOCK_TOKENS
+                try:
+                    state = self._read(name, buffer, start, end, is_place)
+                except (OSError, ValueError) as error:
+                    logger.warning("prefix=lost reason=%r", str(error))
+                    self._remove(name)
+                    break  # Less is stored now.
+                if is_place or text.place is None:
+                    self.n_read += end - n_filled
+                    n_filled = end
+                yield n_filled, state
 
     def _touch(self, names: Sequence[bytes]) -> None:
         """Mark blocks as the latest used, the first of a text last: the others are worth nothing without it."""
@@ -141,7 +177,7 @@ class PrefixFolder(OwnerFolders):
                         # Times of their own: the system's clock gives several files the same one.
                         os.utime(block.path, ns=(now_ns + number, now_ns + number))
 
-    def _read(self, name: bytes, buffer: KVBuffer, start: int) -> Tensor | None:
+    def _read(self, name: bytes, buffer: KVBuffer, start: int, end: int, is_place: bool) -> Tensor | None:
         with self._lock_index:
             block = self._blocks.get(name)
         if block is None:
@@ -150,10 +186,13 @@ class PrefixFolder(OwnerFolders):
         if len(content) < HEADER.size:
             raise ValueError(f"the file {block.path} is damaged")
         mark, checksum, n_state, n_slot_bytes = HEADER.unpack_from(content)
-        body = content[HEADER.size :]
-        if mark != MARK or len(body) != 4 * n_state + n_slot_bytes or zlib.crc32(body) != checksum:
+        body, n_before = content[HEADER.size :], 4 * n_state + n_slot_bytes
+        n_states = len(body) - n_before
+        if mark != MARK or n_states < 0 or (n_states and not is_place) or zlib.crc32(body) != checksum:
             raise ValueError(f"the file {block.path} is damaged")
-        buffer.restore(start, start + BLOCK_TOKENS, body[4 * n_state :])
+        buffer.restore(start, end, body[4 * n_state : n_before])
+        if is_place:
+            buffer.restore_states(end, body[n_before:])
         return torch.from_numpy(body[: 4 * n_state].view("<f4").copy()) if n_state else None
 
     def _write_texts(self) -> None:
@@ -167,35 +206,45 @@ class PrefixFolder(OwnerFolders):
             del prefix  # It may be evicted meanwhile, and this thread must not keep its memory.
 
     def _write(self, prefix: Prefix) -> None:
-        names = _names(prefix.slots.salt, prefix.token_ids)
-        folder = self.of(owner_of(prefix.slots.salt))
-        for number, name in enumerate(names):
+        salt, token_ids, buffer = prefix.slots.salt, prefix.token_ids, prefix.buffer
+        names = _names(salt, token_ids)
+        files = [(name, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS) for number, name in enumerate(names)]
+        for end in buffer.places(len(token_ids)):
+            start = end // BLOCK_TOKENS * BLOCK_TOKENS
+            files.append((_place_name(salt, token_ids, names, end), start, end))
+        folder = self.of(owner_of(salt))
+        for name, start, end in files:
             with self._lock_index:
                 is_stored = name in self._blocks
             if not prefix.is_kept:
                 return
             if not is_stored:
-                self._write_block(prefix, number, name, folder)
-        self._touch(names)
+                self._write_file(prefix, name, start, end, folder)
+        self._touch([name for name, _, _ in files])
 
-    def _write_block(self, prefix: Prefix, number: int, name: bytes, folder: Path) -> None:
-        start = number * BLOCK_TOKENS
-        slot_bytes = prefix.buffer.saved(start, start + BLOCK_TOKENS).tobytes()
-        state = prefix.slots.state
-        state_bytes = b"" if state is None else state.float().cpu().numpy().astype("<f4").tobytes()
-        checksum = zlib.crc32(slot_bytes, zlib.crc32(state_bytes))
-        header = HEADER.pack(MARK, checksum, len(state_bytes) // 4, len(slot_bytes))
-        n_bytes = len(header) + len(state_bytes) + len(slot_bytes)
+    def _write_file(self, prefix: Prefix, name: bytes, start: int, end: int, folder: Path) -> None:
+        is_place = len(name) > NAME_BYTES
+        slot_bytes = prefix.buffer.saved(start, end).tobytes()
+        states = prefix.buffer.saved_states(end) if is_place else b""
+        mean = prefix.slots.state
+        mean_bytes = b"" if mean is None else mean.float().cpu().numpy().astype("<f4").tobytes()
+        parts = mean_bytes, slot_bytes, states
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        header = HEADER.pack(MARK, checksum, len(mean_bytes) // 4, len(slot_bytes))
+        n_bytes = len(header) + sum(map(len, parts))
         if n_bytes > self.max_bytes:
             return
         path = folder / f"{name.hex()}{SUFFIX}"
         unfinished = path.with_suffix(UNFINISHED)
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            for part in (header, state_bytes, slot_bytes):
+            for part in (header, *parts):
                 file.write(part)
         os.replace(unfinished, path)
         with self._lock_index:
             self._blocks[name] = StoredBlock(path, n_bytes)
+            self._lengths |= {_length(name)} if is_place else set()
             total = sum(block.n_bytes for block in self._blocks.values())
             while total > self.max_bytes:
                 _, oldest = self._blocks.popitem(last=False)
@@ -232,3 +281,16 @@ def _names(salt: str, token_ids: NDArray[np.int64]) -> list[bytes]:
         digest = hashlib.sha256(digest + block_ids.tobytes()).digest()
         names.append(digest)
     return names
+
+
+def _place_name(salt: str, token_ids: NDArray[np.int64], names: Sequence[bytes], length: int) -> bytes:
+    """Return the name of the place behind a text's first `length` tokens. Args: names: of its whole blocks."""
+    n_blocks = length // BLOCK_TOKENS
+    before = names[n_blocks - 1] if n_blocks else hashlib.sha256(salt.encode()).digest()
+    others = np.ascontiguousarray(token_ids[n_blocks * BLOCK_TOKENS : length], "<i8")
+    return hashlib.sha256(before + others.tobytes()).digest() + length.to_bytes(LENGTH_BYTES, "little")
+
+
+def _length(name: bytes) -> int:
+    """Return the number of tokens before a place, by its name."""
+    return int.from_bytes(name[NAME_BYTES:], "little")

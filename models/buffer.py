@@ -139,14 +139,33 @@ class KVBuffer:
     def copy_from(self, other: KVBuffer, n: int) -> None:
         """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
         if self.states is not None and other.states is not None:
-            self.states.make_room(other.states)
             self.states.copy_from(other.states, other.states.reachable(n))
-            for layer, inputs in self.states.inputs.items():
-                self.keys[layer] = inputs
+            self._point_at_inputs()
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
         for device, inputs in self._inputs.items():
             inputs[:, :n] = other._inputs[device][:, :n]
+
+    def _point_at_inputs(self) -> None:
+        """Use the rings of recurrent layers' inputs as they are now: one may have been replaced by a longer one."""
+        if self.states is not None:
+            for layer, inputs in self.states.inputs.items():
+                self.keys[layer] = inputs
+
+    def places(self, n_slots: int) -> list[int]:
+        """Return behind which numbers of slots, up to `n_slots`, only states tell where a text can go on."""
+        return [] if self.states is None else self.states.places(n_slots)
+
+    def saved_states(self, n_slots: int) -> bytes:
+        """Return the recurrent layers' states behind the first `n_slots` slots, one of `places`."""
+        assert self.states is not None
+        return self.states.saved(n_slots)
+
+    def restore_states(self, n_slots: int, saved: NDArray[np.uint8]) -> None:
+        """Go on from what `saved_states` returned; before the first pass. Raises: ValueError: it is damaged."""
+        assert self.states is not None
+        self.states.restore(n_slots, saved)
+        self._point_at_inputs()
 
     @property
     def _stored(self) -> tuple[Tensor, ...]:
@@ -163,6 +182,8 @@ class KVBuffer:
         place = 0
         for block in self._stored:
             slots = block[..., start:end, :]
+            if not slots.numel():  # Torch cannot view empty bytes as numbers.
+                continue
             n_bytes = slots.numel() * slots.element_size()
             part = torch.from_numpy(saved[place : place + n_bytes].copy())
             slots.copy_(part.view(block.dtype).view(slots.shape))

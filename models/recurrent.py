@@ -8,12 +8,15 @@ depend on how its text was cut into passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.errors import UnsupportedModel
@@ -119,10 +122,15 @@ class DeltaRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """States of all layers behind the first `root` slots, and the inputs of the last ones before it, oldest first."""
+    """What another sequence needs to go on behind the first `end` slots of a text, by layer.
 
-    root: int
+    `states`: (n, heads, key_width, value_width), the newest first, and `roots`, int32 (n,): the slots that each is
+    behind. `inputs`: of the last slots before `end`, oldest first, as many as bring the oldest state there.
+    """
+
+    end: int
     states: Mapping[int, Tensor]
+    roots: Mapping[int, Tensor]
     inputs: Mapping[int, Tensor]
 
     @property
@@ -170,7 +178,7 @@ class RecurrentStates:
 
     def check(self, first_slot: int, n_rows: int, is_text: bool) -> None:
         """Raises: ValueError: rows at slots `first_slot`, … are not where the states can take them, or too many."""
-        newest = max((int(self.roots[layer, 0]) for layer in self.states), default=0)
+        newest = self._newest_root
         if is_text and not newest <= self.committed == first_slot:
             raise ValueError(f"text at slot {first_slot} does not follow the states, which are at {newest}")
         if not is_text and not newest <= self.committed <= first_slot:
@@ -254,56 +262,119 @@ class RecurrentStates:
 
     def reachable(self, n_slots: int) -> int:
         """Return behind how many of the first `n_slots` slots another sequence can go on: of a snapshot, or all."""
-        newest = max((int(self.roots[layer, 0]) for layer in self.states), default=0)
-        if newest <= n_slots:
+        if self._newest_root <= n_slots:
             return min(n_slots, self.committed)
-        return max((snapshot.root for snapshot in self.snapshots if snapshot.root <= n_slots), default=0)
+        return max((snapshot.end for snapshot in self.snapshots if snapshot.end <= n_slots), default=0)
+
+    def places(self, n_slots: int) -> list[int]:
+        """Return all numbers of slots, up to `n_slots`, behind which another sequence can go on."""
+        ends = {snapshot.end for snapshot in self.snapshots if snapshot.end <= n_slots}
+        return sorted(ends | {self.reachable(n_slots)} - {0})
+
+    @property
+    def _newest_root(self) -> int:
+        return max((int(self.roots[layer, 0]) for layer in self.states), default=0)
 
     def take_snapshot(self) -> None:
         """Keep a copy of the states; they are at one root, behind text alone."""
-        root, n_before = self.committed, self.form.n_taps
-        is_whole = all(int(self.roots[layer, 0]) == root for layer in self.states)
-        if not self.keeps_snapshots or not is_whole or root < n_before or root in self._snapshot_roots:
-            return
-        slots = [slot % self.n_kept for slot in range(root - n_before, root)]
-        states = {layer: states[:1].clone() for layer, states in self.states.items()}
-        self.snapshots.append(Snapshot(root, states, {layer: inputs[slots] for layer, inputs in self.inputs.items()}))
-        self.snapshots.sort(key=lambda snapshot: snapshot.root)
+        end = self.committed
+        is_whole = all(int(self.roots[layer, 0]) == end for layer in self.states)
+        if self.keeps_snapshots and is_whole and end not in (0, *(snapshot.end for snapshot in self.snapshots)):
+            states = {layer: states[:1].clone() for layer, states in self.states.items()}
+            self._keep(self._snapshot(end, states))
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+        self.snapshots.sort(key=lambda one: one.end)
         del self.snapshots[1 : len(self.snapshots) - MOST_SNAPSHOTS + 1]
 
-    @property
-    def _snapshot_roots(self) -> Iterable[int]:
-        return [snapshot.root for snapshot in self.snapshots]
+    def _snapshot(self, end: int, states: Mapping[int, Tensor]) -> Snapshot:
+        """Return a snapshot of these of the sequence's states, with copies of the roots and inputs."""
+        roots = {layer: self.roots[layer, : len(own)].clone() for layer, own in states.items()}
+        inputs = {
+            layer: self.inputs[layer][[slot % self.n_kept for slot in range(self._first_input(own), end)]]
+            for layer, own in roots.items()
+        }
+        return Snapshot(end, states, roots, inputs)
+
+    def _first_input(self, roots: Tensor) -> int:
+        """Return the first slot whose inputs take the states at these roots on."""
+        return max(0, int(roots[-1]) - self.form.n_taps + 1)
+
+    def at(self, n_slots: int) -> Snapshot:
+        """Return what is behind the first `n_slots` slots, a number that is `reachable`; states are not copied."""
+        if self._newest_root <= n_slots:
+            return self._snapshot(n_slots, self.states)
+        return next(snapshot for snapshot in self.snapshots if snapshot.end == n_slots)
 
     def copy_from(self, other: RecurrentStates, n_slots: int) -> None:
         """Take what another sequence has behind its first `n_slots` slots, a number that it says is `reachable`."""
-        self.snapshots = [snapshot for snapshot in other.snapshots if snapshot.root <= n_slots]
-        newest = max((int(other.roots[layer, 0]) for layer in other.states), default=0)
-        for layer, states in self.states.items():
-            if newest <= n_slots:
-                n_states = min(len(states), len(other.states[layer]))
-                roots = other.roots[layer, :n_states]
-                states[:n_states] = other.states[layer][:n_states]
-            else:
-                snapshot = next(one for one in self.snapshots if one.root == n_slots)
-                roots = torch.tensor([n_slots])
-                states[:1] = snapshot.states[layer]
-            if len(roots) < len(states):
-                states[1:] = states[:1].clone()
-            self.roots[layer] = roots[[0, -1]]
-            oldest = max(0, int(self.roots[layer, 1]) - self.form.n_taps + 1)
-            if newest <= n_slots:
-                rows = other.inputs[layer][[slot % other.n_kept for slot in range(oldest, n_slots)]]
-            else:
-                rows = snapshot.inputs[layer][oldest - n_slots :] if n_slots else snapshot.inputs[layer][:0]
-            if len(rows) > self.n_kept:
-                raise ValueError(f"a ring of {self.n_kept} inputs has no room for {len(rows)}")
-            self.inputs[layer][[slot % self.n_kept for slot in range(oldest, n_slots)]] = rows
-        self.committed = n_slots
+        self.go_on_from(other.at(n_slots))
+        self.snapshots = [snapshot for snapshot in other.snapshots if snapshot.end <= n_slots]
 
-    def make_room(self, other: RecurrentStates) -> None:
-        """Make the ring at least as long as another sequence's; what is in it goes."""
-        if self.n_kept < other.n_kept:
-            self.n_kept = other.n_kept
+    def go_on_from(self, snapshot: Snapshot) -> None:
+        """Take the states of a snapshot; the ring becomes longer where it has no room for the inputs."""
+        self._make_room(max((len(inputs) for inputs in snapshot.inputs.values()), default=0))
+        for layer, states in self.states.items():
+            n_states = min(len(states), len(snapshot.states[layer]))
+            states[:n_states] = snapshot.states[layer][:n_states]
+            if n_states < len(states):
+                states[1:] = states[:1].clone()
+            self.roots[layer] = snapshot.roots[layer][:n_states][[0, -1]]
+            slots = range(self._first_input(self.roots[layer]), snapshot.end)
+            rows = snapshot.inputs[layer][len(snapshot.inputs[layer]) - len(slots) :]
+            self.inputs[layer][[slot % self.n_kept for slot in slots]] = rows
+        self.committed = snapshot.end
+
+    def _make_room(self, n_inputs: int) -> None:
+        """Make the ring at least so long; what is in it goes."""
+        if self.n_kept < n_inputs:
+            self.n_kept = n_inputs
             for layer, inputs in self.inputs.items():
-                self.inputs[layer] = inputs.new_zeros((self.n_kept, self.form.n_inputs))
+                self.inputs[layer] = inputs.new_zeros((n_inputs, *inputs.shape[1:]))
+
+    # -- States on disk -----------------------------------------------------------------------------------------------
+
+    def saved(self, n_slots: int) -> bytes:
+        """Return the newest states behind the first `n_slots` slots, a number that is `reachable`, for `restore`."""
+        snapshot, parts = self.at(n_slots), list[bytes]()
+        for layer, states in snapshot.states.items():
+            root = snapshot.roots[layer][:1]
+            inputs = snapshot.inputs[layer]
+            rows = inputs[len(inputs) - (n_slots - self._first_input(root)) :]
+            parts += (_bytes_of(part) for part in (root, states[:1], rows))
+        return b"".join(parts)
+
+    def restore(self, n_slots: int, saved: NDArray[np.uint8]) -> None:
+        """Go on from what `saved` returned for a sequence of the same model, uint8 (bytes,).
+
+        Raises: ValueError: the bytes are of another number of slots or of another model.
+        """
+        place = 0
+
+        def take(like: Tensor, *shape: int) -> Tensor:
+            nonlocal place
+            n_bytes = math.prod(shape) * like.element_size()
+            part, place = saved[place : place + n_bytes].copy(), place + n_bytes
+            if len(part) < n_bytes:
+                raise ValueError(f"states behind {n_slots} slots are cut short")
+            return torch.from_numpy(part).view(like.dtype).view(shape)
+
+        states, roots, inputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+        for layer, own in self.states.items():
+            roots[layer] = take(self.roots, 1)
+            if not 0 <= int(roots[layer]) <= n_slots:
+                raise ValueError(f"states behind {n_slots} slots have the root {int(roots[layer])}")
+            states[layer] = take(own, 1, *own.shape[1:]).to(own.device)
+            n_rows = n_slots - self._first_input(roots[layer])
+            inputs[layer] = take(self.inputs[layer], n_rows, *self.inputs[layer].shape[1:]).to(own.device)
+        if place != len(saved):
+            raise ValueError(f"states behind {n_slots} slots have {len(saved) - place} bytes too many")
+        snapshot = Snapshot(n_slots, states, roots, inputs)
+        self.go_on_from(snapshot)
+        if self.keeps_snapshots and all(int(root) == n_slots for root in roots.values()):
+            self._keep(snapshot)
+
+
+def _bytes_of(part: Tensor) -> bytes:
+    return part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
