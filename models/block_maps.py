@@ -132,11 +132,17 @@ def packed_blocks(
 
 
 class BlockLinear(CodedLinear):
-    """A linear map whose weights are packed blocks. Args: bias: (out,) or None. dtype: of the model."""
+    """A linear map whose weights are packed blocks.
 
-    def __init__(self, packed: PackedBlocks, bias: Tensor | None, dtype: torch.dtype) -> None:
+    Args: bias: (out,) or None. dtype: of the model. head_order: int64 (heads,), the head whose values the caller has to
+          put in each block of inputs; None: the heads are in order.
+    """
+
+    def __init__(
+        self, packed: PackedBlocks, bias: Tensor | None, dtype: torch.dtype, head_order: Tensor | None = None
+    ) -> None:
         nn.Module.__init__(self)
-        self.packed, self.dtype = packed, dtype
+        self.packed, self.dtype, self.head_order = packed, dtype, head_order
         self.n_out, self.n_in = packed.n_out, packed.n_in
         self.bits, self.group = packed.form.bits, packed.form.group
         self.codes = nn.Parameter(packed.codes, requires_grad=False)

@@ -193,8 +193,8 @@ def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows)
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
     inputs, gates = projected[:, block.input_order], projected[:, block.gate_order]
     read, width = rows.recurrence(block, inputs), block.rule.form.value_width
-    mixed = parts.inner_norm(read.reshape(-1, width), gates.reshape(-1, width))
-    out = cast(Tensor, parts.out(mixed.view(len(normed), -1)))
+    mixed = parts.inner_norm(read.reshape(-1, width), gates.reshape(-1, width)).view(len(normed), -1, width)
+    out = cast(Tensor, parts.out(mixed[:, block.head_order].flatten(1)))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
 
@@ -232,7 +232,8 @@ class Block:
 
     `n_taps`: tokens that a short convolution reads for a row, its own among them, where the layer has one in place of
     attention, or before the gated delta rule `rule`; 0: it has attention. `input_order`, `gate_order`: where what the
-    rule takes, and its gates, lie in the projections' outputs. `clip`: what the projections give lies between it and
+    rule takes, and its gates, lie in the projections' outputs; `head_order`: of which head each block of what the
+    output map reads is. `clip`: what the projections give lies between it and
     its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
     `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
     `added_scale`: what a sub-layer adds is multiplied by it.
@@ -274,6 +275,8 @@ class Block:
         if isinstance(mixer, GatedDelta):
             self.rule = DeltaRule.of(attn, self.parts.conv)
             self.input_order, self.gate_order = self.rule.form.orders(mixer.by_key_head)
+            order = getattr(self.parts.out, "head_order", None)
+            self.head_order = torch.arange(self.rule.form.n_heads) if order is None else order
         self.device = next(attn.parameters()).device
 
     def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:

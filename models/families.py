@@ -401,7 +401,9 @@ def model_types() -> list[ModelType]:
     }
     for outer, families in MULTIMODAL.items():
         words = [f"its text part, as {' or '.join(families.values())}"]
-        types[outer] = ModelType(outer, NAMES[outer], words, None, "random")
+        form = FORMS.get(next(iter(families.values())))
+        architecture = None if form is None else form.architectures[-1]
+        types[outer] = ModelType(outer, NAMES[outer], words, architecture, "random")
     return [types[name] for name in sorted(types)]
 
 

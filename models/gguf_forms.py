@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,17 +19,20 @@ class GgufForm:
     """How llama.cpp keeps a family: its architecture, and how its settings and tensors differ from transformers'.
 
     Of several families of one `architecture`, that of a file is the one of most settings `when` of which the file has
-    all, and of these the first. `pre_tokenizer`: its words for how texts become words, for files that are written;
-    None: none are.
+    all, and of these the first. Files of the architectures `also` are the same but for what images need. A file is
+    loaded as the type `model_type`, if this is not the row's own. `pre_tokenizer`: its words for how texts become
+    words, for files that are written; None: none are.
 
     Tensors. `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the
     weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one behind the other,
     where gguf does not map the name. `stacked`: by the names of lists of modules, the tensor with a row for each.
     `by_layer`: by the names of parameters in a layer, the setting, by its full name, with their values for all layers.
-    Queries, keys and values are in this order in one tensor, or in three: whichever the file has.
+    Queries, keys and values are in this order in one tensor, or in three: whichever the file has. `tiled_heads`: of the
+    heads of a gated delta rule the first of all key heads come first, then the second, and so on.
 
     Settings, by name without the architecture's prefix. `fields` of the config by settings that are numbers, beside
-    those of all architectures; 0 means none. `choices`: a setting's field, and the field's values by those of the
+    those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
+    which a value is one such setting by another. `choices`: a setting's field, and the field's values by those of the
     setting, with None for a file without the setting. `flags`: a field's values where the first layer has a tensor,
     and where not. `constants`: fields of all files. `ignored`: settings that change nothing: with these values, or any
     (None).
@@ -39,19 +42,26 @@ class GgufForm:
     `window_period`: where a file has no pattern of its window, each such layer sees everything; None: it must have one.
     `window_flag`: a field that switches windows on. `window_base`: of the rotary frequencies in windows where a file
     names none; None: that of the other layers.
-    `lists_layers`: the config needs the type of each layer. `score_scale`: the field for what scores are multiplied by.
+    `lists_layers`: the config needs the type of each layer. `mixed_by`: the family's other mixer is in
+    the layers without key heads ("kv_heads"), or in all but each n-th ("interval"). `score_scale`: the field for what
+    scores are multiplied by.
     `wide_scores`: the number of layers of the one model that scales scores by the width of the embedding per head.
     """
 
     architecture: str
+    also: tuple[str, ...] = ()
+    model_type: str | None = None
     pre_tokenizer: str | None = None
     when: tuple[str, ...] = ()
     pairs_halves: bool = False
     adds_to_norms: float = 0.0
+    tiled_heads: bool = False
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, str] = field(default_factory=dict)
     by_layer: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=lambda: dict(RMS_EPSILON))
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = field(default_factory=dict)
     flags: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -64,8 +74,13 @@ class GgufForm:
     window_flag: str | None = None
     window_base: float | None = None
     lists_layers: bool = False
+    mixed_by: Literal["kv_heads", "interval"] | None = None
     score_scale: str | None = None
     wide_scores: int | None = None
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return self.architecture, *self.also
 
 
 def _flag(tensor: str) -> tuple[str, bool, bool]:
@@ -116,6 +131,30 @@ _GRANITE: dict[str, Any] = dict(
 # What llama.cpp's converter writes of layers with states, also where a model has none.
 _STATES = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
 _WINDOW = "attention.sliding_window"
+# What images need: three positions for a token, which are the same for text, and layers that read an image's features.
+_IMAGES: dict[str, None] = {"rope.dimension_sections": None, "n_deepstack_layers": None}
+_DELTA: dict[str, Any] = dict(
+    adds_to_norms=1.0,
+    has_head_dim=True,
+    rotates_in_part=True,
+    mixed_by="interval",
+    sizes={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    quotients={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
+    ignored=_IMAGES,
+)
+_GATED_SHARED: dict[str, Any] = dict(
+    fields=RMS_EPSILON | _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+)
+_LFM2: dict[str, Any] = dict(
+    mixed_by="kv_heads",
+    fields={"attention.layer_norm_rms_epsilon": "norm_eps"},
+    sizes={"shortconv.l_cache": "conv_L_cache"},
+)
 
 FORMS: dict[str, GgufForm] = {
     "llama": GgufForm(**_LLAMA, pre_tokenizer="smollm", flags=_BIASES),
@@ -123,8 +162,16 @@ FORMS: dict[str, GgufForm] = {
     "ministral": GgufForm(**_LLAMA, when=(_WINDOW, f"{_WINDOW}_pattern")),
     "internlm3": GgufForm(**_LLAMA),
     "iquestcoder": GgufForm(**_LLAMA),
-    "qwen2": GgufForm("qwen2", "qwen2", window_flag="use_sliding_window"),
-    "qwen3": GgufForm("qwen3", "qwen2", has_head_dim=True, window_flag="use_sliding_window", flags=_ATTENTION_BIAS),
+    "qwen2": GgufForm("qwen2", ("qwen2vl",), pre_tokenizer="qwen2", window_flag="use_sliding_window", ignored=_IMAGES),
+    "qwen3": GgufForm(
+        "qwen3",
+        ("qwen3vl",),
+        pre_tokenizer="qwen2",
+        has_head_dim=True,
+        window_flag="use_sliding_window",
+        flags=_ATTENTION_BIAS,
+        ignored=_IMAGES,
+    ),
     "gemma": GgufForm("gemma", adds_to_norms=1.0, has_head_dim=True),
     "gemma2": GgufForm(
         "gemma2",
@@ -245,14 +292,16 @@ FORMS: dict[str, GgufForm] = {
     "ministral3": GgufForm("mistral3", pairs_halves=True, has_head_dim=True),
     "qwen3_moe": GgufForm(
         "qwen3moe",
+        ("qwen3vlmoe",),
         has_head_dim=True,
         fields=RMS_EPSILON | _EXPERTS,
         constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
         flags=_ATTENTION_BIAS,
+        ignored=_IMAGES,
     ),
     "qwen2_moe": GgufForm(
         "qwen2moe",
-        fields=RMS_EPSILON | _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        **_GATED_SHARED,
         constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "mixtral": GgufForm(**_LLAMA, when=tuple(_LOCAL_EXPERTS), fields=RMS_EPSILON | _LOCAL_EXPERTS),
@@ -330,6 +379,18 @@ FORMS: dict[str, GgufForm] = {
         fields=RMS_EPSILON | _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         window_period=2,
         ignored={"expert_gating_func": None},
+    ),
+    "qwen3_5_text": GgufForm("qwen35", **_DELTA, tiled_heads=True),
+    "qwen3_5_moe_text": GgufForm("qwen35moe", **_DELTA, **_GATED_SHARED, tiled_heads=True),
+    # It computes the same as Qwen3.5 MoE, whose modules are those of newer files.
+    "qwen3_next": GgufForm("qwen3next", model_type="qwen3_5_moe_text", **_DELTA, **_GATED_SHARED),
+    "lfm2": GgufForm("lfm2", **_LFM2, constants={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    "lfm2_moe": GgufForm(
+        "lfm2moe",
+        **{**_LFM2, "fields": _LFM2["fields"] | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}},
+        choices={"expert_weights_norm": ("norm_topk_prob", {True: True, None: True})},
+        constants={"routed_scaling_factor": 1.0, "conv_bias": False},
+        ignored=_SIGMOIDS,
     ),
     "olmoe": GgufForm("olmoe", pairs_halves=False, fields=RMS_EPSILON | _EXPERTS, constants={"norm_topk_prob": False}),
 }

@@ -25,10 +25,10 @@ from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed
 from .coded import ROWS
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
-from .family import Family
-from .gguf_forms import FORMS, GgufForm
+from .family import Family, GatedDelta
+from .gguf_mixers import RENAMED, DeltaTensors
 from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
-from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, layer_numbers
+from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_of, layer_numbers
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .saved import (
@@ -42,7 +42,8 @@ from .saved import (
     supported_type,
 )
 
-CORRECTION = "correction_bias"  # In the name of what a router adds to scores: a parameter or a buffer.
+# In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
+CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 FLOAT32 = next(kind for kind, (name, _, _) in TYPES.items() if name == "F32")
 
@@ -136,12 +137,11 @@ class _Reading:
     def __init__(self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None) -> None:
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
         self.family: Family = family_of(model.config)
-        form = FORMS.get(model.config.model_type)
-        if form is None or form.architecture != file.architecture:
-            raise UnsupportedModel(f"{file.path} is of the architecture {file.architecture!r}, which is not supported")
-        self.form: GgufForm = form
+        self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
-        self._places = names_of(file.architecture, model.config)
+        mixer = self.family.mixer
+        self.delta = DeltaTensors(mixer, self.form, model.config) if isinstance(mixer, GatedDelta) else None
+        self._places = names_of(self.form.architecture, model.config)
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
         self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
@@ -177,18 +177,25 @@ class _Reading:
                 values = values * scale
             if order is not None:
                 values = values[order]
-            if self.form.adds_to_norms and "norm" in module_name and leaf == "weight":
+            if self.form.adds_to_norms and self._is_added_to(module_name, leaf):
                 values = values - self.form.adds_to_norms
+            if self.delta is not None:
+                columns = self.delta.columns(module_name)
+                values = self.delta.numbers(name, values if columns is None else values[:, columns])
             if isinstance(module, Conv1D) and leaf == "weight":
                 values = values.t()
-            expected = tuple(getattr(module, leaf).shape)
-            if CORRECTION in leaf:  # In float32 whatever the model's type, and in some families a row.
-                self._values[name] = values.view(expected) if values.numel() == math.prod(expected) else values
-                _check_shape(self.file.path, tensor, expected, tuple(self._values[name].shape))
-            else:
-                _check_shape(self.file.path, tensor, expected, tuple(values.shape))
-                self._values[name] = values.to(self.dtype).contiguous()
+            expected, is_correction = tuple(getattr(module, leaf).shape), _is_correction(leaf)
+            # A router's correction is a row in some families. A file has the taps of each channel as a row.
+            if (is_correction or isinstance(module, nn.Conv1d)) and values.numel() == math.prod(expected):
+                values = values.view(expected)
+            _check_shape(self.file.path, tensor, expected, tuple(values.shape))
+            # A correction is in float32 whatever the model's type.
+            self._values[name] = values if is_correction else values.to(self.dtype).contiguous()
         self.file.release(tensor)
+
+    def _is_added_to(self, module_name: str, leaf: str) -> bool:
+        is_gated = self.delta is not None and self.delta.is_gated_norm(module_name)
+        return "norm" in module_name and leaf == "weight" and not is_gated
 
     def _take_experts(self, module_name: str, leaf: str) -> None:
         """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""
@@ -196,6 +203,8 @@ class _Reading:
         assert named is not None
         own, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in PARTS}
+        if (joint := self._found(f"blk.{number}.ffn_gate_up_exps.{kind}")) is not None:
+            tensors |= _halves(joint)
         if None in tensors.values():
             return
         whole = {part: tensor for part, tensor in tensors.items() if tensor is not None}
@@ -231,6 +240,13 @@ class _Reading:
             return _rows(stack, row, row + 1, stack.shape[1:])
         place = self._places.get_name(self._stored_name(name), try_suffixes=(".weight", ".bias"))
         tensor = self._found(place or "") or self._found(f"{place}.weight")
+        if (
+            tensor is None
+            and self.delta is not None
+            and (rows := self.delta.by_key_head(name.rpartition(".")[0])) is not None
+        ):
+            whole = self._found(f"blk.{number}.{rows[0]}.{leaf}")
+            return whole and _taken(whole, rows[1], self.file.path)
         if tensor is None and number and self.family.projection == "split" and module.endswith(self.family.qkv):
             tensor = self._found(f"blk.{number}.attn_qkv.{leaf}")
             if tensor is not None:
@@ -246,7 +262,9 @@ class _Reading:
             if own in name:
                 name = name.replace(own, stored, 1)
                 break
-        return name.replace(CORRECTION, "correction.bias")
+        for own, stored in {**CORRECTIONS, **RENAMED}.items():
+            name = name.removesuffix(own) + stored if name.endswith(own) else name
+        return name
 
     def _found(self, name: str) -> FileTensor | None:
         tensor = self.file.tensors.get(name)
@@ -273,7 +291,7 @@ class _Reading:
 
     def _rows_of(self, part: int) -> tuple[int, int]:
         """Return the first row of queries (0), keys (1) or values (2) in a tensor of all, and the one behind them."""
-        counts = (self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
+        counts = ((1 + self.heads.gated) * self.heads.n_heads, self.heads.n_kv_heads, self.heads.n_kv_heads)
         first = sum(counts[:part]) * self.heads.width
         return first, first + counts[part] * self.heads.width
 
@@ -315,7 +333,7 @@ class _Reading:
             if isinstance(module, nn.Embedding):
                 made: nn.Module = BlockEmbedding(packed, self.dtype, getattr(module, "embed_scale", None))
             else:
-                made = BlockLinear(packed, getattr(module, "bias", None), self.dtype)
+                made = BlockLinear(packed, getattr(module, "bias", None), self.dtype, self._head_order(module_name))
             self.model.set_submodule(module_name, made)
         for module_name, maps in self._experts.items():
             module, named = self.model.get_submodule(module_name), self.family.experts
@@ -323,7 +341,8 @@ class _Reading:
             self.model.set_submodule(module_name, BlockExperts(maps, named, module, self.dtype))
         self.model.tie_weights()
         missing = [name for name, one in self.model.named_parameters() if one.is_meta]
-        missing += [name for name, _ in self.model.named_buffers() if CORRECTION in name and name not in self._values]
+        buffers = [name for name, _ in self.model.named_buffers() if _is_correction(name)]
+        missing += [name for name in buffers if name not in self._values]
         refuse_missing(missing, self.file.path)
 
     def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
@@ -333,8 +352,13 @@ class _Reading:
             return False  # A router of some families is a linear map that does more.
         return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
 
+    def _head_order(self, module_name: str) -> Tensor | None:
+        return None if self.delta is None or self.delta.columns(module_name) is None else self.delta.head_order
+
     def _order(self, module_name: str, tensor: FileTensor) -> Tensor | None:
         """Return int64 (out,), which row of the tensor each output is; None where they are in order."""
+        if self.delta is not None and (rows := self.delta.rows(module_name)) is not None:
+            return rows if len(rows) == tensor.shape[0] else None
         last, heads = module_name.rpartition(".")[2], self.heads
         if heads.grouped and last in self.family.qkv:
             rows = torch.arange(tensor.shape[0])
@@ -362,6 +386,27 @@ def _rows(tensor: FileTensor, first: int, last: int, shape: tuple[int, ...]) -> 
     """Return some rows of a tensor as one of a shape."""
     row_bytes = tensor.data.nbytes // tensor.shape[0]
     return replace(tensor, shape=shape, data=tensor.data[first * row_bytes : last * row_bytes])
+
+
+def _taken(tensor: FileTensor, rows: Tensor, path: Path) -> FileTensor:
+    """Return a tensor of some rows of another. Raises: ModelNotFound: it has too few."""
+    if len(tensor.shape) != 2 or int(rows.max()) >= tensor.shape[0]:
+        _check_shape(path, tensor, (int(rows.max()) + 1, *tensor.shape[1:]), tensor.shape)
+    data = tensor.data.reshape(tensor.shape[0], -1)[rows.numpy()].reshape(-1)
+    return replace(tensor, shape=(len(rows), *tensor.shape[1:]), data=data)
+
+
+def _halves(joint: FileTensor) -> dict[str, FileTensor]:
+    """Return the gates and the other halves of experts' maps that lie together."""
+    n_experts, n_both, n_in = joint.shape
+    halves = joint.data.reshape(n_experts, 2, -1)
+    shape = n_experts, n_both // 2, n_in
+    parts = (np.ascontiguousarray(halves[:, number]).reshape(-1) for number in range(2))
+    return {part: replace(joint, shape=shape, data=data) for part, data in zip(("gate", "up"), parts, strict=True)}
+
+
+def _is_correction(name: str) -> bool:
+    return any(own in name for own in CORRECTIONS)
 
 
 def names_of(architecture: str, config: Any) -> Any:

@@ -24,6 +24,9 @@ HEAD = "output.weight"
 # Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+KV_HEADS = "attention.head_count_kv"
+# Which layers have another mixer than attention: a list, or all but each n-th.
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 FACTORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 THETA = 10_000.0  # Base of the rotary frequencies where a file names none.
@@ -36,7 +39,7 @@ FIELDS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
+    KV_HEADS: "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
@@ -97,6 +100,20 @@ class _Settings:
             raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
         return value
 
+    def layers_without(self, name: str, n_layers: int) -> list[bool]:
+        """Return which layers have 0 of a setting that lists numbers by layer; the setting then is that of the others.
+
+        Raises: UnsupportedModel: it is not one number for each layer.
+        """
+        given = self._left.get(name)
+        if not isinstance(given, list):
+            return [False] * n_layers
+        others = [value for value in given if value]
+        if len(given) != n_layers or not others:
+            raise self.refusal(name, given)
+        self._left[name] = others
+        return [not value for value in given]
+
     def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
         """Return the value of a config's field for a setting.
 
@@ -133,11 +150,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     Raises: UnsupportedModel: its architecture, or a setting for which the config has no place. ModelNotFound: a
             setting is missing, or not what it should be.
     """
-    model_type, family, form = _family(file)
+    model_type, form = form_of(file)
+    family = FAMILIES[model_type]
     if not file.tensors:
         raise ModelNotFound(f"{file.path} has no tensors: download it again")
     settings = _Settings(file)
-    given = {FIELDS[name]: settings.size(name) for name in NEEDED}
+    # Models that have experts in all layers may have no other MLP.
+    usual = {"feed_forward_length": file.own_settings().get("expert_feed_forward_length")}
+    given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in NEEDED}
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
     check_values(given, file.path)
@@ -145,12 +165,19 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     n_further = min(int(settings.number(NEXT_LAYERS, 0)), given["num_hidden_layers"] - 1)
     given["num_hidden_layers"] -= n_further
     n_layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
+    layer_types = _layer_types(settings, family, form, n_layers, n_further)
     if family.rotary is not None:
-        given["num_key_value_heads"] = settings.size("attention.head_count_kv", heads)
+        given["num_key_value_heads"] = settings.size(KV_HEADS, heads)
     config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
     for name, field in form.fields.items():
         if (value := settings.number(name, COUNTS.get(name))) or name in COUNTS:
             config[field] = value
+    config |= {field: settings.size(name) for name, field in form.sizes.items()}
+    for field, (name, other) in form.quotients.items():
+        value, divisor = settings.size(name), config[form.sizes[other]]
+        if value % divisor:
+            raise settings.refusal(name, value)
+        config[field] = value // divisor
     for field, (tensor, if_there, if_not) in form.flags.items():
         names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}
         config[field] = if_not if names.isdisjoint(file.tensors) else if_there
@@ -169,8 +196,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             )
         config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
         config |= _windows(settings, family, form, n_layers, n_further)
-    if form.lists_layers:
-        config["layer_types"] = ["full_attention"] * n_layers
+    if form.lists_layers or form.mixed_by is not None:
+        config["layer_types"] = layer_types
     settings.refuse_left(form)
     check_values(config, file.path)
     family_of(SimpleNamespace(model_type=model_type, **config))
@@ -185,21 +212,41 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _family(file: GgufFile) -> tuple[str, Family, GgufForm]:
-    """Return the family of a file: of those of its architecture, the one that most of its settings speak for."""
+def form_of(file: GgufFile) -> tuple[str, GgufForm]:
+    """Return the type that a file is loaded as, and how it is read: of the forms of its architecture the one with most
+    settings `when`.
+
+    Raises: UnsupportedModel: there is none.
+    """
     own = file.own_settings()
     fitting = [
-        (model_type, FAMILIES[model_type], form)
+        (form.model_type or model_type, form)
         for model_type, form in FORMS.items()
-        if form.architecture == file.architecture and all(own.get(name) for name in form.when)
+        if file.architecture in form.architectures and all(own.get(name) for name in form.when)
     ]
     if fitting:
-        return max(fitting, key=lambda one: len(one[2].when))
-    known = sorted({form.architecture for form in FORMS.values()})
+        return max(fitting, key=lambda one: len(one[1].when))
+    known = sorted({architecture for form in FORMS.values() for architecture in form.architectures})
     raise UnsupportedModel(
         f"{file.path} is of the architecture {_shown(file.architecture)}, which is not supported: use one of"
         f" {', '.join(known)}"
     )
+
+
+def _layer_types(settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> list[str]:
+    """Return what mixes tokens in each layer: attention, or the family's other mixer."""
+    mixed = [False] * n_layers
+    if form.mixed_by == "kv_heads":
+        mixed = settings.layers_without(KV_HEADS, n_layers)
+    elif form.mixed_by == "interval":
+        interval = settings.size(INTERVAL, 4)
+        listed = settings.take(RECURRENT, [(layer + 1) % interval != 0 for layer in range(n_layers)])
+        if not isinstance(listed, list):  # All layers of a list said the same.
+            listed = [listed] * n_layers
+        if len(listed) not in (n_layers, n_layers + n_further):
+            raise settings.refusal(RECURRENT, listed)
+        mixed = [bool(one) for one in listed[:n_layers]]
+    return [family.mixer.layer_type if family.mixer and other else "full_attention" for other in mixed]
 
 
 def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> int:

@@ -43,11 +43,17 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
 }
 # The converter's classes that derive from LlamaModel, and those of them that do not permute.
 LIKE_LLAMA = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
 UNPERMUTED = ("apertus",)
-NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+DELTA = ("qwen35", "qwen35moe", "qwen3next")
+TILED = ("qwen35", "qwen35moe")  # The classes that derive from _LinearAttentionVReorderBase.
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *DELTA)
 NO_OUTPUT = ("gemma", "gemma2", "command-r", "cohere2", "bitnet")
 Q4_K_BYTES, Q4_K_INPUTS = 144, 256
 
@@ -63,16 +69,18 @@ def write_gguf(
     more: More = lambda writer: None,
     edit: Edit = lambda tensors: None,
     kinds: Mapping[str, str] = MappingProxyType({}),
+    named: str | None = None,
 ) -> Path:
     """Write a model, matrices as `kind`, with a tokenizer of single letters.
 
     Args: more: adds settings and tensors. edit: changes the tensors, by name. kinds: other types of some of them.
+          named: another architecture, whose files are the same.
     """
     architecture = architecture_of(model)
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), named or architecture)
     writer.add_name("tiny")
     for name, value in settings_of(model.config, architecture).items():
-        add(writer, f"{architecture}.{name}", value)
+        add(writer, f"{writer.arch}.{name}", value)
     for leaf in ("alpha_p", "alpha_n", "beta", "eps") if architecture == "apertus" else ():
         values = [float(value) for name, value in model.state_dict().items() if name.endswith(f"act_fn.{leaf}")]
         getattr(writer, f"add_xielu_{leaf}")(values)
@@ -113,7 +121,7 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
     """As llama.cpp's own tool rounds: vectors, norms and positions stay in float32."""
     types = gguf.GGMLQuantizationType
-    kept = ("norm", "ffn_gate_inp.", "exps.bias")
+    kept = ("norm", "ffn_gate_inp.", "exps.bias", "conv1d", "shortconv.conv")
     is_matrix = values.ndim > 1 and not any(one in name for one in kept) and name != "position_embd.weight"
     own = types[kind] if is_matrix else types.F32
     if own == types.Q4_K:
@@ -427,6 +435,47 @@ def _gpt_oss(config: Any) -> Settings:
     return {**_usual(config), **window, "expert_feed_forward_length": config.intermediate_size}
 
 
+def _delta(config: Any) -> Settings:
+    kinds, rope = config.layer_types, _rope(config)
+    sections = {"rope.dimension_sections": [*rope.get("mrope_section", (11, 11, 10)), 0]}
+    interval = kinds.index("full_attention") + 1
+    regular = [(layer + 1) % interval != 0 for layer in range(len(kinds))]
+    mixed = [kind == "linear_attention" for kind in kinds]
+    return {
+        **(_usual(config) if getattr(config, "num_experts", None) is None else _experts(config)),
+        **(sections if config.model_type != "qwen3_next" else {}),
+        **({"full_attention_interval": interval} if mixed == regular else {"attention.recurrent_layers": mixed}),
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "rope.dimension_count": int(_head(config) * rope.get("partial_rotary_factor", 0.25)),
+    }
+
+
+def _delta_moe(config: Any) -> Settings:
+    return {**_delta(config), "expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+
+
+def _lfm2(config: Any) -> Settings:
+    return {
+        **_usual(config),
+        KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
+        "vocab_size": config.vocab_size,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+def _lfm2_moe(config: Any) -> Settings:
+    return {
+        **_experts(config),
+        **_lfm2(config),
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": SIGMOID,
+    }
+
+
 _OWN: dict[str, Callable[[Any], Settings]] = {
     **dict.fromkeys(LIKE_LLAMA, _like_llama),
     "gemma": _gemma,
@@ -477,6 +526,11 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "hunyuan-moe": _hunyuan_moe,
     "phimoe": lambda config: {**_usual(config), "attention.sliding_window": config.sliding_window or 0},
     "gpt-oss": _gpt_oss,
+    "qwen35": _delta,
+    "qwen35moe": _delta_moe,
+    "qwen3next": _delta_moe,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
     "olmoe": lambda config: {**_experts(config), "attention.layer_norm_rms_epsilon": config.rms_norm_eps},
 }
 
@@ -491,8 +545,15 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
         skips_head = config.tie_word_embeddings or architecture in NO_OUTPUT
         if ".act_fn." in name or (name == "lm_head.weight" and skips_head):
             continue
-        if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+        if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
+        if "conv1d" in name or "conv.conv" in name:
+            tensor = tensor.squeeze(1)
+        if architecture in TILED and ".linear_attn." in name:
+            tensor = _tiled(name, tensor, config)
+        if name.endswith(".A_log"):
+            tensor = -tensor.exp()
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         if permutes and ".q_proj." in name:
             tensor = _permuted(tensor, config.num_attention_heads)
         if permutes and ".k_proj." in name:
@@ -519,7 +580,14 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             else:
                 yield f"blk.{layer[1]}.ffn_down_exps.{kind}", tensor
             continue
-        if name.endswith("e_score_correction_bias") and layer is not None:
+        if "in_proj_qkvz" in name and layer is not None:
+            shared = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+            by_key_head = tensor.view(config.linear_num_key_heads, -1, tensor.shape[-1])
+            *qkv, z = by_key_head.split([config.linear_key_head_dim] * 2 + [shared] * 2, dim=1)
+            yield f"blk.{layer[1]}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in qkv])
+            yield f"blk.{layer[1]}.attn_gate.weight", z.flatten(0, 1)
+            continue
+        if name.endswith(("e_score_correction_bias", ".expert_bias")) and layer is not None:
             yield f"blk.{layer[1]}.exp_probs_b.bias", tensor.flatten()
             continue
         if "block_sparse_moe.router." in name and layer is not None:
@@ -546,6 +614,19 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
 def _permuted(weights: Tensor, n_heads: int) -> Tensor:
     shape = weights.shape
     return weights.reshape(n_heads, 2, shape[0] // n_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _tiled(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Value heads by their number within a key head, then by key head; transformers has them by key head."""
+    n_keys, n_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if name.endswith("norm.weight"):
+        return tensor
+    dim, first = int("out_proj" in name), 0
+    if "in_proj_qkv" in name or "conv1d" in name:
+        first = 2 * n_keys * config.linear_key_head_dim
+    kept, values = tensor.split([first, tensor.shape[dim] - first], dim=dim)
+    by_head = values.unflatten(dim, (n_keys, n_heads // n_keys, -1))
+    return torch.cat((kept, by_head.swapaxes(dim, dim + 1).flatten(dim, dim + 2)), dim=dim)
 
 
 def _regrouped(tensor: Tensor, config: Any) -> Tensor:

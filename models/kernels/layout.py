@@ -65,7 +65,7 @@ class Delta(Structure):
         *_fields(Norm, "before after"),
         ("projections", Map * 4),
         ("out", Map),
-        *_fields(c_void_p, "inputs gates taps decay step_bias norm"),
+        *_fields(c_void_p, "inputs gates places taps decay step_bias norm"),
         ("norm_eps", c_float),
         *_fields(c_int32, "n_projections n_heads n_key_heads key_width value_width n_taps"),
         ("added_scale", c_float),

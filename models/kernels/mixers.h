@@ -253,7 +253,7 @@ template <class T> void Runner<T>::recall(const Delta& part, int head, const flo
         squares = fma(v, v, squares);
     }
     const float scale = 1.0f / std::sqrt(sum(squares) / float(n) + part.norm_eps);
-    T gates[WIDEST_DELTA], *to = mixed_ + (i * part.n_heads + head) * n;
+    T gates[WIDEST_DELTA], *to = mixed_ + (i * part.n_heads + part.places[head]) * n;
     for (int at = 0; at < n; at++) gates[at] = inner_[i * total + part.gates[head * n + at]];
     for (int at = 0; at < n; at += LANES) {
         const vf unit = as_stored<T>(as_stored<T>(part_of(read, at, n)) * scale), gate = part_of((const T*)gates, at, n);

@@ -65,7 +65,7 @@ def delta_of(
         raise Unsupported(f"a gated delta rule of {form} is computed by torch")
     if not _is_gated_norm(norm, form.value_width):
         raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")
-    tensors: list[Tensor] = [block.input_order.int(), block.gate_order.int()]
+    tensors: list[Tensor] = [block.input_order.int(), block.gate_order.int(), block.head_order.argsort().int()]
     tensors += [rule.taps.t().float(), -rule.log_decay.float().exp(), rule.step_bias.float()]
     return layout.Delta(
         *norms,

@@ -48,7 +48,7 @@ struct Convolution {  // gated and short, in place of attention; `mixers.h`
 struct Delta {  // a gated delta rule in place of attention; `mixers.h`
     Norm before, after;
     Map projections[4], out;
-    const int32_t *inputs, *gates;             // where these lie in the projections' outputs
+    const int32_t *inputs, *gates, *places;    // where the first two lie in the projections' outputs, and heads in `out`'s
     const float *taps, *decay, *step_bias;     // (n_taps, convolved), the newest token's last; (n_heads,), (n_heads,)
     const void* norm;                          // (value_width,)
     float norm_eps;

@@ -10,6 +10,7 @@ import pytest
 import torch
 from converted import Edit, More, add, llama3_factors, write_gguf
 from families import MIXTURES, WINDOW, tiny_model
+from gguf_models import BY_LAYER, FILES, IDS, NO_STATES
 from native import library
 
 from swiftopt.core.errors import ModelNotFound, UnsupportedModel
@@ -21,83 +22,6 @@ from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.gguf_settings import config_of
 from swiftopt.models.loading import load
 from swiftopt.models.rows import Rows
-
-IDS = [3 + (7 * i) % 90 for i in range(40)]
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-BY_LAYER = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
-_NO_STATES = {"num_experts_per_tok": 0, "mamba_d_head": "auto"}
-# What a file is made of: a model of `families`, and how it differs. Names with a comma are variants of an architecture.
-FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "internlm3": ("internlm3", {}),
-    "iquestcoder": ("iquestcoder", {}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
-    "starcoder": ("gpt_bigcode", {}),
-    "starcoder2": ("starcoder2:whole", {"use_bias": True}),
-    "stablelm": ("stablelm", {}),
-    "stablelm, serial": ("stablelm:serial", {}),
-    "phi2": ("phi:no norms", {}),
-    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
-    "smollm3": ("smollm3:whole", {}),
-    "granite": ("granite", {"mlp_bias": True}),
-    "granitehybrid": ("granitemoehybrid", _NO_STATES),
-    "granitehybrid, without positions": ("granitemoehybrid:nope", _NO_STATES),
-    "ernie4_5": ("ernie4_5", {}),
-    "chatglm": ("glm", {"head_dim": 8}),
-    "glm4": ("glm4", {}),
-    "olmo": ("olmo", {}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"layer_types": BY_LAYER}),
-    "exaone4": ("exaone4", {}),
-    "exaone4, without windows": ("exaone4:whole", {"rope_parameters": LLAMA3}),
-    "command-r": ("cohere", {}),
-    "command-r, without norms": ("cohere:no norms", {"attention_bias": True}),
-    "cohere2": ("cohere2", {"head_dim": 8, "layer_types": FOURTH}),
-    "hunyuan-dense": ("hunyuan_v1_dense", {}),
-    "seed_oss": ("seed_oss", {}),
-    "arcee": ("arcee", {"mlp_bias": False}),
-    "apertus": ("apertus", {"rope_parameters": LLAMA3}),
-    "bitnet": ("bitnet", {"tie_word_embeddings": True}),
-    "falcon": ("falcon", {"bias": False}),
-    "falcon, 7b": ("falcon:7b", {}),
-    "falcon, 2": ("falcon", {"num_ln_in_parallel_attn": 1}),
-    "gptneox": ("gpt_neox", {}),
-    "gptneox, serial": ("gpt_neox-serial", {}),
-    "mistral3": ("ministral3", {}),
-    "mistral3, damped": (
-        "ministral3",
-        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
-    "jais2": ("jais2", {}),
-    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": []}),
-    "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
-    "olmoe": ("olmoe", {"clip_qkv": None, "norm_topk_prob": False}),
-    "mixtral": ("mixtral", {"sliding_window": None}),
-    "granitemoe": ("granitemoe", {}),
-    "glm4moe": ("glm4_moe", {}),
-    "glm4moe, ungrouped": ("glm4_moe:ungrouped", {"norm_topk_prob": False}),
-    "dots1": ("dots1", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "exaone-moe": ("exaone_moe", {"layer_types": FOURTH}),
-    "minimax-m2": ("minimax_m2", {}),
-    "ernie4_5-moe": ("ernie4_5_moe", {}),
-    "hunyuan-moe": (
-        "hunyuan_v1_moe",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
-    ),
-    "phimoe": ("phimoe", {"router_jitter_noise": 0.01}),
-    "gpt-oss": ("gpt_oss", {}),
-}
 
 
 def _factors(model: Any) -> More:
@@ -186,6 +110,20 @@ def test_files_of_gemma_2_that_name_no_window_have_its_own(tmp_path: Path) -> No
     assert (config["sliding_window"], config["layer_types"]) == (4096, ["sliding_attention", "full_attention"] * 2)
 
 
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("qwen3moe", "qwen3vlmoe"),
+        *(pytest.param(f"{type}-window", f"{type}vl", marks=pytest.mark.families) for type in ("qwen2", "qwen3")),
+    ],
+)
+def test_text_parts_of_multimodal_models_are_read(what: str, named: str, tmp_path: Path, new_cache: Path) -> None:
+    family, changed = FILES.get(what, (what.partition("-")[0], {}))
+    model = tiny_model(family, torch.float32, **changed)
+    more = _add(rope__dimension_sections=[2, 1, 1, 0], n_deepstack_layers=3)
+    check(write_gguf(tmp_path / "a.gguf", model, more=more, named=named), model)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, new_cache: Path) -> None:
     """GLM-4.5's files have one behind the model's own, as its checkpoints do."""
     model = tiny_model("glm4_moe", torch.float32)
@@ -206,6 +144,20 @@ def _fused(tensors: dict[str, torch.Tensor]) -> None:
                 tensors[f"blk.{layer}.attn_qkv.{leaf}"] = torch.cat([tensors.pop(name) for name in names])
 
 
+def _by_key_head(tensors: dict[str, torch.Tensor]) -> None:
+    """As the first files of Qwen3-Next have the projections of its states."""
+    for layer in range(3):
+        qkv, z = (tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in ("qkv", "gate"))
+        parts = [part.unflatten(0, (2, -1)) for part in (*qkv.split([16, 16, len(z)]), z)]
+        tensors[f"blk.{layer}.ssm_in.weight"] = torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def _joint_experts(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in range(4):
+        halves = [tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat(halves, dim=1)
+
+
 def _scaled(tensors: dict[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if ".attn_q.weight" in name or ".ffn_down.weight" in name]:
         tensors[name] = tensors[name] / 0.25
@@ -213,13 +165,24 @@ def _scaled(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "edit"), [("phi2", _fused), ("chatglm", _fused), ("llama", _fused), ("bitnet", _scaled)]
+    ("what", "edit"),
+    [
+        ("phi2", _fused),
+        ("chatglm", _fused),
+        ("llama", _fused),
+        ("bitnet", _scaled),
+        ("qwen3next", _by_key_head),
+        ("qwen35moe", _joint_experts),
+    ],
 )
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_older_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_path: Path, new_cache: Path) -> None:
-    """Queries, keys and values in one tensor, and factors of whole tensors."""
+def test_other_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_path: Path, new_cache: Path) -> None:
+    """Queries, keys and values in one tensor, both halves of experts in one, and factors of whole tensors."""
     family, changed = FILES[what]
-    model = tiny_model(family, torch.float32, **changed, intermediate_size=64)
+    known = tiny_model(family, torch.float32, **changed).config.to_dict()
+    whole_blocks = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    sizes = {name: size for name, size in (whole_blocks | {"linear_value_head_dim": 16}).items() if name in known}
+    model = tiny_model(family, torch.float32, **changed, **sizes)
     path = write_gguf(tmp_path / "a.gguf", model, kind, edit=edit)
     if kind == "F32":
         check(path, model)
@@ -228,12 +191,18 @@ def test_older_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_p
     whole, coded = load(str(path), "float32", "cpu", speed="eager"), load(str(path), device="cpu", speed="exact")
     for name, module in coded.hf_model.named_modules():
         if isinstance(module, BlockLinear):
-            assert torch.equal(module.weight, whole.hf_model.get_submodule(name).weight.bfloat16())
+            weight = whole.hf_model.get_submodule(name).weight.bfloat16()
+            if module.head_order is not None:
+                weight = weight.unflatten(1, (len(module.head_order), -1))[:, module.head_order].flatten(1)
+            assert torch.equal(module.weight, weight)
+        if isinstance(module, BlockExperts):
+            gates = whole.hf_model.get_submodule(name).gate_up_proj.chunk(2, dim=1)[0]
+            assert all(torch.equal(one.numbers(), gate) for one, gate in zip(module.maps["gate"], gates, strict=True))
     assert any(isinstance(module, BlockLinear) for module in coded.hf_model.modules())
 
 
 def test_two_tensors_of_different_types_make_one_map(tmp_path: Path, new_cache: Path) -> None:
-    model = tiny_model("granitemoehybrid", torch.float32, **_NO_STATES)
+    model = tiny_model("granitemoehybrid", torch.float32, **NO_STATES)
     for name, parameter in model.named_parameters():
         if "input_linear" in name:
             parameter.copy_(parameter.half().float())
@@ -247,6 +216,7 @@ WIDE = {
     "head_dim": 64,
     **{name: 512 for name in ("intermediate_size", "n_inner", "ffn_hidden_size", "shared_intermediate_size")},
     **{name: 256 for name in ("moe_intermediate_size", "shared_expert_intermediate_size")},
+    **{name: 64 for name in ("linear_key_head_dim", "linear_value_head_dim")},
 }
 
 
@@ -267,7 +237,7 @@ def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_
     coded = load(str(path), device="cpu", speed="exact")
     linear = [name for name, module in whole.hf_model.named_modules() if isinstance(module, torch.nn.Linear)]
     linear = [name for name in linear if not name.endswith((".router", ".gate.wg"))]  # As llama.cpp's tool rounds.
-    assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) > 16
+    assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) >= 16
     mixtures = [name for name, _ in whole.hf_model.named_modules() if name.endswith(".experts")]
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockExperts) for name in mixtures)
     assert len(mixtures) == sum(has_experts(block.parts.mlp) for block in whole.blocks)
@@ -325,6 +295,30 @@ REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
         _add(attention__layer_norm_epsilon=1e-6),
         UnsupportedModel,
         r"attention\.layer_norm_epsilon = 9\.9",
+    ),
+    "heads of no whole width": (
+        "qwen35",
+        _add(ssm__inner_size=46),
+        UnsupportedModel,
+        r"ssm\.inner_size = 46",
+    ),
+    "attention in no layer": (
+        "lfm2",
+        _add(attention__head_count_kv=[0, 0, 0, 0]),
+        UnsupportedModel,
+        r"attention\.head_count_kv = \[0, 0, 0, 0\]",
+    ),
+    "too few layers": (
+        "qwen35",
+        _add(attention__recurrent_layers=[True, False]),
+        UnsupportedModel,
+        r"attention\.recurrent_layers = \[True, False\]",
+    ),
+    "no sizes of states": (
+        "qwen35",
+        lambda writer: writer.kv_data[0].pop("qwen35.ssm.group_count"),
+        ModelNotFound,
+        r"ssm\.group_count = None",
     ),
     "part of a head": ("arcee", _add(rope__dimension_count=4), UnsupportedModel, r"rope\.dimension_count = 4"),
     "numbers of too few layers": (

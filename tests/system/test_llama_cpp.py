@@ -1,0 +1,60 @@
+"""GGUF files of architectures with states: the greedy tokens of llama.cpp, where `bench peers` has installed it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted import write_gguf
+from families import tiny_model
+from gguf_models import FILES, IDS, THIRDS
+
+from swiftopt.engines.packages import PACKAGES, PROGRAM
+from swiftopt.models.loading import load
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
+
+pytestmark = pytest.mark.slow
+
+N_NEW = 8
+PROMPTS = [IDS[:length] for length in range(5, 40, 3)]
+# llama.cpp takes keys and values of one width.
+_STATES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": THIRDS}
+SIZES: dict[str, dict[str, Any]] = {name: _STATES for name in ("qwen35", "qwen35moe", "qwen3next")}
+
+
+def theirs(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    monkeypatch.delenv("SWIFTOPT_CACHE_DIR", raising=False)
+    python = PACKAGES["llama-cpp"].folder / "bin" / "python"
+    if not python.is_file():
+        pytest.skip("llama.cpp is not installed: `swiftopt bench peers` does it")
+    options = {"model": str(path), "n_ctx": 256, "threads": 1, "device": "cpu"}
+    command = [str(python), "-P", str(PROGRAM), "llama-cpp", json.dumps(options)]
+    asked = "\n".join(json.dumps({"prompt_ids": ids, "max_new_tokens": N_NEW}) for ids in PROMPTS)
+    done = subprocess.run(command, input=f"{asked}\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr[:2000]
+    return [json.loads(line)["token_ids"] for line in done.stdout.splitlines()[1:]]
+
+
+def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
+    buffer, tokens = runtime.new_buffer(64), list[int]()
+    while len(tokens) < N_NEW:
+        slot = len(ids) + len(tokens) - 1 if tokens else 0
+        buffer.commit(slot)
+        logits = runtime.forward(Rows(tokens[-1:] or ids, slot, is_text=not tokens), buffer)[-1].clone()
+        logits[runtime.config.eos_token_id] = -torch.inf  # Both decode on behind the end of a text.
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("what", ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"])
+def test_greedy_tokens_are_those_of_llama_cpp(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changed = FILES[what]
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **{**changed, **SIZES.get(what, {})}))
+    runtime, expected = load(str(path), "float32", "cpu", speed="eager"), theirs(path, monkeypatch)
+    assert [greedy(runtime, ids) for ids in PROMPTS] == expected
+    assert len({token for tokens in expected for token in tokens}) > 6, "it should not always say the same"
