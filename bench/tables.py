@@ -33,7 +33,7 @@ from ..tasks.report import SCHEMA as COMPARE_SCHEMA
 from ..terminal.charts import Pictures, Report, draw_ratios
 from ..terminal.render import interval, number
 from .agents import SCHEMA as AGENTS_SCHEMA
-from .charts import draw_serving
+from .charts import draw_agents, draw_serving
 from .decode import SCHEMA
 from .gpu import SCHEMA as GPU_SCHEMA
 from .parity import SCHEMA as PARITY_SCHEMA
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "bench" / "RESULTS.md"
 README = ROOT / "README.md"
-SERVING_CHART, RIVALS_CHART = ROOT / "docs" / "served.svg", ROOT / "docs" / "rivals.svg"
+SERVING_CHART, AGENTS_CHART, RIVALS_CHART = (ROOT / "docs" / f"{name}.svg" for name in ("served", "agents", "rivals"))
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 KEYS = ("date", "commit", "command", "note", "report")
 BASE = "1 (base)"
@@ -120,7 +120,7 @@ class ManualChart:
 
 
 def charts(folder: Path = RESULTS) -> list[ManualChart]:
-    """The charts: the newest result of `bench serve`, and the rows of rivals that the newest headline names.
+    """The charts: the newest results of `bench serve` and `bench agents`, and the rivals of the newest headline.
 
     Raises: InvalidInput: a file is no result.
     """
@@ -128,8 +128,12 @@ def charts(folder: Path = RESULTS) -> list[ManualChart]:
     results = sorted(
         _results(folder), key=lambda path_and_result: (path_and_result[1]["date"], path_and_result[0].name)
     )
-    if serving_reports := [result["report"] for _, result in results if result["report"]["schema"] == SERVE_SCHEMA]:
-        manual_charts.append(ManualChart(SERVING_CHART, draw_serving, serving_reports[-1]))
+    for path, draw, schema in (
+        (SERVING_CHART, draw_serving, SERVE_SCHEMA),
+        (AGENTS_CHART, draw_agents, AGENTS_SCHEMA),
+    ):
+        if reports := [result["report"] for _, result in results if result["report"]["schema"] == schema]:
+            manual_charts.append(ManualChart(path, draw, reports[-1]))
     if headlines := [result for _, result in results if "headline" in result]:
         report = headlines[-1]["report"]
         rows = [row for row in report["results"] if row["row"] in headlines[-1]["headline"]]

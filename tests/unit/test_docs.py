@@ -439,12 +439,16 @@ def check_words(words: list[str]) -> None:
 
 def test_charts_of_readme_and_manual_are_those_of_the_result_files() -> None:
     found = charts()
-    assert [chart.path.name for chart in found] == ["served.svg", "rivals.svg"]
+    assert [chart.path.name for chart in found] == ["served.svg", "agents.svg", "rivals.svg"]
     assert [chart.path for chart in found if not chart.is_current] == [], "run: python -m swiftopt.bench.tables --write"
-    assert "](docs/served.svg)" in text_of("README.md") and "](rivals.svg)" in text_of("docs/performance.md")
-    served, rivals = (chart.path.read_text(encoding="utf-8") for chart in found)
+    assert all(f"](docs/{name}.svg)" in text_of("README.md") for name in ("served", "agents"))
+    assert "](rivals.svg)" in text_of("docs/performance.md")
+    served, agents, rivals = (chart.path.read_text(encoding="utf-8") for chart in found)
     assert f">{found[0].report['prompts']} requests" in served.replace("· ", ">") and ">plain decoding<" in served
-    assert all(f">{row['row']}<" in rivals for row in found[1].report["results"])
+    assert (
+        all(f">{row['way']}<" in agents for row in found[1].report["summary"]) and ">seconds of a turn, mean<" in agents
+    )
+    assert all(f">{row['row']}<" in rivals for row in found[2].report["results"])
 
 
 def test_chart_of_other_data_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
