@@ -1,4 +1,4 @@
-"""C structures shared by Python and `pass.cpp`, which documents their fields."""
+"""C structures shared by Python and `layout.h`, which documents their fields."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-// What mixes tokens in place of attention; a part of `pass.cpp`, which includes it behind its `Runner`.
+// What mixes tokens in place of attention; a part of `pass.cpp`.
 //
 // Inputs lie in slots as keys do. A row reads the slots of the last tokens that it sees: of a tree's node those of its
 // ancestors, so that a rejected row leaves no trace.
 #pragma once
+#include "runner.h"
+
+namespace {
 
 constexpr int MOST_TAPS = 64;
 
@@ -263,3 +266,5 @@ template <class T> void Runner<T>::recall(const Delta& part, int head, const flo
         memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(T));
     }
 }
+
+}  // namespace

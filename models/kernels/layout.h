@@ -1,0 +1,123 @@
+// Structures that describe a model's parts and a pass. Python fills them: `layout.py` has the same fields in the same order.
+#pragma once
+#include "mixture.h"
+
+extern "C" {
+
+struct Map {  // a linear map; `scales` null: `weight` is (n_out, n_in) of the model's type, else packed codes
+    const void *weight, *bias, *scales;
+    const int32_t* order;  // which of its inputs the codes are for, one after the other; null: they are in order
+    int64_t stride;        // between the rows of `weight`
+    int32_t n_in, n_out, bits, group, scale_type, table;
+};
+
+enum NormKind : int32_t { NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE };  // wide: rounded once, behind the weight
+struct Norm {
+    const void *weight, *bias;
+    float eps;
+    int32_t kind, step;  // `step`: between the weights of heads
+};
+
+enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED };  // before the rotation, head by head or all as one; or behind it
+struct Attention {
+    Norm before, after, query_norm, key_norm, inner;  // inner: of what the heads read
+    Map projections[3], out;
+    int32_t n_projections, n_heads, n_kv_heads, width;
+    // In the projections' outputs, for each key head: its queries, which lie together, its key and its value.
+    int32_t query_at, query_step, key_at, key_step, value_at, value_step;
+    int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
+    float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
+    float added_scale;             // of what the residual stream gets
+    const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
+};
+
+struct Convolution {  // gated and short, in place of attention; `mixers.h`
+    Norm before, after;
+    Map into, out;            // to a gate, a second gate and values, one behind the other
+    const float *taps, *bias;  // (n_taps, n_hidden), the newest token's last; bias null: none
+    int32_t n_taps;
+    float added_scale;
+};
+
+struct Delta {  // a gated delta rule in place of attention; `mixers.h`
+    Norm before, after;
+    Map projections[4], out;
+    const int32_t *inputs, *gates, *places;    // where the first two lie in the projections' outputs, and heads in `out`'s
+    const float *taps, *decay, *step_bias;     // (n_taps, convolved), the newest token's last; (n_heads,), (n_heads,)
+    const void* norm;                          // (value_width,)
+    float norm_eps;
+    int32_t n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
+    float added_scale;
+
+    int n_convolved() const { return 2 * n_key_heads * key_width + n_heads * value_width; }
+    int n_inputs() const { return n_convolved() + 2 * n_heads; }
+};
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };
+struct Mlp {
+    Norm before, after, inner;
+    Map in[2], out;  // gate and up, or one map (of gate and then up where `gated`)
+    int32_t n_in_maps, gated, n_inner, activation;
+    // Of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent. Of CLAMPED: the bound of both
+    // halves, and the factor in the sigmoid.
+    float curve[4];
+    float added_scale;
+};
+
+struct Mixture {  // experts, of which each row takes some, in place of an MLP
+    Norm before, after;
+    const void* router;         // (n_experts, n_hidden), of floats where `wide_router`, else of the model's type
+    const float *correction, *router_bias;  // (n_experts,) of scores where experts are chosen, of logits; null: none
+    const Map *in, *out;        // of each expert, then of the shared ones: `n_in_maps` each (gate and up, or both as one)
+    const void* shared_gate;    // (n_hidden,): the shared output is multiplied by the sigmoid of this product; null: 1
+    Choosing choosing;
+    int32_t has_shared, wide_router, rounded_logits;
+    int32_t n_in_maps, n_inner, n_shared_inner;
+    Mlp mlp;  // the activation of all of them; nothing else of it is used
+    float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
+};
+
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA };
+struct Step {
+    const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Delta
+    int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
+    int32_t rotation;                   // which of the pass's tables, -1: none
+    int32_t from_kept;                  // an MLP that reads what KEEP kept
+};
+
+struct Rotation {
+    const void *cos, *sin;    // (positions, width), the sine of the first of each pair negated
+    const void* query_scale;  // (positions,) of the model's type, null: 1
+    int32_t width, pairs;     // `pairs`: neighbours; else values half of `width` apart
+    int32_t wide;             // the tables are float, and products are not rounded
+};
+
+struct RowList {
+    const int32_t* rows;  // null: all
+    int64_t n;
+};
+
+struct Sequence {  // consecutive rows of a pass that have keys and values of their own
+    const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
+    // Per layer (kv_heads, capacity, width), inputs of a convolution, or the inputs and states of a recurrent layer.
+    void *const *keys, *const *values;
+    int32_t* roots;  // of states, (layers, 2); null: there are none
+    int64_t head_stride;                // between the key/value heads of its buffer
+    int32_t n_rows, first_slot;
+    int32_t committed, n_kept, lag, is_text;  // see `RecurrentStates`
+};
+
+struct Pass {
+    void* hidden;               // (n_rows, n_hidden), changed in place
+    const int32_t* positions;   // (n_rows,)
+    const Sequence* sequences;  // their rows in this order
+    const RowList* lists;       // the rows of each in ascending order
+    const Rotation* rotations;
+    void* logits;  // (rows of the LOGITS step, n_out)
+    const Norm* norm;  // before LOGITS, null: none
+    double* seconds;  // null, or where the seconds of each kind of work are added
+    ExpertCounts* experts;  // null, or where the counts of each mixture are added
+    int32_t n_rows, n_hidden, n_sequences, n_lists, n_threads, is_bf16;
+};
+enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
+}  // extern "C"

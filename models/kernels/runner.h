@@ -1,0 +1,449 @@
+// Runs the steps of a pass by a team of threads: their memory, their inputs and linear maps. `attention_layer.h`, `mixers.h`
+// and `mlps.h` have the layers.
+#pragma once
+#include <ctime>
+#include "attention.h"
+#include "elementwise.h"
+#include "quantised.h"
+#include "team.h"
+
+namespace {
+
+Team team;
+
+Packed packed_of(const Map& map) {
+    return {map.weight, map.scales, (map.n_in + map.group - 1) / map.group * map.group, map.group, map.scale_type};
+}
+
+// f(the kind of a map's codes), as a constant.
+template <class F> void by_kind(const Map& map, F&& f) {
+    const auto is = [&](auto kind) { return kind_of(map.bits, map.table) == kind && (f(kind), true); };
+    is(std::integral_constant<int, 4>{}) || is(std::integral_constant<int, 5>{}) || is(std::integral_constant<int, 6>{}) ||
+        is(std::integral_constant<int, 8>{}) || is(std::integral_constant<int, kind_of(4, E2M1)>{}) ||
+        is(std::integral_constant<int, kind_of(4, IQ4)>{});
+}
+
+// The first address at or behind one that a cache line begins at: stores across two lines take twice as long.
+template <class P> P* on_line(P* from) { return (P*)((uintptr_t(from) + 63) / 64 * 64); }
+
+struct Arena {  // pieces of memory for one pass
+    List<List<char>> pieces;
+
+    void* take(size_t bytes) {
+        List<char>& piece = pieces.add();
+        piece.reserve(bytes + 64);
+        return on_line(piece.items);
+    }
+};
+
+double clock_s() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+template <class T> class Runner {
+  public:
+    Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
+        views_.clear(), places_.clear(), parts_.clear();
+        const size_t rows = std::max(1, pass.n_rows);
+        size_t wide = 1, inner = 1, head = 0, gates = 0, updates = 0, state = 0, path = 0;
+        bool packed = false, ordered = false, keeps = false;
+        Mixed mixed;  // the largest of the mixtures
+        auto widest = [&](const Map& map) {
+            wide = std::max<size_t>(wide, map.n_in);
+            packed |= map.scales != nullptr, ordered |= map.order != nullptr;
+        };
+        for (int s = 0; s < n_steps; s++) {
+            if (steps[s].kind == ATTENTION) {
+                const auto& part = *(const Attention*)steps[s].part;
+                size_t total = 0;
+                for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
+                widest(part.out), inner = std::max(inner, total);
+                if (part.gated) gates = std::max<size_t>(gates, part.n_heads * part.width);
+                head = std::max<size_t>(head, part.width);
+                look_once(steps[s].window);
+            } else if (steps[s].kind == MLP) {
+                const auto& part = *(const Mlp*)steps[s].part;
+                for (int i = 0; i < part.n_in_maps; i++) widest(part.in[i]);
+                widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
+            } else if (steps[s].kind == LOGITS) {
+                widest(*(const Map*)steps[s].part);
+            } else if (steps[s].kind == MIXTURE) {
+                mixed.count(*(const Mixture*)steps[s].part, widest);
+            } else if (steps[s].kind == CONVOLUTION) {
+                const auto& part = *(const Convolution*)steps[s].part;
+                widest(part.into), widest(part.out), inner = std::max<size_t>(inner, part.into.n_out);
+            } else if (steps[s].kind == DELTA) {
+                const auto& part = *(const Delta*)steps[s].part;
+                size_t total = 0;
+                for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
+                widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
+                state = std::max<size_t>(state, (part.key_width + 1) * (part.value_width + LANES));
+            } else {
+                keeps = true;
+            }
+        }
+        wide = std::max<size_t>(wide, pass.n_hidden) + 128;  // packed maps read whole groups
+        part_lists();
+        arena.pieces.clear(), inputs_.clear();
+        inner_ = (T*)arena.take(rows * inner * sizeof(T));
+        mixed_ = (T*)arena.take(rows * wide * sizeof(T));
+        gates_ = (T*)arena.take(rows * gates * sizeof(T));
+        updates_ = (T*)arena.take(rows * updates * sizeof(T));
+        for (int s = 0; state && s < pass.n_sequences; s++)
+            path = std::max<size_t>(path, pass.sequences[s].n_rows + pass.sequences[s].n_kept + 1);
+        kept_ = keeps ? (T*)arena.take(rows * pass.n_hidden * sizeof(T)) : nullptr;
+        n_threads_ = std::min(std::max(1, pass.n_threads), Team::most);
+        // The last input is the one that threads share; with few rows each thread makes its own, and waits for nobody.
+        for (int i = 0; i <= n_threads_; i++) {
+            const size_t n = i < n_threads_ ? std::min<size_t>(rows, FEW) : rows;
+            Input input{(T*)arena.take(n * wide * sizeof(T)), {}, nullptr, nullptr};
+            if (TILES) input.turned = (T*)arena.take(whole_sides(n) * wide * sizeof(T));
+            if (ordered) input.ordered = (T*)arena.take(n * wide * sizeof(T));
+            if (packed) {
+                const size_t whole = whole_sides(n);
+                input.codes.codes = (int8_t*)arena.take(whole * wide);
+                input.codes.scales = (float*)arena.take(whole * (wide / FINEST + 1) * sizeof(float));
+                input.codes.sums = (float*)arena.take(whole * (wide / FINEST + 1) * sizeof(float));
+                input.codes.halves = (float*)arena.take(2 * whole * (wide / FINEST + 1) * sizeof(float));
+            }
+            inputs_.add(input);
+        }
+        if (mixed.n_experts) take_room(mixed, int64_t(rows), wide, packed, ordered);
+        tiles.clear(), scratch.clear(), paths.clear();
+        for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
+            tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
+            const int64_t spread = packed ? SPREAD_ROOM / int64_t(sizeof(float)) : 0;
+            scratch.add().reserve(std::max({scratch_of(head), spread, int64_t(state)}) + 64 / sizeof(float));
+            paths.add().reserve(2 * path);
+        }
+        team.run(n_threads_, [](void* self, int thread) { ((Runner*)self)->all(thread); }, this);
+    }
+
+  private:
+    static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many where rows would be read too often
+    static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
+#if defined(WITH_TILES)
+    static constexpr bool TILES = sizeof(T) == sizeof(bf16);  // whether weights in T are multiplied by tiles
+    static int64_t whole_sides(int64_t rows) { return (rows + SIDE - 1) / SIDE * SIDE; }  // which tiles read and write
+#else
+    static constexpr bool TILES = false;
+    static int64_t whole_sides(int64_t rows) { return rows; }
+#endif
+
+    struct Input {  // of a linear map: rows, and their codes where the map is packed
+        T* rows;
+        Rounded codes;
+        T* ordered;  // rows in the order of a map's codes, where it has one of its own
+        T* turned;   // rows as `tile_products` takes them
+    };
+
+    void look_once(int window) {
+        for (auto& view : views_)
+            if (view.window == window) return;
+        View& view = views_.add();
+        view.begin(window);
+        int first = 0;
+        for (int s = 0; s < pass_.n_sequences; first += pass_.sequences[s++].n_rows) {
+            const Sequence& own = pass_.sequences[s];
+            look(view, own.n_rows, own.first_slot, pass_.positions + first, own.visible);
+        }
+        view.first.add(int32_t(view.runs.n));
+    }
+
+    // Which sequence each row is of, and the parts of each list that are of one.
+    void part_lists() {
+        if (pass_.n_sequences == 0) return;  // no attention
+        for (int s = 0; s < pass_.n_sequences; s++) {
+            for (int row = 0; row < pass_.sequences[s].n_rows; row++) places_.add({s, pass_.sequences[s].first_slot + row});
+        }
+        for (int l = 0; l < pass_.n_lists; l++) {
+            const RowList& list = pass_.lists[l];
+            List<Part>& parts = parts_.add();
+            parts.clear();
+            for (int64_t i = 0; i < list.n; i++) {
+                const int s = places_[row_of(list, i)].sequence;
+                if (parts.n == 0 || parts.last().sequence != s) parts.add({i, 0, s});
+                parts.last().n++;
+            }
+        }
+    }
+
+    void all(int thread) {
+        WholeTiles tiles_in_use;
+        for (int s = 0; s < n_steps_; s++) {
+            const Step& step = steps_[s];
+            const RowList& list = pass_.lists[step.rows];
+            if (list.n == 0) continue;
+            if (step.kind == ATTENTION) attention(step, *(const Attention*)step.part, list, thread);
+            if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
+            if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
+            if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
+            if (step.kind == DELTA) delta(step, *(const Delta*)step.part, list, thread);
+            if (step.kind == CONVOLUTION) convolution(step, *(const Convolution*)step.part, list, thread);
+            if (step.kind == KEEP)
+                team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
+                    memcpy(kept_ + from * pass_.n_hidden, hidden(int(from)), (to - from) * pass_.n_hidden * sizeof(T));
+                });
+        }
+    }
+
+    struct Place {  // of a row's keys and values
+        int sequence, slot;
+    };
+    struct Part {  // rows `first`, … of a list
+        int64_t first, n;
+        int sequence;
+    };
+
+    // Share out work of a kind, and note how long it took where that is wanted.
+    template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
+        if (thread || !pass_.seconds) return team.each(n, piece, body);
+        const double start = clock_s();
+        team.each(n, piece, body);
+        pass_.seconds[work] += clock_s() - start;
+    }
+
+    T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
+    static int row_of(const RowList& list, int64_t i) { return list.rows ? list.rows[i] : int(i); }
+
+    // Prepare the rows of an input, `make(input, row)` each.
+    template <class F> Input prepared(int64_t n, int thread, F&& make) {
+        if (n <= FEW) {
+            for (int64_t i = 0; i < n; i++) make(inputs_[thread], i);
+            return inputs_[thread];
+        }
+        each(REST, thread, n, 1, [&](int64_t i, int64_t) { make(inputs_.last(), i); });
+        return inputs_.last();
+    }
+
+    // Norm of the listed rows, rounded to codes where one of the maps behind it wants that.
+    Input enter(const Norm& norm, const RowList& list, const T* from, const Map* maps, int n_maps, int thread) {
+        const int n = pass_.n_hidden;
+        const Map *packed = nullptr, *plain = nullptr;
+        for (const Map* map = maps; map < maps + n_maps; map++) (map->scales ? packed : plain) = map;
+        const Input input = prepared(list.n, thread, [&](const Input& input, int64_t i) {
+            normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
+            if (packed) round_into(input, input.rows + i * n, *packed, i);
+        });
+        return plain ? turned(input, *plain, list.n, thread) : input;
+    }
+
+    // Rows as they are, rounded where the map wants that.
+    Input taken(T* rows, const Map& map, int64_t n, int thread) {
+        if (!map.scales) return turned({rows, {}, nullptr, nullptr}, map, n, thread);
+        Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
+            round_into(to, rows + i * map.n_in, map, i);
+        });
+        return {rows, input.codes, nullptr, nullptr};
+    }
+
+    // An input whose rows are turned where that is how the map takes them.
+    Input turned(Input input, const Map& map, int64_t n, int thread) {
+#if defined(WITH_TILES)
+        if constexpr (TILES) {
+            if (map.scales) return input;
+            input.turned = inputs_[n <= FEW ? thread : n_threads_].turned;
+            const int k = map.n_in, whole = whole_tiles(k), n_shares = (whole + IN_CACHE - 1) / IN_CACHE;
+            auto share = [&](int64_t item) {
+                const int64_t row = item / n_shares * SIDE;
+                const int from = int(item % n_shares) * IN_CACHE, m = int(std::min<int64_t>(SIDE, n - row));
+                turn_rows(input.rows + row * k, k, m, k, from, std::min(from + IN_CACHE, whole), input.turned + row * whole);
+            };
+            if (n > FEW) each(REST, thread, whole_sides(n) / SIDE * n_shares, 1, [&](int64_t item, int64_t) { share(item); });
+            else
+                for (int item = 0; item < n_shares; item++) share(item);
+        }
+#endif
+        return input;
+    }
+
+    static void round_into(const Input& input, const T* x, const Map& map, int64_t row) {
+        const Rounded& codes = input.codes;
+        if (map.order) {
+            T* own = input.ordered + row * map.n_in;
+            for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
+            x = own;
+        }
+        const int group = std::max(map.group, FINEST), groups = (map.n_in + group - 1) / group;
+        round_row(x, map.n_in, group, codes.codes + row * groups * group, codes.scales + row * groups,
+                  codes.sums + row * groups, codes.halves + 2 * row * groups);
+    }
+
+    struct Output {  // one of a map
+        const Map* map;
+        int number;
+    };
+
+    // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`. `next`: where this thread
+    // will probably go on; without a map, in this one if all threads are as fast.
+    void outputs(
+        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread,
+        Output next = {}) const {
+        if (!next.map) next = {&map, first + n_threads_ * (last - first)};
+        if (map.scales) {
+            const Packed packed = packed_of(map);
+            const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
+            by_kind(map, [&](auto kind) {
+                packed_products<kind>(
+                    packed, x.codes, rows, b0, b1, c, ldc, onward_to(next), on_line(scratch[thread].items));
+            });
+        } else {
+            const T* weight = (const T*)map.weight + first * map.stride;
+#if defined(WITH_TILES)
+            if constexpr (TILES) tile_products(x.turned, rows, weight, map.stride, last - first, map.n_in, c, ldc);
+            else
+#endif
+                products<T>(x.rows, map.n_in, rows, weight, map.stride, last - first, map.n_in, c, ldc,
+                            (const T*)next.map->weight + next.number * next.map->stride);
+        }
+        if (map.bias) {
+            const T* bias = (const T*)map.bias + first;
+            for (int r = 0; r < rows; r++)
+                for (int o = 0; o < last - first; o++) c[r * ldc + o] += to_float(bias[o]);
+        }
+    }
+
+    static Onward onward_to(const Output& next) {
+        if (!next.map->scales) return {};
+        const Packed packed = packed_of(*next.map);
+        const int block = next.number / OUTPUTS;
+        return {packed.codes + block * (packed.block_bytes() * next.map->bits / 8), packed.scales_at(block)};
+    }
+
+    // `sink(row, first output, n, values)` for all outputs of a map.
+    template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
+        const int most = rows > FEW_TO_STREAM && map.n_out >= 8 * PANEL * n_threads_ ? 2 * PANEL : PANEL;
+        each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
+            auto& tile = tiles[thread];
+            const int first = int(panel) * most, last = std::min(first + most, map.n_out);
+            outputs(map, x, int(rows), first, last, tile.items, most, thread);
+            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * most);
+        });
+    }
+
+    // Add a map's outputs times `scale` to the listed rows, by way of a norm where there is one.
+    void leave(const Map& map, const Norm& norm, float scale, const Input& x, const RowList& list, int thread) {
+        const int n = pass_.n_hidden;
+        auto scaled = [&](vf v) { return scale == 1 ? v : as_stored<T>(v * scale); };
+        linear(map, x, list.n, thread, [&](int row, int first, int n_out, const float* values) {
+            if (norm.kind == NO_NORM) {
+                T* to = hidden(row_of(list, row)) + first;
+                along(n_out, to, to, [&](vf h, int at) { return h + scaled(as_stored<T>(part_of(values, at, n_out))); });
+            } else {
+                T* to = inputs_.last().rows + int64_t(row) * n + first;
+                round_to(to, values, n_out);
+            }
+        });
+        if (norm.kind == NO_NORM) return;
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add(norm, scale, list, i); });
+    }
+
+    // Add the norm of what lies in the last input's row, times `scale`, to a listed row.
+    void add(const Norm& norm, float scale, const RowList& list, int64_t i) {
+        const int n = pass_.n_hidden;
+        T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
+        normed(norm, delta, n, delta);
+        along(n, to, to, [&](vf h, int at) {
+            const vf own = part_of(delta, at, n);
+            return h + (scale == 1 ? own : as_stored<T>(own * scale));
+        });
+    }
+
+    // Several maps of an input as one, to `inner_`: panels of all of them are shared out together. Returns their outputs.
+    int project(const Map* maps, int n_maps, const Input& input, const RowList& list, int thread) {
+        int total = 0, n_panels = 0, panels[4];
+        for (int i = 0; i < n_maps; i++) total += maps[i].n_out, panels[i] = n_panels += (maps[i].n_out + PANEL - 1) / PANEL;
+        each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
+            int which = 0, at = 0;
+            while (panel >= panels[which]) at += maps[which++].n_out;
+            const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL;
+            const int last = std::min(first + PANEL, maps[which].n_out);
+            auto& tile = tiles[thread];
+            outputs(maps[which], input, int(list.n), first, last, tile.items, PANEL, thread);
+            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
+        });
+        return total;
+    }
+
+    // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
+    void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
+        if (norm.kind == NO_NORM) return;
+        each(REST, thread, rows, 1, [&](int64_t i, int64_t) { normed(norm, x + i * stride, n, x + i * stride); });
+    }
+
+    struct Split {  // of an attention into pieces of work: `n_rows` rows by `n_heads` of a key head's query heads
+        int n_rows, n_heads, n_shares;
+        int64_t n;
+    };
+
+    struct Mixed {  // sizes of the largest mixture of a pass
+        int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
+
+        template <class F> void count(const Mixture& part, F&& widest) {
+            const int n = part.choosing.n_experts + part.has_shared;
+            for (int e = 0; e < n; e++) {
+                for (int i = 0; i < part.n_in_maps; i++) widest(part.in[e * part.n_in_maps + i]);
+                widest(part.out[e]);
+            }
+            n_experts = std::max<int64_t>(n_experts, n), n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
+            n_chosen = std::max<int64_t>(n_chosen, part.choosing.n_chosen + part.has_shared);
+        }
+    };
+
+    struct Share {  // of a pass: the rows of one expert, which lie together from place `first` on
+        int32_t expert, n;
+        int64_t first;
+    };
+
+    void attention(const Step& step, const Attention& part, const RowList& list, int thread);
+    Split split_of(const List<Part>& parts, int n_kv_heads, int group) const;
+
+    void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
+    void delta(const Step& step, const Delta& part, const RowList& list, int thread);
+    void delta_head(const Step& step, const Delta& part, const RowList& list, const Part& rows, int head, int thread);
+    void recall(const Delta& part, int head, const float* read, int64_t i, int total);
+
+    void mlp(const Step& step, const Mlp& part, const RowList& list, int thread);
+    void mixture(const Step& step, const Mixture& part, const RowList& list, int thread);
+    void take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool packed, bool ordered);
+    Input input_of(T* rows, const Share& share) const;
+    template <class F> void prepare_shares(T* rows, int thread, F&& map_of);
+    void gather(const Mixture& part, const RowList& list, int64_t i, int n_chosen);
+    void count(const RowList& list, int n_chosen, int n_shared) const;
+    void share_out(int64_t n_rows, int n_chosen, int n_experts);
+
+    void logits(const Map& map, const RowList& list, int thread) {
+        const Norm none{};
+        const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, &map, 1, thread);
+        T* out = (T*)pass_.logits;
+        linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
+            round_to(out + int64_t(row) * map.n_out + first, values, n_out);
+        });
+    }
+
+    const Pass& pass_;
+    const Step* steps_;
+    const int n_steps_;
+    int n_threads_ = 1;
+    T *inner_, *mixed_, *kept_;
+    T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
+    float* scores_;        // of experts: each row's, and room to choose by them
+    Choice* choices_;      // of each row
+    int64_t* places_of_;   // of each choice: where the row lies among those of its expert
+    int32_t* source_;      // row at each place
+    T *inner_of_, *out_of_;  // of experts' rows
+    Input taken_;          // what experts read
+    int64_t wide_;         // values between places, enough for the widest input
+    static inline List<View> views_;
+    static inline List<Place> places_;       // of each row
+    static inline List<List<Part>> parts_;   // of each list
+    static inline List<Input> inputs_;
+    static inline List<Share> shares_;
+    static inline Arena arena;
+    static inline List<List<float>> tiles, scratch;  // per thread
+    static inline List<List<int32_t>> paths;         // slots of a row and of the one before it, per thread
+};
+
+}  // namespace
