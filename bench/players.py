@@ -19,7 +19,7 @@ from ..engines.packages import PACKAGES, prepared
 from ..engines.processes import Child, refuse_other_lengths
 from ..engines.same_file import AT_ONCE, PAGE
 from ..engines.turns import engine_environ
-from ..models.saved import cache_root
+from ..models.cache import cache_root
 from .recorded_answers import TASK
 from .serving import served_process
 

@@ -32,7 +32,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ..models.saved import cache_root, made_once
+from ..models.cache import cache_root, made_once
 
 # Typed so because transformers gives these no types.
 AUTO_MODEL: Any = AutoModelForCausalLM

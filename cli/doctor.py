@@ -190,10 +190,10 @@ def check_graphs() -> Finding:
     import torch
     from transformers import LlamaConfig
 
+    from ..core.errors import first_line
     from ..models.graphs import GraphPasses, pass_seconds
     from ..models.kernels.device import obstacle
     from ..models.loading import random_runtime
-    from ..models.saved import first_line
 
     if reason := obstacle():
         return "warn", f"auto is eager, and exact is not possible: {reason}"
@@ -218,7 +218,7 @@ def check_memory() -> Finding:
 
 
 def check_cache() -> Finding:
-    from ..models.saved import cache_root
+    from ..models.cache import cache_root
 
     folder = cache_root()
     existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())

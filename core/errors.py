@@ -154,6 +154,16 @@ class Conflict(SwiftoptError):
 class LeaseLost(SwiftoptError): ...
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error message, shortened for use in a sentence."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # Leave out the errno and the paths.
+    # str() of a KeyError is only the key, so put the error's class before it.
+    words = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+    lines = words.strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".:")[:160]
+
+
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     """Return what the name stands for.
 

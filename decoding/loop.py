@@ -16,8 +16,9 @@ from .draft import Draft, Drafter, Outcome, Walk
 from .draft_tree import DraftTree
 from .engine import alone
 from .events import Prefilled, Round
+from .logprobs import token_logprobs
 from .methods import PLAIN, Method
-from .verify import Target, TargetWalk, Verifier, token_logprobs
+from .verify import Target, TargetWalk, Verifier
 from .work import Free, Slots, Work
 
 MAX_FORCED_TOKENS = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from ..core.types import TokenLogprob
 from .draft import Draft, Offer, Walk, exclude_tokens
 from .draft_tree import DraftTree, tree_rows
+from .logprobs import as_logprob, logprobs_of, token_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +209,7 @@ class Target:
         rows = list(zip((0, *path), token_ids, strict=False))
         if not self._logprobs:
             return token_logprobs([self._row(node) for node, _ in rows], token_ids, n_top)
-        return tuple(_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)
+        return tuple(as_logprob(token_id, self._logprobs[node], n_top) for node, token_id in rows)
 
     def _logprobs_of_all(self, lossy: bool, nodes: Sequence[int], target_ids: Tensor | None) -> list[Tensor]:
         """Return `logprobs_of` every node and the tokens that may follow it, if requested and already known.
@@ -241,46 +242,6 @@ class Target:
     def _row(self, node: int) -> Tensor:
         assert self._logits is not None and node < self.n_checked
         return self._logits[node]
-
-
-def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log probabilities of tokens, and of the `n_top` likeliest ones, by the model's own logits (vocab,).
-
-    All are read in one transfer. Rows and tokens pair up as far as both go.
-    """
-    from ..models.rows import read_together, uploaded
-
-    token_ids = token_ids[: len(rows)]
-    if not token_ids:
-        return ()
-    token_tensors = uploaded(token_ids, rows[0].device)[:, None].unbind()
-    numbers_of_rows = [logprobs_of(logits, token, n_top) for logits, token in zip(rows, token_tensors, strict=False)]
-    token_numbers = zip(token_ids, read_together(*numbers_of_rows), strict=False)
-    return tuple(_logprob(token_id, numbers, n_top) for token_id, numbers in token_numbers)
-
-
-def logprobs_of(logits: Tensor, token_ids: Tensor, n_top: int) -> Tensor:
-    """Return the `n_top` likeliest tokens and `token_ids` (n,), and the log probabilities of all by logits (vocab,).
-
-    Of one row, so that no bits depend on other rows: float64 (2, n_top + n), on the device.
-    """
-    import torch
-
-    logprobs = logits.float().log_softmax(dim=-1)
-    top_ids = logprobs.topk(min(n_top, logprobs.shape[-1])).indices
-    all_ids = torch.cat((top_ids, token_ids))
-    return torch.stack((all_ids.double(), logprobs.gather(-1, all_ids).double()))
-
-
-def _logprob(token_id: int, numbers: Sequence[float], n_top: int) -> TokenLogprob:
-    """Return a token's log probabilities from the transferred numbers of `logprobs_of`."""
-    n_tokens = len(numbers) // 2
-    token_logprob_pairs = [
-        (int(token), logprob) for token, logprob in zip(numbers[:n_tokens], numbers[n_tokens:], strict=True)
-    ]
-    # With fewer than n_top tokens in the vocabulary, the chosen one appears twice; the dict removes the duplicate.
-    top_logprobs = dict(token_logprob_pairs[:n_top])
-    return TokenLogprob(token_id, dict(token_logprob_pairs)[token_id], tuple(top_logprobs.items()))
 
 
 def walk(

@@ -18,15 +18,16 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from ..core.errors import InvalidInput, OutputError
+from ..core.errors import InvalidInput, OutputError, first_line
 from ..core.records import FoundPlan
 from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..core.types import LayerSet, Prompt
+from ..models.cache import share
 from ..models.config_layout import is_parallel
 from ..models.gguf_files import stored_type, write_gguf
 from ..models.quantised import BITS
 from ..models.restacked import NO_OPS_CODE, pairs_of, write_restacked
-from ..models.saved import OnStep, first_line, no_step, refuse_existing, share, supported_config
+from ..models.saved import OnStep, no_step, refuse_existing, supported_config
 from ..models.sources import local_folder, resolve
 from ..store import Store
 from .drafts import LOADS, MEASURED, EngineDraft, ExportEngine, Kind, Speculation, planned_draft, with_checkpoint

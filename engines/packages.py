@@ -16,7 +16,8 @@ from typing import Any, Literal
 from ..core.errors import InvalidInput
 from ..core.settings import EngineName
 from ..core.types import Prompt
-from ..models.saved import OnStep, cache_root, no_step
+from ..models.cache import cache_root
+from ..models.saved import OnStep, no_step
 
 PROGRAM = Path(__file__).with_name("program.py")  # Program that runs in an engine's own virtual environment.
 LEAST_PROMPTS = 4  # Minimum number of prompts per task for tuning an engine.

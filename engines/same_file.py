@@ -22,10 +22,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..core.errors import ContextOverflow, SettingsError, SwiftoptError
+from ..models.cache import cache_root
 from ..models.gguf_model import settings_folder
 from ..models.gguf_reader import parts_of
 from ..models.loading import load_tokenizer
-from ..models.saved import OnStep, cache_root, no_step, quiet, supported_config
+from ..models.saved import OnStep, no_step, quiet, supported_config
 from ..models.sources import resolve
 from ..terminal.render import folding, number, numeric, table
 from .devices import room_for

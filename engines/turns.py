@@ -15,12 +15,13 @@ from typing import Any, cast
 from ..core.errors import ContextOverflow, ModelNotFound, SwiftoptError
 from ..core.types import Prompt, Sampling
 from ..decoding.session import Session
+from ..models.cache import cache_root
 from ..models.gguf_files import Rounding, gguf_of, stored_type
 from ..models.gguf_model import settings_folder
 from ..models.loading import load_tokenizer
 from ..models.restacked import has_no_ops, takes_no_ops
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root, no_step, quiet, supported_config, supported_type
+from ..models.saved import OnStep, no_step, quiet, supported_config, supported_type
 from ..models.sources import resolve
 from ..optimizer.verdict import Timed, speed
 from .devices import free_on, only_device, room_for

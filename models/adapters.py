@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
-from .saved import ADAPTER, TOKENIZER_FILES, files_of, first_line, refuse_unread_files, supported_type
+from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel, first_line
+from .saved import ADAPTER, TOKENIZER_FILES, files_of, refuse_unread_files, supported_type
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # In peft's order of preference.
 BASE = "base_model_name_or_path"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,10 @@ from .coded import CodedLinear
 from .config_layout import HeadLayout, heads_of
 from .family import Family, GatedDelta, names_in
 from .recurrent import DeltaRule
+from .rotation import RotaryTables, joined_rotation, rotate
+
+LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
+PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that compute x · weight + bias, and no more.
 
 
 def submodule(root: nn.Module, names: str | None) -> Any:
@@ -28,38 +32,6 @@ def submodule(root: nn.Module, names: str | None) -> Any:
         if module is not None:
             return None if isinstance(module, nn.Identity) else module
     return None if names.endswith("?") else root.get_submodule(names_in(names)[0])
-
-
-class RotaryTables(NamedTuple):
-    """How positions turn queries and keys: tables (positions, rotary_dim) in the type that products are computed in.
-
-    A value's partner, its pair's other value, is half the rotated width away, or with `pairs` its neighbour. The first
-    of a pair has the sine negated. `query_scale`: (positions,) what queries are then multiplied by, None: 1.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    pairs: bool = False
-    query_scale: Tensor | None = None
-
-    def at(self, positions: Tensor | slice) -> RotaryTables:
-        """Return the rotation of rows at these positions: tables (rows, 1, …)."""
-        scale = None if self.query_scale is None else self.query_scale[positions][:, None, None]
-        return RotaryTables(self.cos[positions][:, None], self.sin[positions][:, None], self.pairs, scale)
-
-    def of_rows(self, index: Tensor) -> RotaryTables:
-        scale = None if self.query_scale is None else self.query_scale[index]
-        return RotaryTables(self.cos[index], self.sin[index], self.pairs, scale)
-
-    def is_usual(self, dtype: torch.dtype) -> bool:
-        """Tell whether rows are turned as Llama's are, each product rounded to the model's type."""
-        return not self.pairs and self.query_scale is None and self.cos.dtype == dtype
-
-
-# (layer type, device, minimum number of positions) -> rotation; None: no rotary embedding.
-TablesByType = Callable[[str | None, torch.device, int], RotaryTables | None]
-LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
-PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that compute x · weight + bias, and no more.
 
 
 @dataclass(slots=True)
@@ -375,16 +347,6 @@ class BufferRows:
         return torch.cat(read)
 
 
-def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | None:
-    """Return the rotations of several groups of rows as one; None where they have none."""
-    given = [rotation for rotation in rotations if rotation is not None]
-    if len(given) <= 1:
-        return given[0] if given else None
-    scales = [one.query_scale for one in given if one.query_scale is not None]
-    cos, sin = torch.cat([one.cos for one in given]), torch.cat([one.sin for one in given])
-    return RotaryTables(cos, sin, given[0].pairs, torch.cat(scales) if scales else None)
-
-
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
     for row, slot, length in group.spans:
         whole = length == key.shape[0]
@@ -417,64 +379,6 @@ def _parted(heads: HeadLayout, projected: Sequence[Tensor]) -> Sequence[Tensor]:
         return projected
     kv = heads.n_kv_heads * heads.width
     return torch.split(projected[0], [(1 + heads.gated) * heads.n_heads * heads.width, kv, kv], dim=-1)
-
-
-def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
-    """Rotate the leading dimensions of `x` (rows, heads, head_dim) by each row's position; see `RotaryTables.at`."""
-    cos, sin, width = rotation.cos, rotation.sin, rotation.cos.shape[-1]
-    turned = x[..., :width]
-    partner = (
-        turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2) if rotation.pairs else turned.roll(width // 2, -1)
-    )
-    turned = (turned * cos + partner * sin).to(x.dtype)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
-
-
-def rotation_tables(
-    module: Any, dtype: torch.dtype, max_positions: int, family: Family, scales: tuple[float, int] | None
-) -> TablesByType:
-    """Return the tables of a model's own rotary module, each kept, and replaced by a longer one when it is too short.
-
-    Args: module: None for a model without rotary positions, which has no tables. scales: as `query_scales` returns.
-    """
-    tables: dict[tuple[str, torch.device], RotaryTables] = {}
-
-    def made(layer_type: str, device: torch.device, n_positions: int) -> RotaryTables:
-        positions = torch.arange(n_positions, device=device)[None]
-        probe = torch.empty(
-            0, dtype=torch.float32 if family.rotates_wide and dtype.itemsize < 4 else dtype, device=device
-        )
-        # Text has the same position as a frame, a row and a column of an image; older modules want all three.
-        places = positions.expand(3, 1, -1) if hasattr(module, "mrope_section") else positions
-        cos, sin = module(probe, places, layer_type) if layer_type else module(probe, places)
-        # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
-        cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
-        if family.half_tables:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        half = cos.shape[-1] // 2
-        if family.rotation == "pairs":
-            if not torch.equal(cos[:, ::2], cos[:, 1::2]):  # Some modules repeat each value, others all of them.
-                cos, sin = cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1)
-            sin = torch.stack((-sin[:, ::2], sin[:, 1::2]), -1).flatten(-2)
-        else:
-            signed = (-sin[:, :half], sin[:, half:])
-            sin = torch.cat(signed if family.rotation == "halves" else [-one for one in signed], dim=-1)
-        query_scale = None
-        if scales is not None:
-            beta, trained = scales
-            query_scale = (1 + beta * torch.log(1 + torch.floor(positions[0] / trained))).to(dtype)
-        return RotaryTables(cos, sin, family.rotation == "pairs", query_scale)
-
-    def table_of(layer_type: str | None, device: torch.device, n_positions: int) -> RotaryTables | None:
-        if module is None or layer_type is None:
-            return None
-        table = tables.get((layer_type, device))
-        if table is None or table.cos.shape[0] < n_positions:
-            size = min(max_positions, max(n_positions, 1024, 2 * (0 if table is None else table.cos.shape[0])))
-            table = tables[layer_type, device] = made(layer_type, device, max(size, n_positions))
-        return table
-
-    return table_of
 
 
 def attend(

@@ -7,17 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ModelNotFound, SettingsError, SwiftoptError
+from ..core.errors import ModelNotFound, SettingsError, SwiftoptError, first_line
 from .costs import is_out_of_memory
-from .saved import (
-    first_line,
-    is_multimodal,
-    naming,
-    refuse_mismatched,
-    refuse_missing,
-    refuse_unread,
-    supported_config,
-)
+from .saved import is_multimodal, naming, refuse_mismatched, refuse_missing, refuse_unread, supported_config
 from .stored_tensors import dtype_asked, stored_tensors
 
 

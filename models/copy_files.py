@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .saved import cache_root, replacing
+from .cache import cache_root, replacing
 
 LAYOUT = "1"  # Version in the name of every cached copy; raise it when rounding or packing changes.
 LEAST_BYTES = 16 << 20  # Smaller copies are not cached: making them is faster than reading.

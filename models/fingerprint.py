@@ -26,18 +26,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput, ModelNotFound, SwiftoptError
+from .cache import converted_folder, replacing
 from .gguf_reader import GgufFile
-from .saved import (
-    GGUF_WEIGHTS,
-    LEFTOVERS,
-    converted_folder,
-    is_complete,
-    linked_gguf,
-    naming,
-    replacing,
-    supported_config,
-    weight_files,
-)
+from .saved import GGUF_WEIGHTS, LEFTOVERS, is_complete, linked_gguf, naming, supported_config, weight_files
 
 VERSION = "v1"
 N_RUNS = 4  # Runs of values sampled per tensor.

@@ -17,26 +17,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..core.errors import OutputError, SettingsError, UnsupportedModel
+from ..core.errors import OutputError, SettingsError, UnsupportedModel, first_line
 from .buffer import free_bytes
+from .cache import cache_root, converted_folder, made_once, replacing
 from .config_layout import heads_of
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
 from .gguf_forms import FORMS, GgufForm
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile
 from .gguf_settings import FIELDS
-from .saved import (
-    LEFTOVERS,
-    TOKENIZER_FILES,
-    OnStep,
-    cache_root,
-    converted_folder,
-    first_line,
-    made_once,
-    no_step,
-    replacing,
-    supported_config,
-)
+from .saved import LEFTOVERS, TOKENIZER_FILES, OnStep, no_step, supported_config
 from .stored_tensors import is_readable, stored_tensors
 
 Rounding = Literal["stored", "F16", "Q8_0", "Q4_0"]

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_experts import HALVES, PARTS, BlockExperts, packed_experts, stacked
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
+from .cache import gguf_settings_folder, made_once
 from .coded import ROWS
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
@@ -31,16 +32,7 @@ from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
 from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_of, layer_numbers
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
-from .saved import (
-    GGUF_WEIGHTS,
-    REPORT_S,
-    OnStep,
-    gguf_settings_folder,
-    linked_gguf,
-    made_once,
-    refuse_missing,
-    supported_type,
-)
+from .saved import GGUF_WEIGHTS, REPORT_S, OnStep, linked_gguf, refuse_missing, supported_type
 
 # In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
 CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}

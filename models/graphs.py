@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from ..core.costs import context_bucket
-from ..core.errors import SettingsError
+from ..core.errors import SettingsError, first_line
 from ..core.types import LayerSet
 from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
 from .kernels import device_attention
 from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of, uploaded
 from .runtime import Runtime
-from .saved import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from ..core import collector
-from ..core.errors import ModelNotFound, SettingsError, UnsupportedModel
+from ..core.errors import ModelNotFound, SettingsError, UnsupportedModel, first_line
 from ..core.records import ModelInfo
 from ..core.requests import Speed
 from ..core.settings import n_threads
@@ -43,7 +43,6 @@ from .saved import (
     OnStep,
     check_files,
     files_of,
-    first_line,
     no_step,
     quiet,
     reporting_progress,

@@ -24,10 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SettingsError, UnsupportedModel
 from .adapters import Adapter, check_base, is_adapter, reading_adapter
+from .cache import cache_root, made_once
 from .checkpoints import read_model
 from .fingerprint import fingerprint, fingerprint_with, note_merged
 from .restacked import SMALL_FILES
-from .saved import ADAPTER, OnStep, cache_root, is_multimodal, made_once, no_step, quiet
+from .saved import ADAPTER, OnStep, is_multimodal, no_step, quiet
 from .stored_tensors import is_readable
 from .text_parts import text_name, whole_names
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import SettingsError
+from ..core.errors import SettingsError, first_line
 from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import LINEAR, Block, LayerModules, has_experts
@@ -34,7 +34,7 @@ from .expert_choice import with_fewer
 from .kernels import device as kernels
 from .quantised_checkpoints import is_by_library
 from .quantised_experts import ExpertStack, quantised_mixture, replaced, shared_of, stacks_of
-from .saved import OnStep, first_line, no_step
+from .saved import OnStep, no_step
 
 logger = logging.getLogger(__name__)
 

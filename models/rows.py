@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ..core.costs import ExpertCounts
 from ..core.types import KINDS, Kind, LayerSet, PartForm
-from .blocks import Block, BufferRows, RotaryTables, RowGroup, TablesByType, of_groups
+from .blocks import Block, BufferRows, RowGroup, of_groups
 from .buffer import KVBuffer
 from .kernels import device_attention as kernels
+from .rotation import RotaryTables, TablesByType
 
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
@@ -466,3 +467,20 @@ class TablePlan:
 
 
 SharedRows = BufferPlan | TablePlan  # Row data shared by all layers of a forward pass.
+
+
+def by_form(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[PartForm | None, list[Member]]:
+    """Return a sub-layer's rows by the form that their layer sets compute it in; None: the model's own."""
+    members: dict[PartForm | None, list[Member]] = {}
+    for plan in plans:
+        for form, variants in plan.kept[layer][kind]:
+            members.setdefault(form, []).append((plan, variants))
+    return members
+
+
+def rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
+    """Return the members' row indices in the forward pass, int64; None for all rows."""
+    if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
+        return None
+    indices = [plan.row_index(variants, device) + plan.first for plan, variants in members]
+    return indices[0] if len(indices) == 1 else torch.cat(indices)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..core.costs import ExpertCounts
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
-from ..core.types import KINDS, Kind, LayerSet, PartForm
-from .blocks import Block, Residual, TablesByType, rotation_tables, submodule
+from ..core.types import KINDS, LayerSet
+from .blocks import Block, Residual, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
 from .config_layout import (
@@ -36,17 +36,19 @@ from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
 from .recurrent import DeltaForm, RecurrentStates, state_bytes
+from .rotation import TablesByType, rotation_tables
 from .rows import (
     BufferPlan,
-    Member,
     Pass,
     PassPlan,
     Rows,
     SharedRows,
     TablePlan,
     best_of,
+    by_form,
     plans_of,
     read_together,
+    rows_of,
     uploaded,
 )
 
@@ -490,9 +492,9 @@ class Runtime:
         for kind in KINDS:
             if kind == "mlp" and not self.parallel:
                 source = hidden
-            for form, members in _by_form(plans, block.index, kind).items():
+            for form, members in by_form(plans, block.index, kind).items():
                 parts = block.parts if form is None else self.copies.parts(kind, block.index, form)
-                index = _rows_of(members, plans, block.device)
+                index = rows_of(members, plans, block.device)
                 normed = source.normed(parts.attn_norm if kind == "attn" else parts.mlp_norm, index)
                 if kind == "attn":
                     added = block.attention(normed, shared.rows(block, members), parts)
@@ -500,19 +502,3 @@ class Runtime:
                     added = block.mlp(normed, parts)
                 hidden = hidden.plus(added, index)
         return hidden
-
-
-def _by_form(plans: Sequence[PassPlan], layer: int, kind: Kind) -> dict[PartForm | None, list[Member]]:
-    by_form: dict[PartForm | None, list[Member]] = {}
-    for plan in plans:
-        for form, variants in plan.kept[layer][kind]:
-            by_form.setdefault(form, []).append((plan, variants))
-    return by_form
-
-
-def _rows_of(members: Sequence[Member], plans: Sequence[PassPlan], device: torch.device) -> Tensor | None:
-    """Return the members' row indices in the forward pass, int64; None for all rows."""
-    if len(members) == len(plans) and all(variants == plan.every for plan, variants in members):
-        return None
-    indices = [plan.row_index(variants, device) + plan.first for plan, variants in members]
-    return indices[0] if len(indices) == 1 else torch.cat(indices)

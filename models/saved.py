@@ -1,26 +1,21 @@
-"""Reads folders of saved models, checks that they are complete and supported, and manages the cache.
+"""Reads folders of saved models, and checks that they are complete and supported.
 
 Nothing here needs torch before tensors are read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
 import os
-import re
-import shutil
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import InvalidInput, ModelNotFound, OutputError, SwiftoptError, UnsupportedModel
+from ..core.errors import InvalidInput, ModelNotFound, SwiftoptError, UnsupportedModel, first_line
 from .config_bounds import check_together, check_values
 from .families import FAMILIES, family_of
 from .mtp_names import Mtp
@@ -46,14 +41,8 @@ UNREAD_FILES = {
 CAUSAL_KINDS = ("forcausallm", "lmheadmodel", "model", "textmodel")  # Endings of class names, in lower case.
 # Files that may describe the quantisation when config.json does not.
 QUANTISED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-STALE_S = 24 * 3600  # Unfinished cache files of other processes are removed at this age.
-PART = ".part"  # Suffix of a file that is still being written.
-CONVERSION = "5"  # Version hashed into the folder names of GGUF files; raise it when the conversion changes.
-SETTINGS = "2"  # Version of configs and tokenizers made of GGUF files; raise it when they are made in another way.
 MAGIC = b"GGUF"  # The first bytes of a GGUF file.
 GGUF_WEIGHTS = "model.gguf"  # Name of the link to the GGUF file in the folder of its extracted settings.
-N_SAMPLES = 9  # Positions in a GGUF file whose bytes are hashed into its folder's name.
-SAMPLE_BYTES = 1 << 20  # Bytes of each sample.
 REPORT_S = 1.0  # Shortest time between two progress reports while weights are read.
 _LOUD = ("transformers", "huggingface_hub", "accelerate")
 
@@ -110,39 +99,6 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(before)
 
 
-def cache_root() -> Path:
-    """Return SWIFTOPT_CACHE_DIR, or the user's cache folder of this system."""
-    from platformdirs import user_cache_dir
-
-    return Path(os.environ.get("SWIFTOPT_CACHE_DIR") or user_cache_dir("swiftopt", appauthor=False)).expanduser()
-
-
-def converted_folder(gguf: Path) -> Path:
-    """Return the cache folder for a converted GGUF file, whether or not it exists yet.
-
-    Raises: ModelNotFound: the file cannot be read.
-    """
-    try:
-        size = gguf.stat().st_size
-        digest = hashlib.sha256(f"{CONVERSION} {gguf.name} {size}".encode())
-        with gguf.open("rb") as file:
-            for i in range(N_SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * i // (N_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
-    name = re.sub(r"[^a-z0-9.]+", "-", gguf.stem.lower())[:60]
-    return cache_root() / "gguf" / f"{name}-{digest.hexdigest()[:16]}"
-
-
-def gguf_settings_folder(gguf: Path) -> Path:
-    """Return the cache folder for the config and tokenizer of a GGUF file, whether or not it exists yet.
-
-    Raises: ModelNotFound: the file cannot be read.
-    """
-    return cache_root() / "gguf-settings" / f"{converted_folder(gguf).name}-{SETTINGS}"
-
-
 def linked_gguf(folder: Path) -> Path:
     """Return the GGUF file that a `gguf_settings_folder` links to, by the name that it was opened by.
 
@@ -161,73 +117,6 @@ def refuse_other_file(gguf: Path) -> None:
         raise ModelNotFound(f"{gguf} cannot be read ({error.strerror}): check its permissions") from error
     if not begins_so:
         raise ModelNotFound(f"{gguf} is no GGUF file: give a file that llama.cpp reads, or a model's folder")
-
-
-def remove_stale(leftovers: Iterable[Path]) -> None:
-    """Remove unfinished files and folders in the cache that are older than STALE_S: their processes have crashed."""
-    for left in leftovers:
-        with suppress(OSError):  # Another process may have just finished or removed it.
-            if time.time() - left.stat().st_mtime > STALE_S:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-
-@contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; the file is renamed to `path` if the block ends without an error.
-
-    Unfinished files of crashed processes are removed. `mode`: permissions, as another user may share the cache.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(path.parent.glob(f"*{PART}"))
-    handle, name = tempfile.mkstemp(suffix=PART, dir=path.parent)
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        part.chmod(mode)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def made_once(folder: Path, is_whole: Callable[[], bool], write: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, which `write` fills the first time in a temporary folder beside it.
-
-    The folder gets its final name only when it is complete, so several processes may make it at the same time.
-
-    Raises: OutputError: the cache cannot be written.
-    """
-    if is_whole():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(folder.parent.glob(".*"))
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-        ) as unfinished:
-            write(Path(unfinished))
-            share(Path(unfinished))
-            try:
-                os.replace(unfinished, folder)
-            except OSError:
-                if not is_whole():  # Else another process has already made the same folder.
-                    shutil.rmtree(folder, ignore_errors=True)  # Remove an incomplete folder, for example after a crash.
-                    os.replace(unfinished, folder)
-    except SwiftoptError:
-        raise
-    except Exception as error:  # A full disk raises safetensors' own error, not OSError.
-        raise OutputError(
-            f"the cache {folder.parent} cannot be written ({first_line(error)}): make room there or set"
-            " SWIFTOPT_CACHE_DIR"
-        ) from error
-    return folder
-
-
-def share(folder: Path) -> None:
-    """Let other users read a new folder and its files: temporary folders, and safetensors' files, are their owner's."""
-    folder.chmod(0o755)
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def refuse_existing(out: Path) -> None:
@@ -490,16 +379,6 @@ def refuse_unread(names: Iterable[str], where: Path) -> None:
             f"{where} has {len(unread)} weights for which a model of its config.json has no place, such as"
             f" {unread[0]}: copy or download the config again, or use a model without them"
         )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, shortened for use in a sentence."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # Leave out the errno and the paths.
-    # str() of a KeyError is only the key, so put the error's class before it.
-    words = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-    lines = words.strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".:")[:160]
 
 
 def no_step(words: str) -> None:

@@ -17,16 +17,23 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..core.errors import DeviceMissing, HubUnreachable, ModelNotFound, OutputError, SettingsError, UnsupportedModel
+from ..core.errors import (
+    DeviceMissing,
+    HubUnreachable,
+    ModelNotFound,
+    OutputError,
+    SettingsError,
+    UnsupportedModel,
+    first_line,
+)
 from ..core.requests import Speed
 from .adapters import Adapter, base_name, check_base, is_adapter, quantised_base, read_adapter
+from .cache import gguf_settings_folder
 from .saved import (
     ADAPTER,
     OnStep,
     check_files,
     files_of,
-    first_line,
-    gguf_settings_folder,
     has_tokenizer,
     is_complete,
     no_step,

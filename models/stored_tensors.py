@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from ..core.errors import ModelNotFound, SwiftoptError
-from .saved import first_line, naming, supported_type, weight_files
+from ..core.errors import ModelNotFound, SwiftoptError, first_line
+from .saved import naming, supported_type, weight_files
 
 # torch's names of safetensors' types of floating-point numbers that need no scale.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -32,13 +32,13 @@ from ..models.blocks import (
     LayerModules,
     attend,
     attention_out,
-    joined_rotation,
     mlp_out,
     normed,
     queries_keys_values,
 )
 from ..models.buffer import KVBuffer
 from ..models.quantised_experts import has_linears, replaced
+from ..models.rotation import joined_rotation
 from ..models.rows import Pass, PassKind, Rows, uploaded
 from ..models.runtime import Runtime
 

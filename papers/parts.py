@@ -16,9 +16,10 @@ from ..core.streams import stream_sha256
 from ..core.types import DEFAULT_TASK, Prompt, now
 from ..decoding.methods import method_info
 from ..decoding.session import Session
+from ..models.cache import cache_root
 from ..models.loading import load
 from ..models.runtime import Runtime
-from ..models.saved import OnStep, cache_root
+from ..models.saved import OnStep
 from ..store import Store
 from ..tasks.recipes import MakingRecipes, open_session, set_record
 from . import self_sd

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.settings import cpu_words
-from ..saved import cache_root, replacing
+from ..cache import cache_root, replacing
 from . import layout
 from .levels import BUILT, FLAGS, FOLDER, LEVELS, MATHS, SOURCES, TILES, library_name, options
 

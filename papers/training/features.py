@@ -28,9 +28,9 @@ from ...decoding.events import Round, WorkEvent
 from ...decoding.methods import PLAIN
 from ...decoding.session import Session
 from ...decoding.work import Work, subscribed
+from ...models.cache import replacing
 from ...models.costs import memory_for_texts
 from ...models.runtime import Runtime
-from ...models.saved import replacing
 from .settings import OnStep, TrainingStep
 
 SAVE_INTERVAL_S = 3.0  # Minimum seconds between two saves of the training state.

@@ -28,11 +28,11 @@ from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.draft_tree import ancestor_mask
 from swiftopt.decoding.engine import Engine, side_by_side
 from swiftopt.decoding.events import Prefilled, WorkEvent
+from swiftopt.decoding.logprobs import token_logprobs
 from swiftopt.decoding.loop import decode, decoding
 from swiftopt.decoding.methods import METHODS, PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.methods.adaptive import AdaptiveSettings
 from swiftopt.decoding.session import Session
-from swiftopt.decoding.verify import token_logprobs
 from swiftopt.decoding.work import subscribed
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.kernels.native import NativePasses

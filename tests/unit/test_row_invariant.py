@@ -25,7 +25,7 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from swiftopt.core.errors import SettingsError
 from swiftopt.core.types import LayerSet, PartForm
-from swiftopt.models.blocks import RotaryTables, attend, rotate
+from swiftopt.models.blocks import attend
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
 from swiftopt.models.config_layout import HeadLayout
@@ -33,6 +33,7 @@ from swiftopt.models.fused import GATES, GatedMlp, fuse
 from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
+from swiftopt.models.rotation import RotaryTables, rotate
 from swiftopt.models.row_invariant import make_row_invariant
 from swiftopt.models.rows import Pass, PassPlan, Rows, RowTable, uploaded
 from swiftopt.models.runtime import Runtime
