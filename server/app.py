@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +23,9 @@ from opentelemetry.trace import TracerProvider
 
 from ..core.errors import SettingsError
 from ..core.requests import JobBoard, ServedModel
+from ..core.threads import repeating
 from ..store import Store
-from ..worker.queue import JobService, Reconciler, RedisQueue
+from ..worker.queue import PERIOD_S, JobService, Reconciler, RedisQueue
 from .dashboard import jobs, overview, pages_for_browsers, plans, playground, requests, searches, terms, traffic
 from .dashboard import router as dashboard
 from .engines import Engines, OnState
@@ -167,15 +167,11 @@ def _reconciling(store: Store, queue: RedisQueue | None) -> Iterator[None]:
     if queue is None:
         yield
         return
-    stop = threading.Event()
     reconciler = Reconciler(store.jobs, queue, f"serve-{socket.gethostname()}-{os.getpid()}")
-    thread = threading.Thread(target=reconciler.run, args=(stop,), name="reconciler", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeating(reconciler.try_step, PERIOD_S, "reconciler", DRAIN_S):
+            yield
     finally:
-        stop.set()
-        thread.join(DRAIN_S)
         queue.close()
 
 

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..core.errors import StoreError
+from ..core.threads import repeating
 from ..core.types import now
 from ..core.usage import SUMS, KeyUsage, Usage
 from ..store import Store
@@ -104,20 +106,12 @@ def of_all_servers(store: Store, table: UsageTable, day: str, key: str | None, e
 @contextmanager
 def stored_usage(store: Store, table: UsageTable) -> Iterator[None]:
     """Add a table's counts to the database every STORE_S, and at the end."""
-    is_over = threading.Event()
-
-    def keep() -> None:
-        while not is_over.wait(STORE_S):
-            _try_to_store(store, table)
-
-    thread = threading.Thread(target=keep, name="usage", daemon=True)
-    thread.start()
+    store_now = partial(_try_to_store, store, table)
     try:
-        yield
+        with repeating(store_now, STORE_S, "usage"):
+            yield
     finally:
-        is_over.set()
-        thread.join()
-        _try_to_store(store, table)
+        store_now()
 
 
 def _try_to_store(store: Store, table: UsageTable) -> None:

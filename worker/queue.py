@@ -6,7 +6,6 @@ A reconciler makes both stores agree again after lost workers, a flushed or rest
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -292,12 +291,8 @@ class Reconciler:
                 message = "delivery=impossible job=%r queue=%r reason=%r"
                 logger.warning(message, delivery.job, delivery.queue, str(error))
 
-    def run(self, stop_event: threading.Event) -> None:
-        """Run a pass every PERIOD_S until `stop_event` is set; outages of Redis or the database are logged."""
-        while not stop_event.wait(PERIOD_S):
-            self.try_step()
-
     def try_step(self) -> None:
+        """Run a pass; an outage of Redis or the database is logged."""
         try:
             self.step()
         except (StoreError, ServiceUnreachable) as error:

@@ -65,6 +65,7 @@ from ..core.messages import (
 )
 from ..core.requests import CompletionRequest, Piece, ServedModel
 from ..core.streams import LineWriter, parse_stream, stream_lines
+from ..core.threads import repeating
 from ..core.types import DEFAULT_TASK, Prompt, Sampling, TokenLogprob
 from ..decoding.corpus import BYTES_PER_TOKEN, Corpora
 from ..decoding.events import Generated, Shown, TextAdded
@@ -230,8 +231,6 @@ class EngineHost:
         # Compile a JSON grammar before the first request, because the first one is slow. Requests report errors.
         with suppress(InvalidInput):
             Session(runtime, Sampling(), 1, grammar=Grammar.json_object()).rule()
-        if not model.tune:
-            threading.Thread(target=self._refresh_plans, name="plans", daemon=True).start()
         self._folder = None
         if model.keep_prefixes is not None:
             self._folder = PrefixFolder(Path(model.keep_prefixes), runtime, int(1e9 * model.prefixes_gb))
@@ -259,14 +258,17 @@ class EngineHost:
                 has_chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
             )
         )
+        # Traffic looks its own plans up. Do not wait for the database at the end.
+        refresh = repeating(self._refresh_plans, REFRESH_S, "plans", join_s=0)
         try:
-            for line in lines:
-                if self.engine.is_closed:
-                    # Exit when the engine's thread has failed: the server then starts a new process.
-                    raise SystemExit(1)
-                message = from_server(line)
-                with logs.about_request(getattr(message, "request_id", "")):
-                    self._handle(message, is_long=len(line) > LONG_LINE)
+            with refresh if self.traffic is None else nullcontext():
+                for line in lines:
+                    if self.engine.is_closed:
+                        # Exit when the engine's thread has failed: the server then starts a new process.
+                        raise SystemExit(1)
+                    message = from_server(line)
+                    with logs.about_request(getattr(message, "request_id", "")):
+                        self._handle(message, is_long=len(line) > LONG_LINE)
         finally:
             self._long_texts.shutdown(wait=False, cancel_futures=True)
             if self._jobs is not None:
@@ -340,10 +342,8 @@ class EngineHost:
 
     def _refresh_plans(self) -> None:
         """Follow changes of the alias `best`; while the database is unreachable, keep the current plans."""
-        while True:
-            time.sleep(REFRESH_S)
-            with suppress(SwiftoptError):
-                self.model.refresh_plans()
+        with suppress(SwiftoptError):
+            self.model.refresh_plans()
 
     def _send_tuning(self, steer: Steer) -> None:
         """Obey a verb, if any, and send the tuning status; runs in the engine's thread."""
