@@ -163,6 +163,15 @@ FORMS: Mapping[str, AnswerForm] = {
         items=("{id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>",),
         turn_ends=("<|calls|>", "<|flush|>"),
     ),
+    "hyperclova x": AnswerForm(
+        models="HyperCLOVA X SEED Think 14B",
+        signs=("-> tool/function_call",),
+        thinks=("/think",),
+        thought_ends=("<|im_end|>",),
+        hidden=("<|im_end|>", "<|im_start|>assistant"),
+        calls=(" -> tool/function_call",),
+        turn_ends=("<|endofturn|>", "<|stop|>"),
+    ),
     # --- thoughts
     "mistral thoughts": AnswerForm(
         models="Magistral, Ministral 3",
@@ -186,7 +195,7 @@ FORMS: Mapping[str, AnswerForm] = {
         _THINK,
         models=(
             "Qwen3, Qwen3.5, QwQ, DeepSeek-R1 and its distills, SmolLM3, EXAONE 4, GLM-4.5, OLMo 3, Nemotron, Kimi,"
-            " MiniMax-M2, LFM2.5, Phi-4-reasoning"
+            " MiniMax-M2, LFM2.5, Phi-4-reasoning, HyperCLOVA X SEED Think 32B"
         ),
         signs=("</think>",),
     ),
@@ -299,7 +308,7 @@ FORMS: Mapping[str, AnswerForm] = {
     ),
     "argument tags": replace(
         _TOOL_CALL,
-        models="GLM-4.5, GLM-4.6",
+        models="GLM-4.5, GLM-4.6, HyperCLOVA X SEED Think 32B",
         signs=("<tool_call>", "<arg_key>"),
         body="arguments",
         turn_ends=("<|user|>", "<|observation|>"),

@@ -256,7 +256,8 @@ class ThoughtParser:
             return False
         mark = max((mark for mark in marks if start.startswith(mark)), key=len, default=None)
         self._is_undecided, self.is_open = False, mark is not None
-        self._strips = self.has_begun = self.is_open
+        self.has_begun = self.is_open
+        self._strips = self.is_open or bool(self._form.hidden)  # The prompt may end with the mark of an answer.
         self._pending_text = self._pending_text if mark is None else start.removeprefix(mark)
         return True
 

@@ -21,6 +21,7 @@ Schemas = Mapping[str, Any]  # Tool's name -> JSON schema of its arguments; None
 Call = tuple[Any, Any]  # Name and arguments as the model wrote them; the name may be of no tool.
 Reader = Callable[[str, int, AnswerForm, Schemas], tuple[list[Call], int]]
 
+ARGUMENT_KEYS = ("arguments", "parameters", "input")  # Keys of a call's arguments, as families name them.
 _BETWEEN = re.compile(r"[\s,;]*")  # Between two calls of one body.
 _BLANKS = re.compile(r"\s*")
 
@@ -64,14 +65,14 @@ def calls_of(value: Any) -> list[Call]:
 
     Raises: ValueError: a part of it is no call.
     """
-    calls = []
+    calls = list[Call]()
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, Mapping):
             raise ValueError("a call is no object")
         function = entry.get("function")
         call = function if isinstance(function, Mapping) else entry
         name = call.get("name", call.get("tool_name", function))
-        calls.append((name, call.get("arguments", call.get("parameters", {}))))
+        calls.append((name, next((call[key] for key in ARGUMENT_KEYS if key in call), {})))
     return calls
 
 

@@ -2,7 +2,9 @@
 
 They are written by hand after the public templates, of which they keep what surrounds thoughts and calls: those in
 llama.cpp's `models/templates` and vLLM's `examples/tool_chat_template_*.jinja`, and the formats that their parsers read
-(`common/chat*.cpp`; `vllm/tool_parsers`, `vllm/reasoning`).
+(`common/chat*.cpp`; `vllm/tool_parsers`, `vllm/reasoning`). Two templates are not there: Solar Open's is written after
+vLLM's `solar_open` parsers and Upstage's logits processor for vLLM, HyperCLOVA X SEED Think 14B's after its model card
+and vLLM's `hyperclovax` parsers.
 """
 
 from __future__ import annotations
@@ -217,6 +219,21 @@ APERTUS = (
     + "{%- elif m.role == 'tool' %}{{- ', ' if ns.results else '[' }}{{- m.content }}{%- set ns.results = true %}"
     "{%- endif %}{%- endfor %}{{- ']' if ns.results else '' }}"
     "{{- '<|assistant_start|>' if add_generation_prompt else '' }}"
+)
+
+# A turn's header says what follows: a thought, an answer or calls. Thoughts of earlier turns are left out.
+HYPERCLOVA = (
+    "{{- '<|im_start|>tool_list\\n' }}{{- tools | map(attribute='function') | list | tojson if tools else '' }}"
+    "{{- '<|im_end|>\\n' }}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{%- if m.reasoning_content and loop.last %}"
+    "{{- '<|im_start|>assistant/think\\n' + m.reasoning_content + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- if m.content %}{{- '<|im_start|>assistant\\n' + m.content + '<|im_end|>' }}"
+    "{{- '\\n' if m.tool_calls else '<|endofturn|>\\n' }}{%- endif %}"
+    + listed("<|im_start|>assistant -> tool/function_call\\n[", "]<|im_end|><|stop|>\\n", json_call())
+    + "{%- else %}{{- '<|im_start|>' + ('tool/function_call' if m.role == 'tool' else m.role) + '\\n' }}"
+    "{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}"
+    "{{- '/think\\n' if force_reasoning else '\\n' if skip_reasoning else '' }}{%- endif %}"
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -448,6 +465,13 @@ FAMILIES: Mapping[str, Family] = {
             *(f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end")),
         ),
         turn_end="<|flush|>",
+    ),
+    "hyperclova x": Family(
+        ("hyperclova x",),
+        *("", "", "", ""),
+        ("<|im_start|>", "<|im_end|>", "<|endofturn|>", "<|stop|>", "<|endoftext|>"),
+        turn_end="<|endofturn|>",
+        whole=HYPERCLOVA,
     ),
     "internlm3": Family(
         ("internlm",),

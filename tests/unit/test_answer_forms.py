@@ -288,6 +288,7 @@ def test_completion_held_to_json_has_no_thought() -> None:
         ("gemma4", "<|tool_call>call:add{a:b}<tool_call|>", None),
         ("gemma4", "<|tool_call>add{a:1}<tool_call|>", None),
         ("gemma4", '<|tool_call>call:add{text:<|"|>x}<tool_call|>', None),
+        ("hyperclova x", ' -> tool/function_call\n{"name": "add","input": {"a": 1}}<|im_end|>', {"a": 1}),
         ("functiongemma", "<start_function_call>call:add{city:<escape>Ulm<escape>}<end_function_call>",
          {"city": "Ulm"}),
     ],
@@ -312,6 +313,22 @@ def test_turn_may_end_instead_of_the_closing_mark_of_a_call(name: str) -> None:
     assert [len(choice.calls) for choice in choices] == [1, 0]
 
 
+@pytest.mark.parametrize(("options", "end"), [({}, "assistant"), ({"force_reasoning": True}, "assistant/think\n")])
+def test_header_of_a_turn_begins_a_thought_or_leaves_it_to_the_model(options: dict[str, Any], end: str) -> None:
+    prompt = ChatPrompt(tokenizer_of("hyperclova x"), [QUESTION], options)
+    assert prompt.text.endswith(f"<|im_start|>{end}")
+    choice = begun("hyperclova x", prompt.encode())
+    begin = "" if options else "/think\n"
+    add_all(choice, iter(f"{begin}{THOUGHT}<|im_end|>\n<|im_start|>assistant\n{TEXT}<|im_end|>"), range(9))
+    assert (choice.thought, choice.text) == (THOUGHT, TEXT)
+
+
+def test_line_break_behind_the_header_of_an_answer_is_no_part_of_it() -> None:
+    choice = begun("hyperclova x")
+    add_all(choice, iter(f"\n{TEXT}<|im_end|>"))
+    assert (choice.thought, choice.text) == ("", TEXT)
+
+
 # --- ends of turns, and the tokens that are shown
 
 
@@ -330,8 +347,12 @@ def test_turn_ends_at_the_templates_token_without_a_generation_config(name: str)
     assert session.ending(9).crop([], [5, token_id, 6]) == ([5, token_id, 6], None)
 
 
-def test_calls_of_harmony_and_glm_end_a_turn_too() -> None:
-    for name, tokens in (("gpt-oss", ["<|call|>", "<|return|>"]), ("glm4.5", ["<|observation|>", "<|user|>"])):
+def test_marks_that_end_calls_end_a_turn_too() -> None:
+    for name, tokens in (
+        ("gpt-oss", ["<|call|>", "<|return|>"]),
+        ("glm4.5", ["<|observation|>", "<|user|>"]),
+        ("hyperclova x", ["<|endofturn|>", "<|stop|>"]),
+    ):
         tokenizer = tokenizer_of(name)
         assert {*tokens} == {*tokenizer.convert_ids_to_tokens(turn_end_ids(tokenizer))}
 
