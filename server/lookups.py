@@ -27,7 +27,7 @@ from ..core.records import FoundPlan, LayerSetList, ModelList
 from ..core.settings import EngineName
 from ..core.types import DEFAULT_TASK
 from ..store import Store
-from ..store.plans import REREAD_S
+from ..store.plans import REREAD_S, LookupState, tasks_between
 from .bodies import Strict
 from .errors import MEDIA_TYPE, Problem, as_problem, kind_of
 from .middleware import Shared
@@ -83,7 +83,6 @@ class LookupAnswers(BaseModel):
 
 
 Answer = dict[str, Any] | SwiftoptError
-LookupState = tuple[int, int | None] | None  # As the store's `lookup_state`.
 
 
 def find_plans(store: Store, queries: Sequence[LookupQuery]) -> list[Answer]:
@@ -217,7 +216,7 @@ class LookupCache:
         changed = {
             model: checked
             for model, checked in states.items()
-            if checked.moved is not None and DEFAULT_TASK not in checked.moved
+            if checked.moved and DEFAULT_TASK not in checked.moved
         }
         for query, answer in self._cached.items() if changed else ():
             checked = changed.get(query.model)
@@ -231,9 +230,8 @@ class LookupCache:
         now_s = time.monotonic()  # Count the states' age from before the query.
         checked = {}
         for model, state in {**dict.fromkeys(models), **self._states_of(models)}.items():
-            last, moved = self._states.get(model), None
-            if last is not None and last.state is not None and state is not None and last.state != state:
-                moved = self._tasks_moved(*last.state) if last.state[0] == state[0] else None
+            last = self._states.get(model)
+            moved = None if last is None else tasks_between(last.state, state, self._tasks_moved)
             checked[model] = CheckedState(state, now_s, moved)
         return checked
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from sqlalchemy import Select, String, bindparam, case, func, literal, select, union_all
 from sqlalchemy.orm import Session, aliased, lazyload, undefer
@@ -274,13 +274,12 @@ def _nearest_moves(
 
 # Seconds after which what a look-up found is read again although its state is the same: models may have been merged.
 REREAD_S = 60.0
+# A model's id, and the id of its newest move of an alias; None: no such model.
+LookupState = tuple[int, int | None] | None
 
 
-def lookup_state(session: Session, model: str) -> tuple[int, int | None] | None:
-    """Return a state of a model (name or fingerprint): while it stays, look-ups find the same, but for merged models.
-
-    It is the model that the name means, and its newest move of an alias; None: there is no such model.
-    """
+def lookup_state(session: Session, model: str) -> LookupState:
+    """Return a state of a model (name or fingerprint): look-ups find the same while it stays, but for merged models."""
     return lookup_states(session, [model]).get(model)
 
 
@@ -297,6 +296,19 @@ def tasks_moved(session: Session, model_id: int, since: int | None) -> set[str]:
     """
     moved = select(MoveRow.task).where(MoveRow.model_id == model_id, MoveRow.id > (since or 0))
     return set(session.scalars(moved.distinct()))
+
+
+def tasks_between(
+    before: LookupState, after: LookupState, moved_since: Callable[[int, int | None], Collection[str]]
+) -> Collection[str] | None:
+    """Return the tasks that had a move between two states of a model; None: look-ups of any task may have changed.
+
+    Args: moved_since: the store's `tasks_moved`.
+    """
+    if before == after:
+        return ()
+    same_model = before is not None and after is not None and before[0] == after[0]
+    return moved_since(*before) if before is not None and same_model else None
 
 
 def promote(session: Session, model: str, task: str, version: int, alias: str = "best") -> FoundPlan:

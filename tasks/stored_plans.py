@@ -11,7 +11,7 @@ from ..core.types import LayerSet
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..store import Store
-from ..store.plans import REREAD_S
+from ..store.plans import REREAD_S, LookupState, tasks_between
 
 
 class StoredPlans:
@@ -25,7 +25,7 @@ class StoredPlans:
 
     def __init__(self, store: Store, runtime: Runtime, is_usable: Callable[[LayerSet], bool]) -> None:
         self._store, self._runtime, self._is_usable = store, runtime, is_usable
-        self._state: tuple[int, int | None] | None = None
+        self._state: LookupState = None
         self._read_at_s = -math.inf  # On the monotonic clock.
 
     def look_up(self, names: Sequence[str]) -> dict[str, FoundPlan]:
@@ -38,10 +38,8 @@ class StoredPlans:
         """Return what `look_up` does, of those tasks that had an alias moved since the last time."""
         state, now_s = self._store.lookup_state(self._runtime.info.fingerprint), time.monotonic()
         is_old = now_s >= self._read_at_s + REREAD_S
-        if not is_old and state == self._state:
-            return {}
-        if not is_old and state is not None and self._state is not None and state[0] == self._state[0]:
-            moved = self._store.tasks_moved(*self._state)
+        moved = None if is_old else tasks_between(self._state, state, self._store.tasks_moved)
+        if moved is not None:
             # Plans of the task "default" are not used for others.
             names = [name for name in names if name in moved]
         plans = self.look_up(names) if names else {}
