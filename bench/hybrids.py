@@ -49,7 +49,7 @@ SHAPE: dict[str, Any] = {
 REPEATS = 15
 ROWS = 8
 CONTEXT = 256
-NEW_TOKENS, TURN_TOKENS = 16, 48  # Of an answer, and of what is new in a chat's second turn.
+NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of what is new in a chat's second turn.
 
 
 @click.command()

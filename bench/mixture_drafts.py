@@ -46,7 +46,7 @@ OVERLAPS = (0.0625, 0.2, 0.4, 0.6, 0.8)
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 MAX_ROWS = 16
 WINDOW = 32
-SHARE_OF_EXPERTS = 0.5  # Of a one-row pass of `drafts`, in prices of units: no clock is read.
+SHARE_OF_EXPERTS = 0.5  # Experts' share of the price of a one-row pass of `drafts`: no clock is read.
 MODEL = click.option("--model", help="A folder or a name; the small trained mixture where none is given.")
 
 

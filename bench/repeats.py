@@ -125,7 +125,7 @@ class Repeats:
             "ratio": round(last_off.decode_s / last_on.decode_s, 3),
             "equal": all(sums["on"][i].answers == sums["off"][i].answers for i in range(N_VERSIONS)),
             "bytes_per_token": round(traffics["on"].corpora.n_bytes / traffics["on"].corpora.n_tokens, 1),
-            **{side: [each.to_json() for each in of_side] for side, of_side in sums.items()},
+            **{side: [version_sum.to_json() for version_sum in side_sums] for side, side_sums in sums.items()},
         }
 
     def length(self, n_tokens: int, n_pairs: int) -> dict[str, Any]:

@@ -38,12 +38,12 @@ from ..models.saved import quiet
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL_TYPE = "exaone_moe"
 END = "<end>"
-MOST_BYTES = 60_000  # Of a source file; longer ones are tables.
-HELD_OUT_EVERY = 25  # Of so many source files one is held out.
+MOST_BYTES = 60_000  # Longer source files are left out: they are tables.
+HELD_OUT_EVERY = 25  # One source file in so many is held out.
 N_PROMPTS, PROMPT_LINES = 16, 24
 BATCH, LENGTH, LONGEST = 8, 160, 4096
 RATE, WARM_UP_STEPS, CLIP = 1.5e-3, 40, 1.0
-MTP_WEIGHTS = (0.5, 0.3)  # Of the losses of the layer's first and second token, beside the model's own.
+MTP_WEIGHTS = (0.5, 0.3)  # Weights of the losses of the layer's first and second token; the model's own has 1.
 
 
 def read_texts() -> tuple[list[str], list[str]]:

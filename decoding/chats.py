@@ -38,7 +38,8 @@ class ChatPrompt:
         template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise no_template("this")
-        messages = with_read_thoughts([with_arguments(each, _parse_arguments) for each in messages], str(template))
+        messages = [with_arguments(message, _parse_arguments) for message in messages]
+        messages = with_read_thoughts(messages, str(template))
         if "developer" not in str(template):
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages

@@ -33,7 +33,7 @@ FIRST_CAPACITY = 256  # Tokens that a new generation has room for; doubled as it
 MAX_GENERATION = 1 << 16  # Maximum tokens of a generation.
 MIN_GENERATIONS = 8  # Minimum number of full generations that the budget holds.
 NEW_WORTH = 256.0  # Worth of the newest generation before any draft, in accepted tokens.
-BYTES_PER_TOKEN = 13  # Of a generation's arrays, per token of its capacity.
+BYTES_PER_TOKEN = 13  # Size of a generation's arrays, per token of its capacity.
 
 
 class Occurrence(NamedTuple):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..core.errors import OutputError, SettingsError
 from ..core.requests import owner_of
 
-HEADER = struct.Struct("<4sII")  # Of an answer: MARK, number of tokens, CRC-32 of the tokens (int32, little-endian).
+HEADER = struct.Struct("<4sII")  # MARK, number of an answer's tokens, CRC-32 of the tokens (int32, little-endian).
 MARK = b"SwA1"
 SUFFIX = ".answers"
 NO_KEY, KEY = "no-key", "key-"  # Names of the folders of owners.

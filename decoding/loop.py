@@ -24,7 +24,7 @@ from .work import Free, Slots, Work
 MAX_FORCED_TOKENS = 15  # Maximum tokens that a grammar drafts per round: 16 rows with the root.
 MIN_FORCED_TOKENS = 2  # Minimum tokens forced by the grammar; with fewer, the method drafts instead.
 MOST_LAG = 64  # Maximum tokens of a window that a search scores exactly where layers are recurrent.
-FIRST_NEW_SLOTS = 256  # With bounded memory, buffers start with slots for this many new tokens and grow by doubling.
+FIRST_NEW_SLOTS = 256  # New tokens that a buffer first has slots for where memory is bounded; it grows by doubling.
 
 
 def decode(runtime: Runtime, prompt_ids: Sequence[int], method: Method, rule: TokenRule, ending: Ending) -> Completion:

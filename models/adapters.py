@@ -19,7 +19,7 @@ from typing import Any
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel, first_line
 from .saved import ADAPTER, TOKENIZER_FILES, files_of, refuse_unread_files, supported_type
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # In peft's order of preference.
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # peft's order of preference.
 BASE = "base_model_name_or_path"
 # Fields of peft's LoraConfig that decide what is merged; `Adapter` has them.
 _READ = frozenset(
@@ -178,8 +178,8 @@ def read_adapter(folder: Path, base: str) -> Adapter:
             f"{path} is for the revision {values['revision']!r} of its base: download that and write its folder there"
             f" as {BASE}, with the revision null"
         )
-    known = _READ | _WITHOUT_EFFECT | {"init_lora_weights", "revision"}
-    unknown = sorted(name for name, value in values.items() if name not in known and not _is_unset(value))
+    field_names = _READ | _WITHOUT_EFFECT | {"init_lora_weights", "revision"}
+    unknown = sorted(name for name, value in values.items() if name not in field_names and not _is_unset(value))
     if unknown:
         raise UnsupportedModel(
             f"{path} has the field {unknown[0]}, which is not known here and may change what is computed: set it to"

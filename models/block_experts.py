@@ -90,10 +90,10 @@ def stacked(parts: Mapping[str, Tensor], leaf: str, named: Experts) -> Tensor:
 
     Args: leaf: the tensor's name in the experts' module, a key of `HALVES`.
     """
-    own = [parts[part] for part in HALVES[leaf]]
+    halves = [parts[part] for part in HALVES[leaf]]
     if not named.alternating:
-        return torch.cat(own, dim=1)
-    together = torch.stack(own, dim=2).flatten(1, 2)
+        return torch.cat(halves, dim=1)
+    together = torch.stack(halves, dim=2).flatten(1, 2)
     return together.transpose(1, 2) if together.dim() == 3 else together
 
 

@@ -25,7 +25,7 @@ from .kernels.build import Kernels
 SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (and minimum) for each.
 # Numbers per group for these scale types; all other types have two.
 SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1, layout.EXPONENTS: 1}
-SCALE_BYTES = {layout.ZERO_CODES_F32: 4, layout.EXPONENTS: 1}  # Of a number; those of other types are in 16 bits.
+SCALE_BYTES = {layout.ZERO_CODES_F32: 4, layout.EXPONENTS: 1}  # Bytes per number; other types have two.
 MOST_TYPES = 64
 PACKED_BYTES = 16 << 20  # Bytes of a file that are packed at once.
 DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.

@@ -22,7 +22,7 @@ from .fingerprint import plain_name
 from .gguf_reader import FileTensor
 from .kernels.build import Kernels
 
-BLOCKS, SCALES = "blocks", "scales"  # Of MXFP4, behind the name of a tensor of all experts and a "_".
+BLOCKS, SCALES = "blocks", "scales"  # Suffixes of MXFP4 tensors, joined by "_" to the name of a tensor of all experts.
 PAIRS_OF_MXFP4 = 1039  # `CHECKPOINT_MXFP4` of `kernels/gguf.h`: a scale and 16 bytes of two codes each.
 # Halves of the numbers that MXFP4's codes stand for are whole (OCP Microscaling Formats, 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,9 +57,9 @@ def mixtures_of(model: nn.Module, named: Experts | None) -> dict[str, Any]:
 
 def renamed(name: str, named: Experts | None) -> str:
     """Return the name that transformers gives to a tensor of a checkpoint's mixture."""
-    for stored, own in named.renamed.items() if named is not None else ():
+    for stored, part_name in named.renamed.items() if named is not None else ():
         if stored in name:
-            return name.replace(stored, own, 1)
+            return name.replace(stored, part_name, 1)
     return name
 
 
@@ -70,7 +70,7 @@ def stored_experts(
 
     Args: formats: names of a map's tensors; the first marks one as quantised. own: stored names by `plain_name`.
     """
-    found = []
+    mixtures = []
     for module, experts in mixtures_of(model, named).items():
         assert named is not None
         n_experts = experts.down_proj.shape[0]
@@ -81,8 +81,8 @@ def stored_experts(
                 {leaf: own[stem + leaf] for leaf in (*formats, "weight") if stem + leaf in own} for stem in stems
             ]
         if any(formats[0] in parts for of_part in maps.values() for parts in of_part):
-            found.append(StoredExperts(module, maps))
-    return found
+            mixtures.append(StoredExperts(module, maps))
+    return mixtures
 
 
 def read_experts(

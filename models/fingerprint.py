@@ -47,8 +47,8 @@ _IGNORED = frozenset(
 # Base model prefixes, removed because files of GPT-2 on the hub lack them.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _HEAD = "lm_head.weight"
-OF_GGUF = "gguf.json"  # In a folder that a GGUF file was converted to: the file's fingerprint, and `OF_WEIGHTS`.
-OF_ADAPTER = "merged.json"  # In a folder of merged weights: the fingerprint of base and adapter.
+OF_GGUF = "gguf.json"  # The file's fingerprint, and `OF_WEIGHTS`, in a folder that a GGUF file was converted to.
+OF_ADAPTER = "merged.json"  # The fingerprint of base and adapter, in a folder of merged weights.
 OF_WEIGHTS = "weights"  # Key of the fingerprint of the converted weights.
 
 
@@ -130,8 +130,8 @@ def _of_weights(folder: Path) -> str:
 
 
 def _of_gguf(file: GgufFile) -> str:
-    own = {"architecture": file.architecture, **file.own_settings()}
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode())
+    settings = {"architecture": file.architecture, **file.own_settings()}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in sorted(file.tensors.items()):
         digest.update(f"{name}{tensor.type_name}{list(tensor.shape)}".encode("utf-8", "surrogateescape"))
         digest.update(_sample(name, torch.from_numpy(tensor.data)).to(torch.uint8).numpy().tobytes())

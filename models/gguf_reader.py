@@ -254,9 +254,10 @@ class GgufFile:
         shape = tuple(header.number("Q") for _ in range(n_dimensions))[::-1]
         kind, offset = header.number("I"), header.number("Q")
         if kind not in TYPES:
-            known = ", ".join(type_name for type_name, _, _ in TYPES.values())
+            type_names = ", ".join(type_name for type_name, _, _ in TYPES.values())
             raise UnsupportedModel(
-                f"{self.path} has the tensor {_shown(name)} of type {kind}, which is not read: use a file of {known}"
+                f"{self.path} has the tensor {_shown(name)} of type {kind}, which is not read: use a file of"
+                f" {type_names}"
             )
         if not all(shape):
             raise _Damaged(f"has no values in {_shown(name)}")

@@ -38,7 +38,8 @@ COPIED_BYTES = 0.9  # Weights of fewer bytes each, about 7 bits, are their own d
 COPY_BYTES = 0.6  # Bytes of an int4 copy for drafts, with its scales, for each parameter that it stands for.
 TOLD = 0.01  # Copies of less than this share of the weights are not worth a word.
 CODES = ("qweight", "weight_packed", "weight")  # Names of the tensors that hold a quantised map's codes.
-UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)  # Of stored tensors that are not loaded.
+# Name endings of stored tensors that are not loaded.
+UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)
 # A config may describe so many times the values that its files hold: some fields of some families are not used.
 MOST_TIMES = 4
 SMALL = 1 << 20  # Values that are too few to be worth refusing.

@@ -34,7 +34,7 @@ from .text_parts import text_name, whole_names
 
 MERGING = "1"  # Hashed into the names of merged folders; raise it when the merge changes.
 Naming = Callable[[str], str | None]
-_PREFIX = "base_model.model."  # Of the names of all tensors that peft saves.
+_PREFIX = "base_model.model."  # Prefix of the names of all tensors that peft saves.
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save)(?=\.)")  # Parts of names that peft's wrappers add.
 _FORM = re.compile(
     r"(?P<module>.+)\.(lora_(?P<map>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|lora_(?P<dora>magnitude_vector)(\.weight)?)"
@@ -181,23 +181,23 @@ def additions_of(adapter: Adapter, stored: Iterable[str], named: Naming = str) -
             part = match["map"] or match["embedding"] or match["dora"]
             names.setdefault(match["module"], {})[part] = name
     return {
-        own: Addition(module, adapter.scale(module), adapter.rank(module), parts)
+        parameter: Addition(module, adapter.scale(module), adapter.rank(module), parts)
         for module, parts in sorted(names.items())
-        if (own := named(module)) is not None
+        if (parameter := named(module)) is not None
     }
 
 
 def replacements_of(stored: Iterable[str], named: Naming = str) -> dict[str, str]:
     """Return which of an adapter's tensors take the place of parameters, by the parameters' names; see above."""
     names = {_plain(name): name for name in stored if not _FORM.fullmatch(_plain(name))}
-    return {own: stored_name for name, stored_name in names.items() if (own := named(name)) is not None}
+    return {parameter: stored_name for name, stored_name in names.items() if (parameter := named(name)) is not None}
 
 
 def identity(adapter: Adapter, base: Path) -> str:
     """Return the fingerprint of a merged model: of its base, and of each tensor of the adapter with its factor."""
     with adapter_tensors(adapter) as tensors:
         additions = additions_of(adapter, tensors)
-        factors = {name: each.scale for each in additions.values() for name in each.stored.values()}
+        factors = {name: addition.scale for addition in additions.values() for name in addition.stored.values()}
         parts = ((f"{_plain(name)} {factors.get(name)}", tensors.read(name)) for name in sorted(tensors, key=_plain))
         return fingerprint_with(fingerprint(base), parts)
 
@@ -275,8 +275,8 @@ def _check_additions(
         if name not in targets:
             raise _no_place(adapter, next(iter(addition.stored.values())), f"is not named by its {ADAPTER}")
     for name in sorted(targets):
-        wanted = {"A", "B", *(("magnitude_vector",) if adapter.use_dora else ())}
-        lacking = sorted(wanted - set(additions[name].stored if name in additions else ()))
+        expected = {"A", "B", *(("magnitude_vector",) if adapter.use_dora else ())}
+        lacking = sorted(expected - set(additions[name].stored if name in additions else ()))
         if lacking:
             raise ModelNotFound(
                 f"{adapter.weights} lacks lora_{lacking[0]} of {name}, which its {ADAPTER} adapts: copy the adapter"
@@ -311,7 +311,7 @@ def _untie(model: Any, changed: set[str]) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head.weight is embedding.weight and changed & _ends(model):
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        for config in (model.config, model.config.get_text_config()):  # They may be the same one.
             config.tie_word_embeddings = False
 
 

@@ -103,9 +103,9 @@ class MtpRuntime(Runtime):
         if name not in self._variants:
             self._variants[name] = (LayerSet(1).filled(cast(str, name)),)
         rows = Rows(token_ids, first_slot, variants=self._variants[name])
-        wanted = () if kind == "beside" else (n_rows - 1,)
+        rows_read = () if kind == "beside" else (n_rows - 1,)
         hidden = self.begun(token_ids, states, name)
-        return Pass(self, rows, buffer, wanted, {1: out}, hidden, (0, 1), kind), out
+        return Pass(self, rows, buffer, rows_read, {1: out}, hidden, (0, 1), kind), out
 
 
 def has_mtp(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedModel
 
-MOST_SNAPSHOTS = 4  # Of a text; of more, the second oldest goes.
+MOST_SNAPSHOTS = 4  # Most snapshots per text; a further one replaces the second oldest.
 
 
 class DeltaForm(NamedTuple):

@@ -196,10 +196,10 @@ class PassPlan:
 
     def slots_before(self, n: int, device: torch.device) -> Tensor:
         """Return the slots of the last `n` tokens that each row sees, its own last: int64 (rows, n), -1 before all."""
-        own = torch.arange(self.rows.first_slot, self.end)[:, None]
+        slots_of_rows = torch.arange(self.rows.first_slot, self.end)[:, None]
         if self.rows.visible is None:
-            return (own + torch.arange(1 - n, 1)).clamp(min=-1).to(device)
-        seen = cast(Tensor, self.rows.seen()) & (torch.arange(self.end) <= own)
+            return (slots_of_rows + torch.arange(1 - n, 1)).clamp(min=-1).to(device)
+        seen = cast(Tensor, self.rows.seen()) & (torch.arange(self.end) <= slots_of_rows)
         slots = torch.where(seen, torch.arange(self.end), -1)
         padded = torch.nn.functional.pad(slots, (max(0, n - self.end), 0), value=-1)
         return padded.topk(n, dim=1).values.flip(1).to(device)

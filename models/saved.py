@@ -179,11 +179,11 @@ def naming(folder: Path, of_mtp: bool = False) -> Callable[[str], str | None]:
     mtp, n_layers = _mtp_in(folder)
 
     def name(stored: str) -> str | None:
-        own = own_name(stored)
-        of_layer = None if mtp is None or own is None else mtp.name_of(own, n_layers)
+        part_name = own_name(stored)
+        of_layer = None if mtp is None or part_name is None else mtp.name_of(part_name, n_layers)
         if of_mtp:
             return of_layer or None
-        return own if of_layer is None else None
+        return part_name if of_layer is None else None
 
     return name
 

@@ -134,7 +134,7 @@ class Skeleton(nn.Module):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         n_queries, n_keys = config.num_attention_heads * width, config.num_key_value_heads * width
         qkv_bias, out_bias, mlp_bias = (
-            bool(getattr(config, each)) if isinstance(each, str) else each for each in BIASES[config.model_type]
+            bool(getattr(config, bias)) if isinstance(bias, str) else bias for bias in BIASES[config.model_type]
         )
         is_gemma = config.model_type in GEMMA
         norm = RmsNormPlusOne if is_gemma else RmsNorm

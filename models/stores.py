@@ -54,14 +54,14 @@ class ModelStore:
 
     def models(self) -> list[StoredModel]:
         """Return its models by name; the first folder that has a name wins. A folder that cannot be read has none."""
-        found: dict[str, StoredModel] = {}
+        models_by_name: dict[str, StoredModel] = {}
         for root in self.roots():
             try:
                 for model in self.read(root):
-                    found.setdefault(model.name, model)
+                    models_by_name.setdefault(model.name, model)
             except OSError:
                 continue
-        return [found[name] for name in sorted(found)]
+        return [models_by_name[name] for name in sorted(models_by_name)]
 
 
 def _gguf(store: str, name: str, path: Path) -> StoredModel:
@@ -76,9 +76,9 @@ def _gguf(store: str, name: str, path: Path) -> StoredModel:
 
 
 def _ollama_roots() -> list[Path]:
-    own = os.environ.get("OLLAMA_MODELS")
+    root = os.environ.get("OLLAMA_MODELS")
     homes = Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")  # The second: of its service.
-    return [*([Path(own).expanduser()] if own else []), *homes]
+    return [*([Path(root).expanduser()] if root else []), *homes]
 
 
 def _read_ollama(root: Path) -> Iterator[StoredModel]:
@@ -207,10 +207,10 @@ def find_stored(name: str) -> StoredModel | None:
     if store is None:
         return None
     models = store.models()
-    found = [
+    exact_matches = [
         model for model in models if model.name in (name, f"{name}:latest", f"{name}.gguf", name.removeprefix("hub:"))
     ]
-    return only(name, found or [model for model in models if model.name.startswith(f"{name}/")], store, models)
+    return only(name, exact_matches or [model for model in models if model.name.startswith(f"{name}/")], store, models)
 
 
 def only(name: str, found: list[StoredModel], store: ModelStore, models: list[StoredModel]) -> StoredModel:

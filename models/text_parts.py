@@ -99,9 +99,9 @@ def text_config(values: Mapping[str, Any], outer: str) -> Any:
     family = MULTIMODAL[outer][values["model_type"]]
     # Each type has defaults of its own: let its class fill them in first.
     filled = AutoConfig.for_model(**values).to_dict()
-    own: Any = CONFIG_MAPPING[family]
+    config_class: Any = CONFIG_MAPPING[family]
     # Qwen3 MoE's config takes the size of a head, and does not declare it; a field may have another name within.
-    names = {"head_dim", *own.attribute_map.values(), *(field.name for field in fields(own))}
+    names = {"head_dim", *config_class.attribute_map.values(), *(field.name for field in fields(config_class))}
     settings = {name: value for name, value in filled.items() if name in names}
     rotation = settings["rope_parameters"]
     settings["rope_parameters"] = {key: value for key, value in rotation.items() if key not in OF_IMAGES}

@@ -204,12 +204,12 @@ class ToolParser:
 
 def _forms_by_mark(forms: Sequence[AnswerForm], tools: Schemas) -> Mapping[str, list[AnswerForm]]:
     """Return the forms that a mark may begin a call of; a mark with a place for a name stands once per tool."""
-    found: dict[str, list[AnswerForm]] = {}
+    forms_by_mark: dict[str, list[AnswerForm]] = {}
     for form in forms:
         for mark in form.calls:
             for written in dict.fromkeys(mark.replace(NAME, name) for name in tools):
-                found.setdefault(written, []).append(form)
-    return found
+                forms_by_mark.setdefault(written, []).append(form)
+    return forms_by_mark
 
 
 def _arguments_json(arguments: Any) -> str:

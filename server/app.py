@@ -58,7 +58,7 @@ def create_app(
     """Return an app over the store; `queue` None: no Redis, so jobs only wait. The app runs and ends `engines`."""
     settings, engines = settings or ServerSettings(), engines or Engines()
     app = bare_app(traces)
-    for router in (dashboard, *(each.router for each in PAGES)):
+    for router in (dashboard, *(page.router for page in PAGES)):
         app.include_router(router)
     prompt_files = [Path(engine.served.keep_prompts) for engine in engines.of.values() if engine.served.keep_prompts]
     storage = StorageCheck(store, [file.absolute().parent for file in prompt_files])

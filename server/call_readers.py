@@ -100,8 +100,8 @@ def _read_named(text: str, start: int, form: AnswerForm, tools: Schemas) -> tupl
     """Read items such as `name[ARGS]{…}` until something else comes; a body that is JSON is read as such."""
     calls, end = list[Call](), start
     patterns = _item_patterns(form.items, tuple(tools))
-    while (found := next(_heads(patterns, text, end), None)) is not None:
-        head, tail = found
+    while (head_and_tail := next(_heads(patterns, text, end), None)) is not None:
+        head, tail = head_and_tail
         arguments, end = _unquoted(text, head.end(), form.quote) if form.quote else decoded(text, head.end())
         behind = tail.match(text, end)
         if behind is None:
@@ -310,13 +310,13 @@ class _Python:
         return items
 
     def _object(self) -> dict[str, Any]:
-        found = dict[str, Any]()
+        values = dict[str, Any]()
         while not self._take("}"):
             key = self._key()
             self._expect(":")
-            found[key if isinstance(key, str) else json.dumps(key)] = self.value()
+            values[key if isinstance(key, str) else json.dumps(key)] = self.value()
             self._expect_or_peek("}")
-        return found
+        return values
 
     def _key(self) -> Any:
         return self.value()
@@ -353,10 +353,10 @@ class _Python:
 
     def _match(self, pattern: re.Pattern[str]) -> str | None:
         self._skip()
-        if (found := pattern.match(self.text, self.position)) is None:
+        if (match := pattern.match(self.text, self.position)) is None:
             return None
-        self.position = found.end()
-        return found[0]
+        self.position = match.end()
+        return match[0]
 
     def _take(self, letter: str) -> bool:
         self._skip()

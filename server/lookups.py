@@ -186,7 +186,7 @@ class LookupCache:
             await asyncio.shield(self._checking)
         absent = {query for query in distinct if self._age_s(query, now_s) >= LONGEST_S}
         old = {query for query in distinct.keys() - absent if now_s >= self._cached[query].read_at_s + REREAD_S}
-        found: dict[LookupQuery, CachedAnswer | SwiftoptError] = {
+        answers: dict[LookupQuery, CachedAnswer | SwiftoptError] = {
             query: self._cached[query] for query in distinct if query not in absent
         }
         if to_load := [query for query in distinct if query in absent | old and query not in self._loading]:
@@ -194,8 +194,8 @@ class LookupCache:
             self._loading |= dict.fromkeys(to_load, task)
             task.add_done_callback(partial(self._loaded, to_load))
         for query, task in {query: self._loading[query] for query in absent}.items():
-            found[query] = (await asyncio.shield(task))[query]
-        return [_unless_error(found[query]) for query in queries]
+            answers[query] = (await asyncio.shield(task))[query]
+        return [_unless_error(answers[query]) for query in queries]
 
     def _age_s(self, query: LookupQuery, now_s: float) -> float:
         """Return the seconds since an answer was known to be the one that would be found; infinity: there is none."""

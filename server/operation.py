@@ -170,8 +170,8 @@ async def usage(
     A key sees its own usage, an admin's key that of all; without keys there is one row per model.
     """
     owner: str | None = request.scope["state"]["key_owner"]
-    found = app.settings.keys.find(owner)
-    is_admin = not app.settings.keys.required or (found is not None and found.is_admin)
+    api_key = app.settings.keys.find(owner)
+    is_admin = not app.settings.keys.required or (api_key is not None and api_key.is_admin)
     if not is_admin and key not in (None, owner):
         raise Refused(403, "not-your-key", f"the usage of {key!r} is for its owner and admins: leave out `key`")
     of_key = key or owner, is_admin and key is None

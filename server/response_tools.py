@@ -84,11 +84,11 @@ class ResponseTools:
         self.places: dict[str, str] = {}
         self.functions: list[dict[str, Any]] = []
         self._by_name: dict[Any, ClientTool] = {}
-        told = set[str]()  # Paths of namespaces whose description a function has.
+        described = set[str]()  # Paths of namespaces whose description a function has.
         for tool in self._client_tools(tools, ""):
             namespace_path = tool.path.rpartition(".")[0]
-            function = tool.function(is_first=namespace_path not in told)
-            told.add(namespace_path)
+            function = tool.function(is_first=namespace_path not in described)
+            described.add(namespace_path)
             place = f"tools[{len(self.functions)}]"
             self.places |= {place: tool.path, f"{place}.function": tool.path}
             self.functions.append({"type": "function", "function": function})
@@ -112,9 +112,9 @@ class ResponseTools:
             elif isinstance(kind, str) and HOSTED.fullmatch(kind):
                 self.left_out.append(tool_path)
             else:
-                known = "functions and custom tools" + ("" if namespace else ", also in a namespace,")
+                supported = "functions and custom tools" + ("" if namespace else ", also in a namespace,")
                 raise UnsupportedValue(
-                    f"{tool_path} is of type {kind!r}: only {known} are supported here", f"{tool_path}.type"
+                    f"{tool_path} is of type {kind!r}: only {supported} are supported here", f"{tool_path}.type"
                 )
 
     def item(self, call: Mapping[str, Any]) -> dict[str, Any]:

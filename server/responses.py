@@ -137,9 +137,9 @@ class AskedResponse(CommonFields):
             raise InvalidInput("input has nothing to answer: send at least one message", "input")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
-            own = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
+            options = {key: value for key, value in choice.items() if key not in ("type", "namespace")}
             kind, name = choice.get("type"), chat_name(choice.get("namespace"), choice.get("name"))
-            choice = {"type": "function" if kind == "custom" else kind, "function": {**own, "name": name}}
+            choice = {"type": "function" if kind == "custom" else kind, "function": {**options, "name": name}}
         values = {
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},

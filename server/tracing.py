@@ -131,11 +131,11 @@ def _add_choice(tracer: Tracer, parent: Span, choice: Choice) -> None:
     start_ns = time.time_ns() - int(1e9 * choice.waited_s)
     for name, seconds, attributes in parts:
         end_ns = start_ns + int(1e9 * max(0.0, seconds))
-        known = {"swiftopt.choice": choice.index, **attributes}
+        all_attributes = {"swiftopt.choice": choice.index, **attributes}
         span = tracer.start_span(
             name,
             context=set_span_in_context(parent),
-            attributes={key: value for key, value in known.items() if value is not None},
+            attributes={key: value for key, value in all_attributes.items() if value is not None},
             start_time=start_ns,
         )
         span.end(end_ns)

@@ -168,16 +168,16 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
     """
     query = newest(session, LayerSetRow, fingerprint, None).where(LayerSetRow.prompt_state.is_not(None))
     rows = session.scalars(query.options(undefer(LayerSetRow.prompt_state)).limit(N_KNOWN))
-    known = []
+    readable_sets = []
     for row in rows:
         try:
             with reading(LayerSetRow, row.id):
                 state = unpack_state(row.prompt_state or b"")
-            known.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
+            readable_sets.append(KnownSet(layer_set_record(row).layer_set, state, row.task))
         except StoreError as error:  # A search can do without an unreadable layer set.
             message = "layer set=skipped model=%s version=%d task=%s reason=%r"
             logger.warning(message, fingerprint, row.version, row.task, str(error))
-    return known
+    return readable_sets
 
 
 # --- plans ---

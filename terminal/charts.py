@@ -68,7 +68,7 @@ MAP_IN, TRIALS_IN, PACES_IN, PARTS_IN = 1.9, 3.0, 2.4, 1.2
 PARTS = {"left out": ORANGE, "int4": MID_BLUE, "fp8": LIGHT_BLUE, "int8": PALE_BLUE, "kept": KEPT}
 # Colours of a run's seconds: shades of teal, which no other panel of its picture has.
 SECONDS = {"optimise": "#0b5a52", "draft": "#2f8f84", "verify": "#86c5bd", "other": "#d3e8e5"}
-MOST_COLUMNS = 7  # Of a legend.
+MOST_COLUMNS = 7  # Most columns of a legend.
 OBJECTIVES = {"expected_speedup": "expected speedup", "matchness": "matchness"}
 MEAN_OF = 4  # Window of the moving means, in prompts.
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}  # Style of labels next to a point.

@@ -41,7 +41,7 @@ from ..tasks.admission import check_tuning
 from ..tasks.job import log_state, tune_spec
 from .engine_locks import has_engine
 
-SERIALIZER = "json"  # Not rq's default, pickle: it would let anyone with write access to Redis run code in the worker.
+SERIALIZER = "json"  # rq's default, pickle, would let anyone with write access to Redis run code in the worker.
 # Function name in rq's records. The worker never imports a name that it reads from Redis.
 TASK = "swiftopt.worker.attempt.Attempts.run"
 UNLIMITED = -1  # Timeout for rq: none, because leases end lost attempts. rq's default is 180 s.

@@ -68,8 +68,8 @@ class Kernels:
     def origin(self) -> str:
         """Where the library comes from, and which compiler made it."""
         place = "from the package" if self.path.parent == BUILT else "compiled on this machine"
-        found = _COMPILERS.search(self.path.read_bytes()) if self.path.is_file() else None
-        compiler = [] if found is None else [part.decode() for part in found.groups() if part]
+        match = _COMPILERS.search(self.path.read_bytes()) if self.path.is_file() else None
+        compiler = [] if match is None else [part.decode() for part in match.groups() if part]
         return f"{place} by {' '.join(compiler)}" if compiler else place
 
 

@@ -37,7 +37,8 @@ MOST_PARTS = 16  # Maximum number of partial sums that a map's inputs are split 
 # Outputs and 32-bit words of codes that a Triton program reads per step; LEAST_WORDS if WORDS do not divide a group.
 CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8
 CODED_PROGRAMS, CODED_STAGES = 700, 2
-MAGIC = {  # By dtype: a pair of floats whose lowest mantissa bits take a code each, and their value for code 0.
+# A pair of floats whose lowest mantissa bits take a code each, and their value for code 0, by dtype.
+MAGIC = {
     torch.bfloat16: (0x43004300, 128),
     torch.float16: (0x64006400, 1024),
 }

@@ -17,7 +17,7 @@ from . import layout
 from .layout import Unsupported
 
 CORRECTIONS = ("correction_bias", "expert_bias")  # Names of what is added to scores where experts are chosen.
-MOST_EXPERTS = 1024  # Of a layer, its shared ones among them.
+MOST_EXPERTS = 1024  # Most experts per layer, shared ones among them.
 
 
 def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
@@ -133,5 +133,5 @@ def is_mean(config: Any) -> bool:
 
 def correction_of(mlp: nn.Module) -> Tensor | None:
     """Return what is added to scores where experts are chosen: (experts,), None where there is nothing."""
-    found = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if name.endswith(CORRECTIONS)]
-    return found[0].reshape(-1) if found else None
+    corrections = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if name.endswith(CORRECTIONS)]
+    return corrections[0].reshape(-1) if corrections else None

@@ -7,7 +7,7 @@ from typing import Any
 
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
-SCORES = ("softmax", "sigmoid", "sparse_mixer")  # Of experts.
+SCORES = ("softmax", "sigmoid", "sparse_mixer")  # How experts are scored.
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
 ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA = range(7)
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.

@@ -138,7 +138,7 @@ def check_form(request: Request, app: Shared, token: Annotated[str, Form()] = ""
     return session
 
 
-PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]  # Of a list that is shown in pages, from 1.
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]  # Number of a list's page, from 1.
 CurrentSession = Annotated[DashboardSession, Depends(session_of)]
 FormSession = Annotated[DashboardSession, Depends(check_form)]
 

@@ -21,7 +21,7 @@ from .drawing import path, svg
 from .playground import SOURCES
 
 PER_PAGE = 50
-BAR_WIDTH, GAP, STRIP_HEIGHT, PER_STRIP = 8, 3, 48, 56  # Of a strip of rounds: SVG units, and rounds per row.
+BAR_WIDTH, GAP, STRIP_HEIGHT, PER_STRIP = 8, 3, 48, 56  # Three sizes in SVG units, and rounds per strip.
 MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what drafted: colour alone tells nothing.
     "draft": "",
     "text": "h8",
@@ -175,11 +175,11 @@ async def requests(
 ) -> dict[str, Any]:
     """Return the latest requests of a model, a task and a way of decoding, or of all."""
     log = app.engines.requests
-    found = log.latest(PER_PAGE + 1, (at - 1) * PER_PAGE, model or None, task or None, way or None)
+    kept_requests = log.latest(PER_PAGE + 1, (at - 1) * PER_PAGE, model or None, task or None, way or None)
     tasks = app.engines.metrics.history.tasks
     return {
-        "rows": found[:PER_PAGE],
-        "has_more": len(found) > PER_PAGE,
+        "rows": kept_requests[:PER_PAGE],
+        "has_more": len(kept_requests) > PER_PAGE,
         "at": at,
         "chosen": {"model": model or "", "task": task or "", "way": way or ""},
         "choices": {
@@ -199,19 +199,19 @@ async def show(app: Shared, session: CurrentSession, id: str) -> dict[str, Any]:
 
     Raises: Refused: 404, it is not kept.
     """
-    found = app.engines.requests.find(id)
-    if found is None:
+    kept_request = app.engines.requests.find(id)
+    if kept_request is None:
         detail = f"there is no request {id[:80]!r} here: the last {MOST_REQUESTS:,} since the server's start are kept"
         raise Refused(404, "not-found", detail)
-    rounds = found.rounds.first
-    engine = app.engines.of.get(found.model)
+    rounds = kept_request.rounds.first
+    engine = app.engines.of.get(kept_request.model)
     return {
-        "ended": found,
-        "aspects": aspects(found),
-        "figures": figures_of(found),
+        "ended": kept_request,
+        "aspects": aspects(kept_request),
+        "figures": figures_of(kept_request),
         "strip": round_strip(rounds) if rounds else None,
         "legend": legend(rounds),
         "drafters": DRAFTERS,
-        "has_texts": bool(found.prompt or found.answer) and found.owner == session.owner,
+        "has_texts": bool(kept_request.prompt or kept_request.answer) and kept_request.owner == session.owner,
         "fingerprint": None if engine is None else engine.card()["fingerprint"],
     }

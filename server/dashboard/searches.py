@@ -69,19 +69,19 @@ def find_search(store: Store, id: str, task: str | None) -> FoundSearch:
     if served := store.served_searches(id):
         return FoundSearch(id, None, served, served[0], _finite(store.served_tried(id)), SPEED)
     job, searches = store.jobs.get(id), store.searches(id)
-    stored = next((found for found in searches if task in (None, found.task)), None)
+    stored = next((shown for shown in searches if task in (None, shown.task)), None)
     if stored is None and searches:
         problem = f"job {id} has no trials for this task: it has some for {', '.join(s.task for s in searches)}"
         raise Refused(404, "not-found", problem)
     settings = job.request.get("settings")
     by_speed = not isinstance(settings, dict) or settings.get("objective", "expected_speedup") == "expected_speedup"
-    found = FoundSearch(id, job, searches, stored, [], SPEED if by_speed else SCORE)
+    shown = FoundSearch(id, job, searches, stored, [], SPEED if by_speed else SCORE)
     if stored is None:
-        return found
+        return shown
     trials = _finite(store.tried(id, stored.task))
-    finished = None if found.is_live else store.jobs.evidence(id, stored.task)[0]
+    finished = None if shown.is_live else store.jobs.evidence(id, stored.task)[0]
     ended = None if finished is None else finished.stopped_because
-    return replace(found, stored=stored if trials else None, trials=trials, ended=ended)
+    return replace(shown, stored=stored if trials else None, trials=trials, ended=ended)
 
 
 def _finite(trials: Sequence[Tried]) -> list[Tried]:
@@ -110,11 +110,11 @@ async def searches(
     ]
     stored = await run_in_threadpool(app.store.searches) + await run_in_threadpool(app.store.served_searches)
     rows = [
-        found
-        for found in stored
-        if (model or found.model) == found.model
-        and (task or found.task) == found.task
-        and kind in (None, "", _kind(found))
+        summary
+        for summary in stored
+        if (model or summary.model) == summary.model
+        and (task or summary.task) == summary.task
+        and kind in (None, "", _kind(summary))
     ]
     return {
         "rows": sorted(rows, key=SORTS[sort], reverse=True),
@@ -122,9 +122,9 @@ async def searches(
         "all": stored,
         "chosen": {"model": model or "", "task": task or "", "kind": kind or "", "sort": sort},
         "choices": {
-            "model": sorted({found.model for found in stored}),
-            "task": sorted({found.task for found in stored}),
-            "kind": sorted({_kind(found) for found in stored}),
+            "model": sorted({summary.model for summary in stored}),
+            "task": sorted({summary.task for summary in stored}),
+            "kind": sorted({_kind(summary) for summary in stored}),
         },
         "sorts": list(SORTS),
     }
@@ -147,24 +147,24 @@ def compare(
     sides = []
     for name in (left, right):
         id, _, task = name.partition("/")
-        found = find_search(app.store, id, task or None)
-        if found.stored is None:
+        side = find_search(app.store, id, task or None)
+        if side.stored is None:
             raise Refused(404, "not-found", f"the search {id} has tried nothing: choose another one at /searches")
-        sides.append(found)
-    best = [max(found.trials, key=SCORE_OF) for found in sides]
+        sides.append(side)
+    best = [max(side.trials, key=SCORE_OF) for side in sides]
     differing = differing_parts(best[0].layer_set, best[1].layer_set)
     return {
         "sides": [
             {
-                "found": found,
-                "figures": figures_of(found.trials, found.label),
-                "chart": trial_chart(found.trials, found.label, SCORE_OF),
+                "found": side,
+                "figures": figures_of(side.trials, side.label),
+                "chart": trial_chart(side.trials, side.label, SCORE_OF),
                 "best": trial,
                 "map": layer_map(trial.layer_set, f"Layer map of trial {trial.step}", differing),
                 "map_words": map_words(trial.layer_set),
-                "importance_map": importance_map(trial.n_layers, importance(found.trials)),
+                "importance_map": importance_map(trial.n_layers, importance(side.trials)),
             }
-            for found, trial in zip(sides, best, strict=True)
+            for side, trial in zip(sides, best, strict=True)
         ],
         "n_differing": len(differing),
     }
@@ -179,15 +179,15 @@ def search(app: Shared, job: str, query: ChosenTrials) -> dict[str, Any]:
 
     Raises: as `find_search`.
     """
-    found = find_search(app.store, job, query.task)
-    values: dict[str, Any] = {"found": found, "job": found.job, "search": found.stored, "query": query}
-    if found.stored is None:
+    shown = find_search(app.store, job, query.task)
+    values: dict[str, Any] = {"found": shown, "job": shown.job, "search": shown.stored, "query": query}
+    if shown.stored is None:
         return values
-    values |= {"score_label": found.label, "ended": found.ended}
+    values |= {"score_label": shown.label, "ended": shown.ended}
     return {
         **values,
-        **trial_values(found.trials, found.label, query),
-        **cost_values(found.trials, _costs(app.store, found), query),
+        **trial_values(shown.trials, shown.label, query),
+        **cost_values(shown.trials, _costs(app.store, shown), query),
     }
 
 
