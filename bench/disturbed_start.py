@@ -1,4 +1,4 @@
-"""What a disturbed start costs: a server started beside other programs against one started alone, by turns.
+"""What a disturbed start costs: a server started while other programs run against one started alone, by turns.
 
     python -m swiftopt.bench.disturbed_start --model M --stream FILE [--starts 5] [--max-new-tokens 32]
 

@@ -2,7 +2,7 @@
 
 Tunes a layer set on every other prompt of a stream, exports it to every engine that runs here, and decodes the other
 prompts there, by turns: plain, with the engine's own n-grams, and with the export. swiftopt decodes them with the same
-checkpoint as a draft model of its own, with which the engines' acceptance is compared. One engine runs at a time.
+checkpoint as a separate draft model, with which the engines' acceptance is compared. One engine runs at a time.
 """
 
 from __future__ import annotations

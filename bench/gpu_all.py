@@ -3,7 +3,7 @@ and last other engines, as far as they are at hand there.
 
     python -m swiftopt.bench.gpu_all [--out FOLDER] [--device cuda]
 
-Each step is a process with a time limit of its own, at which it gets Ctrl-C; all of them together take less than 9
+Each step is a process with its own time limit, at which it gets Ctrl-C; all of them together take less than 9
 minutes, for the last one gets what the others leave. What a step prints is shown as it comes; its last line, if that is
 JSON, and what came of all steps go to FOLDER, by default gpu-results.
 `--device cpu` tries the script with tiny shapes.

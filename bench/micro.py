@@ -152,7 +152,7 @@ def pass_times(runtime: Runtime, context: int, n_rows: int, n_sequences: int) ->
     return {**about, "ms": ms, "weights_gb_s": round(sum(n_bytes.values()) / ms["maps"] / 1e6, 1)}
 
 
-# --- attention: what reading the slots takes, beside what the maps' rates make of its bytes and multiply-adds
+# --- attention: what reading the slots takes, against what the maps' rates make of its bytes and multiply-adds
 
 
 @main.command()
@@ -236,7 +236,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     """What one optimisation step costs against one draft pass over the window, on a real prompt.
 
     A step scores one candidate; candidates are scored in batches. Medians in ms, for every batch size, of interleaved
-    repetitions, with what the search itself spends per trial beside the passes.
+    repetitions, with what the search itself spends per trial in addition to the passes.
     """
     runtime = load(model, dtype, device)
     settings = SwiftSettings(max_steps=10**6, patience=10**6, target_matchness=1.0, strategy="random")
@@ -301,7 +301,7 @@ def measure_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 def memory(
     model: str, prompt_tokens: int, max_new_tokens: int, dtype: str, device: str, repeats: int, child: str | None
 ) -> dict[str, Any] | None:
-    """Peak memory of plain decoding against drafting: each in a process of its own, because a peak never falls.
+    """Peak memory of plain decoding against drafting: each in its own process, because a peak never falls.
 
     The share is of the whole process's peak (CPU) or of what torch allocated (CUDA).
     """
@@ -367,7 +367,7 @@ def head_rank(weight: torch.Tensor) -> tuple[int, float]:
 def lookups(seconds: float) -> dict[str, Any]:
     """Look-ups of a layer set over HTTP on loopback: how many a second, and how long one takes at a steady rate.
 
-    Starts `swiftopt serve` as a process of its own, on a fresh SQLite file with 100 layer sets, and asks it from here:
+    Starts `swiftopt serve` as a separate process, on a fresh SQLite file with 100 layer sets, and asks it from here:
     first as fast as a few connections can, then at 100 a second, each request at its own time whether or not the one
     before was answered (so a stall counts for all requests that it delays). Then again with a Redis that is not there.
     """

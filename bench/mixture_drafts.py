@@ -101,7 +101,7 @@ def prices(share: float, experts: int, chosen: int) -> dict[str, Any]:
 @click.option("--tokens", default=1024, show_default=True, help="Of the text.")
 @torch.inference_mode()
 def overlap(model: str | None, tokens: int) -> dict[str, Any]:
-    """Distinct experts of passes over a text, beside those of uniform routing, and what the passes take.
+    """Distinct experts of passes over a text, against those of uniform routing, and what the passes take.
 
     The passes over the text are timed by turns with those over tokens that are far apart.
     """

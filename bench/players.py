@@ -41,7 +41,7 @@ class Player(ABC):
 
     @abstractmethod
     def answer(self, prompt_ids: Sequence[int], n_tokens: int) -> Written:
-        """Write `n_tokens` behind a prompt.
+        """Write `n_tokens` after a prompt.
 
         Raises: EngineFailed, ServiceUnreachable: it cannot.
         """

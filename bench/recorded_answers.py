@@ -43,9 +43,9 @@ class RecordedText(LogitsProcessor):
         self.n_prompt, self.answer_ids = n_prompt, answer_ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores (1, vocab) that are finite at the token behind `input_ids` (1, tokens) alone.
+        """Return scores (1, vocab) that are finite at the token after `input_ids` (1, tokens) alone.
 
-        Behind the recorded answer, where a draft may reach, the scores stay the model's own.
+        After the recorded answer, where a draft may reach, the scores stay the model's own.
         """
         place = input_ids.shape[1] - self.n_prompt
         if place >= len(self.answer_ids):
@@ -76,7 +76,7 @@ def drafters(runtime: Runtime, store: Store | None, on_step: Callable[[str], Non
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a drafter made of a recorded answer: `tokens` behind its first one, in `rounds` of the target.
+    """What a drafter made of a recorded answer: `tokens` after its first one, in `rounds` of the target.
 
     `drafted` tokens were proposed, and `accepted` were right. `seconds` are those of the rounds.
     """

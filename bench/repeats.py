@@ -129,7 +129,7 @@ class Repeats:
         }
 
     def length(self, n_tokens: int, n_pairs: int) -> dict[str, Any]:
-        """Return times to the first token of a long prompt, and speeds with drafts and plainly behind it."""
+        """Return times to the first token of a long prompt, and speeds with drafts and plainly after it."""
         text = ""
         for source in self.files * (1 + 8 * n_tokens // sum(map(len, self.files))):
             text += source

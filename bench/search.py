@@ -308,9 +308,9 @@ def with_long_search(bench: Bench, report: dict[str, Any], max_judged: int, on_g
 class LongSearch:
     """Iterated local search that judges at most `max_judged` layer sets.
 
-    Every set is judged on all recorded windows, or until it is well behind, to exclude chance. Single sub-layers are
-    flipped first, then pairs, the most promising first. At a local optimum a few random sub-layers of the best set are
-    flipped, and the climb begins again. Ctrl-C ends the search with the best set so far.
+    Every set is judged on all recorded windows, or until it scores clearly less, to exclude chance. Single sub-layers
+    are flipped first, then pairs, the most promising first. At a local optimum a few random sub-layers of the best set
+    are flipped, and the climb begins again. Ctrl-C ends the search with the best set so far.
     """
 
     def __init__(self, bench: Bench, start_set: LayerSet, max_judged: int, on_gain: OnGain) -> None:

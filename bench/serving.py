@@ -40,7 +40,7 @@ def served(model: str, options: Sequence[str], on_step: Callable[[str], None]) -
 def served_process(
     model: str, options: Sequence[str], on_step: Callable[[str], None], in_group: bool = False
 ) -> Iterator[tuple[httpx2.Client, subprocess.Popen[str]]]:
-    """Run a server as `served`; yield its process, too, which leads a group of its own if `in_group`.
+    """Run a server as `served`; yield its process, too, which leads its own group if `in_group`.
 
     Raises: ServiceUnreachable: the server does not start.
     """

@@ -403,7 +403,7 @@ KINDS = {
         _agent_rows,
     ),
     THROUGHPUT_SCHEMA: Kind(
-        "Several requests at once: drafting beside plain batching",
+        "Several requests at once: drafting against plain batching",
         "model, text | at once | plain tok/s | drafting tok/s | ratio | plain ms/token p50 | p95 | drafting p50 | p95"
         " | equal",
         _throughput_rows,

@@ -4,7 +4,7 @@ python -m swiftopt.bench.train_mtp --out small-mtp --minutes 6
 swiftopt compare --model small-mtp --stream small-mtp/held-out.jsonl --methods plain,mtp,adaptive --max-new-tokens 128
 
 It reads the examples' prompts and the standard library's sources, and holds some files out as prompts. The folder is a
-checkpoint of the type exaone_moe with dense layers alone. Layers that add nothing may stand behind the trained ones:
+checkpoint of the type exaone_moe with dense layers alone. Layers that add nothing may stand after the trained ones:
 they change no token, and give a pass the cost of a deeper model.
 """
 
@@ -103,7 +103,7 @@ def losses(model: Any, mtp: Any, ids: Tensor) -> list[Tensor]:
     parts = [F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())]
     states, positions = out.hidden_states[-1], torch.arange(ids.shape[1])[None]
     for step in range(1, 1 + len(MTP_WEIGHTS)):
-        # Row i reads the state of position i, and the token `step` behind it; it predicts the one behind that.
+        # Row i reads the state of position i, and the token `step` after it; it predicts the one after that.
         states = mtp.forward_layer(0, states[:, :-1], positions[:, : -step or None], None, input_ids=ids[:, step:])
         logits = mtp._project_to_logits(states[:, :-1])
         parts.append(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, step + 1 :].flatten()))
@@ -136,7 +136,7 @@ def train(model: Any, mtp: Any, tokens: Tensor, minutes: float, seed: int) -> tu
 
 
 def deepened(model: Any, n_more: int) -> Any:
-    """Return the model with layers behind the trained ones whose sub-layers add nothing."""
+    """Return the model with layers after the trained ones whose sub-layers add nothing."""
     if n_more == 0:
         return model
     n_layers = model.config.num_hidden_layers

@@ -58,7 +58,7 @@ class Check:
 @options.json
 @commands.example("doctor --model smollm2-135m")
 def doctor(model: str | None, db: str | None, redis: str | None, server: str | None, queue: str) -> Result:
-    """Check this machine and what it is told to use; ends with 1 if something fails.
+    """Check this machine and what it is set to use; ends with 1 if something fails.
 
     Versions, devices, memory, cache, the database with its schema, clock and measured costs; and where they are named,
     Redis with how it keeps its data, the workers of the queue, and the server. Nothing is changed.
@@ -146,7 +146,7 @@ def check_cores() -> Finding:
     usable, load = usable_cores(), os.getloadavg()[0]
     text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
     if load > usable / 2:
-        return "warn", f"{text}: other programs are busy, and decoding will be slower beside them"
+        return "warn", f"{text}: other programs are busy, and decoding will be slower than alone"
     return "ok", text
 
 

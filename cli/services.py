@@ -156,7 +156,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     """Decode over HTTP, answer look-ups of layer sets, and take jobs.
 
     With --model the server speaks OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models) and gets faster on
-    the requests that it serves; their output stays that of plain decoding. Each model runs in a process of its own.
+    the requests that it serves; their output stays that of plain decoding. Each model runs in its own process.
 
     API keys come from SWIFTOPT_API_KEYS (name:sha256hex, separated by commas) or SWIFTOPT_API_KEYS_FILE (one entry per
     line, read again when it changes). An entry name:sha256hex:task has a task for requests that name none;

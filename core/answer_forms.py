@@ -29,12 +29,12 @@ class AnswerForm:
     """Marks of thoughts, of answers and of calls. A row may leave thoughts or calls to another row.
 
     `signs` all stand in a template of this form. A thought begins with one of `thinks` and ends with one of
-    `thought_ends`; where the form `rethinks`, it may come again behind other text. With `calls_in_thoughts` a call ends
+    `thought_ends`; where the form `rethinks`, it may come again after other text. With `calls_in_thoughts` a call ends
     it, too. `hidden` marks are no part of the answer's text.
 
     A call begins with one of `calls` and ends with `calls_end` ("": with its body). A mark with a tool's name is part
     of the body. `items` show how a named call is written, the likeliest first. `turn_ends` are tokens that end a turn
-    although the template does not write them behind an answer.
+    although the template does not write them after an answer.
     """
 
     models: str = ""
@@ -132,7 +132,7 @@ FORMS: Mapping[str, AnswerForm] = {
         thought_ends=("<|inner_suffix|>",),
         rethinks=True,
         calls_in_thoughts=True,
-        hidden=("<|inner_suffix|>",),  # The answer behind a call's result may begin with it.
+        hidden=("<|inner_suffix|>",),  # The answer after a call's result may begin with it.
         calls=("<|tools_prefix|>",),
         calls_end="<|tools_suffix|>",
         body="keyed",

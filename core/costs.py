@@ -36,7 +36,7 @@ class CostSource(Protocol):
 class ExpertCounts(NamedTuple):
     """What the rows of passes took of a model's mixtures, shared experts not counted.
 
-    `distinct`: experts that some row took, the mean over the mixtures. Of rows behind another row of their text
+    `distinct`: experts that some row took, the mean over the mixtures. Of rows after another row of their text
     `taken` are the experts that they took, and `repeated` those that the row before took, too.
     """
 

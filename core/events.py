@@ -46,7 +46,7 @@ class FormatTried(Reported):
 
     `expected` is a ratio to plain decoding by measured costs, `agreement` the share of tokens on which draft and model
     agree; both are None where such drafts do not run, and `problem` says why. `tok_s` is of decoding with them, where
-    they were timed beside drafts in another format.
+    they were timed together with drafts in another format.
     """
 
     format: str

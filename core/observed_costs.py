@@ -244,7 +244,7 @@ class _Bucket:
         yield from self._of_widths(self.widths, n_rows)
 
     def _of_widths(self, quotients: dict[int, _Quotient], n_rows: int) -> Iterator[tuple[_Quotient, float]]:
-        """Yield the quotients of the measured widths beside a number of rows, with weights; none for one row."""
+        """Yield the quotients of the measured widths next to a number of rows, with weights; none for one row."""
         widths = [width for width in self.profile.pass_s if width > 1]
         if n_rows == 1 or not widths:
             return

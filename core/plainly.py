@@ -26,7 +26,7 @@ class WhyPlain(Record):
 REQUESTED = WhyPlain("requested", "the request asks for plain decoding")
 ONE_TOKEN = WhyPlain("one_token", "the completion ended with its first token, which needs no draft")
 COMPARISON = WhyPlain("comparison", "all its rounds were plain ones that drafts are compared with")
-CROWDED = WhyPlain("crowded", "beside so many requests drafts do not pay, by measured time")
+CROWDED = WhyPlain("crowded", "with so many requests at once drafts do not pay, by measured time")
 NO_GAIN = WhyPlain("no_gain", "no draft promised to be worth its time, by the measured costs of passes")
 
 

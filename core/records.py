@@ -53,7 +53,7 @@ class ModelList(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Record):
-    """The verdict on drafts and the figures behind it, None where nothing was measured: what sets and plans share.
+    """The verdict on drafts and its figures, None where nothing was measured: what sets and plans share.
 
     The speedup is the ratio to plain decoding, with its 95 % interval. α and M are those of the drafts. All were
     measured on `device` in `dtype`.

@@ -74,7 +74,7 @@ class TuneRequest(ModelRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(ModelRequest):
-    """Decode with `model`: the values behind `swiftopt generate`.
+    """Decode with `model`: the values of `swiftopt generate`.
 
     `task` None: the prompt's own task; `method`, a name of `decoding.methods`, overrules the stored plan (None: what
     the plan says); `layer_set` takes the place of the stored set, `draft_model` of the plan's; a completion ends before
@@ -278,7 +278,7 @@ class Job(Record):
 
     `attempt` is the one that is queued or running; `request` is `TuneRequest.to_json()`; `progress` the latest figures,
     as in the event of that name; times are UTC, ISO 8601. `n_outputs` counts finished completions; `layer_sets` are
-    what the job stored: one per task, and one more behind where an interrupted run was retried. `plans` say what is in
+    what the job stored: one per task, and one more after where an interrupted run was retried. `plans` say what is in
     use for each of these tasks.
     """
 
@@ -380,7 +380,7 @@ class JobList(Record):
 
 @dataclass(frozen=True, slots=True)
 class EventPage(Record):
-    """Events of a job; ask again for those behind `next_after`."""
+    """Events of a job; ask again for those after `next_after`."""
 
     SCHEMA: ClassVar = "swiftopt.events/1"
     ERROR: ClassVar = StoreError
@@ -417,7 +417,7 @@ class JobBoard(Protocol):
         """Why a queued job does not run, in a sentence; None for other jobs, and where somebody can take it."""
 
     def events(self, job: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """What the job reported behind event number `after`, oldest first."""
+        """What the job reported after event number `after`, oldest first."""
 
     def outputs(self, job: str) -> list[PromptFinished]:
         """The finished completions in the order of the stream."""

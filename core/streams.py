@@ -141,7 +141,7 @@ class StreamForm(Settings):
     """How lines become prompts beyond what they say: as rows of a data set, with examples before them, with an end.
 
     `template` names one of `core.templates`; then the first `shots` rows (None: as many as the template says) are the
-    examples of all others and no prompts. `stop` are strings that end every completion, beside the template's.
+    examples of all others and no prompts. `stop` are strings that end every completion, in addition to the template's.
 
     Raises: SettingsError: the template is unknown, there are shots without one, or a stop string is empty.
     """
@@ -171,8 +171,8 @@ def read_stream(
     string or several. The task is the line's, else `default_task`, else the file's stem ("default" for standard input).
     The id is the line's, else its number from 1. With `limit`, lines after the first `limit` prompts are not looked at.
 
-    Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, holds no prompt, or a line is none.
-        SettingsError: `limit` is below 1.
+    Raises: StreamNotFound: there is no such file. StreamError: it cannot be read, holds no prompt, or a line is not a
+        prompt. SettingsError: `limit` is below 1.
     """
     if limit is not None and limit < 1:
         raise SettingsError(f"limit {limit} is out of range: use 1 or more")
@@ -201,7 +201,7 @@ def parse_stream(
 ) -> list[Prompt]:
     """The prompts of JSON Lines, as `read_stream`; `where` names their origin in errors.
 
-    Raises: StreamError: there is no prompt, or a line is none.
+    Raises: StreamError: there is no prompt, or a line is not a prompt.
     """
     form = form or StreamForm()
     check_task(task, "the task", StreamError)
@@ -215,7 +215,7 @@ def parse_stream(
     else:
         shots = template_of(form.template).shots if form.shots is None else form.shots
         prompts_read = _row_prompts(lines, task, form.template, shots)
-        what_is_missing = f"no row behind its first {shots}, the examples: lower --shots or add rows"
+        what_is_missing = f"no row after its first {shots}, the examples: lower --shots or add rows"
     prompts = [replace(prompt, stop=(*prompt.stop, *form.stop)) for prompt in islice(prompts_read, limit)]
     if not prompts:
         raise StreamError(f"{where} holds {what_is_missing}")
@@ -307,7 +307,7 @@ def _open_stream(path: str) -> Iterator[BinaryIO]:
 def _decompress(source: BinaryIO, path: str) -> BinaryIO:
     """Return the decompressed stream of a gzip file.
 
-    Raises: StreamError: it is none.
+    Raises: StreamError: it is not a prompt.
     """
     try:
         return io.BytesIO(gzip.decompress(source.read()))

@@ -1,4 +1,4 @@
-"""Threads that repeat one step beside other work."""
+"""Threads that repeat one step while other work runs."""
 
 from __future__ import annotations
 

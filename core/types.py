@@ -230,8 +230,8 @@ class Prompt(Record):
     """One line of a stream: raw `text`, or chat `turns` of the user (or whole `messages`) for the chat template.
 
     `token_ids` take the place of all three where the prompt was encoded already. A completion ends before one of the
-    `stop` strings, beside those of the session; `reference` is what it is judged by (`core.templates`). Of several
-    samples of a prompt each has a number: its draws start from the seed plus that.
+    `stop` strings, in addition to those of the session; `reference` is what it is judged by (`core.templates`). Of
+    several samples of a prompt each has a number: its draws start from the seed plus that.
     """
 
     id: str
@@ -353,19 +353,19 @@ BY_PART = Form(seconds_by_part, dict[str, float], _with_unit)
 
 @dataclass(frozen=True, slots=True)
 class Completion(Record):
-    """The completion of a prompt, with the counts behind α and M.
+    """The completion of a prompt, with the counts that give α and M.
 
     `target_passes` are the passes of the full model after the prefill; `first_tokens` (0 or 1) came from the
     prefill itself. `drafted` counts draft steps, `accepted` those whose position was accepted (a hit side leaf is
     one), `accepted_per_position[i]` the rounds in which draft step i was, `refused` the rounds in which the target
-    contradicted a draft (what was drafted behind that token is thrown away unjudged). `verified_widths` counts the
+    contradicted a draft (what was drafted after that token is thrown away unjudged). `verified_widths` counts the
     passes per number of rows that the target checked. `prefill_s` is part of `timings.other_s`. `estimated_cost` is
     what the rounds cost by measured prices, in plain passes, where the drafter decides by such. `n_cached` tokens of
     the prompt had been read by another request. `lossy` says that the method does not promise the target's own
     output; `exact` that the output is plain decoding's bit by bit: the method promises its tokens, and the kernels
-    compute a row alike whatever rows are beside it. `accepted_prediction` and `rejected_prediction` count the drafted
-    tokens that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k steps.
-    `crowded_rounds` were plain because drafts do not pay beside so many other requests.
+    compute a row alike whatever other rows the pass has. `accepted_prediction` and `rejected_prediction` count the
+    drafted tokens that came from the request's prediction. `by_draft_length[k][j]` are the rounds that accepted j of k
+    steps. `crowded_rounds` were plain because drafts do not pay with so many other requests.
     """
 
     COMPUTED: ClassVar = ("n_tokens", "acceptance_rate", "mean_generated_length", "tok_s", "decode_tok_s")

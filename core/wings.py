@@ -1,4 +1,4 @@
-"""Wings: packages beside the floors, which add commands, methods, presets and parts, and which may be left out.
+"""Wings: packages next to the floors, which add commands, methods, presets and parts, and which may be left out.
 
 A folder of the package that has a module `wing.py` is a wing; that module holds a `WING`, and imports little. No floor
 imports a wing: floors ask here what the wings that are present have, and load it by its reference when it is used.

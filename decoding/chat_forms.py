@@ -274,7 +274,7 @@ def _short_id(call_id: Any) -> str:
 
 
 def _separate_text(message: Message) -> list[Message]:
-    """Move text beside calls into a message of its own, for templates that drop text in messages with calls."""
+    """Move text that comes with calls into its own message, for templates that drop text in messages with calls."""
     if not (has_text(message) and _calls(message)):
         return [message]
     text = {key: value for key, value in _without_calls(message).items() if key not in THOUGHT_FIELDS}
@@ -348,7 +348,7 @@ def with_read_thoughts(messages: Sequence[Message], template: str) -> list[Messa
     """Return messages with the thoughts of earlier answers where the template reads them."""
     thoughts = [_thought_of(message) for message in messages]
     fields = [field for field in THOUGHT_FIELDS if _reads(field).search(template)]
-    # Such a template refuses answers with blocks beside answers that are texts.
+    # Such a template refuses a chat that has answers with blocks and answers that are texts.
     in_blocks = any(thought is not None for thought in thoughts) and not fields and _THOUGHT_BLOCKS.search(template)
     changed = list[Message]()
     for message, thought in zip(messages, thoughts, strict=True):

@@ -28,7 +28,7 @@ class ChatPrompt:
     """A chat as the text and the token ids of a prompt.
 
     Args:   messages: in OpenAI's form, with contents that are texts. A call's arguments are JSON, or whatever else an
-            earlier answer has in their place: cut off, or no object. values: what the template gets beside them, such
+            earlier answer has in their place: cut off, or no object. values: what else the template gets, such
             as `tools`, and other arguments of transformers' `apply_chat_template`.
     Raises: InvalidInput: there is no template, it runs or grows without end, it refuses the chat, or it would leave out
             what `param` names.

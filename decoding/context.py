@@ -114,7 +114,7 @@ class TokenRule:
         """Build the rule of a request on a model whose `generation_config` may ask for a repetition penalty.
 
         Args: n_prompt: tokens of the prompt, which do not count as generated. constraints: what forbids tokens, applied
-              behind biases and penalties.
+              after biases and penalties.
         """
         processors = LogitsProcessorList()
         if sampling.logit_bias:
@@ -350,9 +350,9 @@ class Context:
     """A request in flight.
 
     Slots 0 … n-2 of `buffer` hold the target's keys and values of `token_ids`; the last token, the root of the next
-    draft, will go to slot n-1, behind which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
-    are as in `ResumePoint`. `logprobs` says how many alternatives are wanted beside each token's log probability; None:
-    not even that. `prediction` are tokens that the caller expects behind the prompt. `corpus`: finished answers that
+    draft, will go to slot n-1, after which drafts and scratch rows are written. `searched`, `finish` and `n_learnt`
+    are as in `ResumePoint`. `logprobs` says how many alternatives are wanted for each token, apart from its own; None:
+    not even that. `prediction` are tokens that the caller expects after the prompt. `corpus`: finished answers that
     drafts may repeat. `looks_back`: how many committed tokens a search will look at again. `states`: of the newest
     positions before the root, the target's states after its last layer, (rows, hidden_size) each, until a draft model
     takes them; None: none are kept.
@@ -420,7 +420,7 @@ class Context:
         ]
 
     def scores(self, drafted: Drafted, logits: Tensor, of_target: bool = False) -> Tensor:
-        """Return `TokenRule.scores` of `logits` (vocab,) behind the committed tokens and the `drafted` ones.
+        """Return `TokenRule.scores` of `logits` (vocab,) after the committed tokens and the `drafted` ones.
 
         For a rule that reads no text the number of `drafted` tokens is enough: they may be anything.
         """
@@ -448,7 +448,7 @@ class Context:
 class Ending:
     """Conditions that end a completion: a stop token, a stop string, or the length.
 
-    Neither stop tokens nor stop strings count before they end behind the first `min_new_tokens` tokens.
+    Neither stop tokens nor stop strings count before they end after the first `min_new_tokens` tokens.
     """
 
     max_new_tokens: int

@@ -23,12 +23,12 @@ from .corpus_files import CorpusFolder, GenerationFile
 from .hit_rates import HitRates
 
 NGRAM = 3  # Tokens by which an occurrence is found; shorter matches are right too seldom.
-MAX_MATCH = 32  # Longest match that is told from a longer one.
-MAX_CANDIDATES = 64  # Maximum occurrences compared to find the best one behind the committed text.
+MAX_MATCH = 32  # Longest match that is distinguished from a longer one.
+MAX_CANDIDATES = 64  # Maximum occurrences compared to find the best one after the committed text.
 MAX_DRAFT_CANDIDATES = 8  # The same within a draft, where the search is repeated at each token.
 MAX_CREDIT = 8  # Bound on the credit of an occurrence, in accepted or refused drafts.
 LEAD_TOKENS = 8  # Tokens of the prompt's end that are kept before an answer, to find its beginning by.
-END = -1  # Stands behind each answer: no draft goes on from one answer to the next.
+END = -1  # Stands after each answer: no draft goes on from one answer to the next.
 FIRST_CAPACITY = 256  # Tokens that a new generation has room for; doubled as it fills.
 MAX_GENERATION = 1 << 16  # Maximum tokens of a generation.
 MIN_GENERATIONS = 8  # Minimum number of full generations that the budget holds.
@@ -48,7 +48,7 @@ class Occurrence(NamedTuple):
 
 
 class Generation:
-    """Answers of a task, one behind the other, with an index of their n-grams.
+    """Answers of a task, one after the other, with an index of their n-grams.
 
     A place is the index of a token. Places with the same hash of the n-gram before them form a chain, the latest first.
     """
@@ -83,7 +83,7 @@ class Generation:
         return self._tokens.nbytes + self._earlier.nbytes + self._latest.nbytes + self._credit.nbytes
 
     def token(self, place: int) -> int | None:
-        """Return the token at a place; None behind the end of an answer."""
+        """Return the token at a place; None after the end of an answer."""
         token_id = self._items[0][place]
         return None if token_id == END else token_id
 
@@ -127,7 +127,7 @@ class Generation:
         self._latest[hashes[is_last]] = places[is_last]
 
     def occurrences(self, tail: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield places behind occurrences of the end of `tail`, the latest first, each with the length of the match.
+        """Yield places after occurrences of the end of `tail`, the latest first, each with the length of the match.
 
         The length is at most `len(tail)`, and 0 where only the hash is the same.
         """
@@ -283,7 +283,7 @@ class Corpora:
         return corpus
 
     def add(self, salt: str, task: str, lead: Sequence[int], answer: Sequence[int]) -> None:
-        """Add a finished answer behind the `lead`, the last tokens of its prompt, unless it is there already."""
+        """Add a finished answer after the `lead`, the last tokens of its prompt, unless it is there already."""
         corpus = self.of(salt, task)
         if corpus is None or len(answer) <= NGRAM or corpus.has(answer):
             return

@@ -147,7 +147,7 @@ def _digest(salt: str, task: str) -> str:
 
 
 def _read(path: Path) -> NDArray[np.int32]:
-    """Return a file's answers, one behind the other; cut the file behind the last whole one."""
+    """Return a file's answers, one after the other; cut the file after the last whole one."""
     content, end, answers = path.read_bytes(), 0, list[NDArray[np.int32]]()
     while end + HEADER.size <= len(content):
         mark, n_tokens, checksum = HEADER.unpack_from(content, end)

@@ -78,7 +78,7 @@ def exclude_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 def offers_of(tree: DraftTree, drawn_from: Sequence[Tensor]) -> dict[int, Offer]:
     """Return the offers of a spine whose first steps were drawn from these distributions, one token apart from others.
 
-    A step of one token is a draw of its own.
+    A step of one token is a draw by itself.
     """
     child_nodes = (tree.children(node) for node in range(len(drawn_from)))
     return {
@@ -203,11 +203,11 @@ class DraftModel(ABC):
     """Something cheaper than the target that predicts its next tokens; each request drafts with a copy.
 
     `layer_set` are the sub-layers that it leaves out of the target, if it is made of the target. `slot_bytes` is the
-    memory that it takes per slot of a request beside the target's. One that `reads_states` drafts from the target's
-    last states. `cost_name`: of its costs in a profile; None: they are those of its layer set. It `checks_guesses`
-    where one pass may run several nodes, each below the one before it. `context` is the request's, in a copy that
-    `begin` made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where verification
-    only has
+    memory that it takes per slot of a request in addition to the target's. One that `reads_states` drafts from the
+    target's last states. `cost_name`: of its costs in a profile; None: they are those of its layer set. It
+    `checks_guesses` where one pass may run several nodes, each below the one before it. `context` is the request's, in
+    a copy that `begin` made, and `parents` are those of the round's nodes so far. `staged` are the round's rows where
+    verification only has
     to finish them. `hidden` (1, hidden_size) is what the latest logits were read from, where a probe may see it.
     """
 
@@ -400,7 +400,7 @@ class Drafter(ABC):
         """Return a draft of at most `room` tokens in depth after the last committed token; yield its passes."""
 
     def guesses_behind(self, token_ids: Sequence[int], room: int) -> Sequence[tuple[int, TokenSource]]:
-        """Return up to `room` tokens, with their sources, that text says come behind these; none by default.
+        """Return up to `room` tokens, with their sources, that text says come after these; none by default.
 
         They go on with a draft that the drafter has not made: tokens that a grammar forces.
         """

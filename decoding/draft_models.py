@@ -21,7 +21,7 @@ from .work import PassGenerator
 class SkippedTarget(DraftModel):
     """The target without the sub-layers of `layer_set`, which may be changed between rounds (SWIFT, Self-SD).
 
-    It reads the target's keys and values and writes its own behind them, where verification overwrites them. An empty
+    It reads the target's keys and values and writes its own after them, where verification overwrites them. An empty
     layer set, or None, is the target itself.
     """
 

@@ -169,8 +169,8 @@ class Engine:
           from what another has read or is reading, with the same bits where kernels are row-invariant. None: no
           limit, and nothing is kept or shared.
           at_once: most requests that run together, started in the order of arrival; None: all.
-          by_time: whether drafts beside others stop where measured time says that they do not pay. Tokens do not depend
-          on it; what is drafted does, and so is not the same in every run.
+          by_time: whether drafts stop with several requests where measured time says that they do not pay. Tokens do
+          not depend on it; what is drafted does, and so is not the same in every run.
           folder: where what requests read is stored, too; used only where memory is limited.
     """
 

@@ -20,7 +20,7 @@ from .context import Context
 class Prefilled:
     """The prompt was read, and gave its first token; a resumed request has no new one.
 
-    `state` is the mean state (hidden_size,) behind the final norm, in float32, of the prompt's tokens; those that
+    `state` is the mean state (hidden_size,) after the final norm, in float32, of the prompt's tokens; those that
     another request has read count as the mean of what it has read of its prompt.
     `logprobs` are those of `token_ids`, `prompt_logprobs` those of the prompt's tokens after the first; empty where
     not wanted.

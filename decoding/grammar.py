@@ -48,7 +48,7 @@ class Grammar:
         """Return the grammar of `{"name": …, "arguments": …}`, a call of one of the functions.
 
         Args:   functions: OpenAI's objects, by the places of their parameters in the request. A schema of parameters
-                is a document of its own: `#` in its references is its root.
+                is a document by itself: `#` in its references is its root.
         Raises: ParametersError: a schema cannot be used; the error's `param` is its place.
         """
         call_rules, schema_rules = list[str](), list[str]()

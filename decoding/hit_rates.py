@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_RATED_LENGTH = 8  # Longest match length with a hit rate of its own; longer matches share it.
+MAX_RATED_LENGTH = 8  # Longest match length with its own hit rate; longer matches share it.
 PRIOR_TOKENS = 2  # Weight of the prior hit rate, in observed tokens.
 EARLIER_TOKENS = 8  # Weight of the hit rate from earlier texts, in observed tokens.
 MAX_SEEN = 1024.0  # Observations per match length above which the counts are halved.

@@ -104,8 +104,8 @@ def _adapt_part(
 ) -> Any:
     """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads.
 
-    Where the schema `closes`, an object has the properties that are named, unless others are mentioned: nobody has told
-    the model what else there could be, and small models would go on inventing properties without end.
+    Where the schema `closes`, an object has the properties that are named, unless others are mentioned: the model has
+    not been told what else there could be, and small models would go on inventing properties without end.
     """
     if id(schema) in endless_ids:
         return False
@@ -146,7 +146,7 @@ def _list_pattern_names(schema: Schema) -> dict[str, Any]:
 
 
 def _add_type(option: Any, root: Schema) -> Any:
-    """Return a schema of `oneOf`; a reference with the type that it leads to, so that llguidance looks behind it."""
+    """Return a schema of `oneOf`; a reference with the type that it leads to, so that llguidance follows it."""
     referenced_schema = target(root, option["$ref"]) if isinstance(option, dict) and "$ref" in option else None
     return (
         {"type": referenced_schema["type"], **option}

@@ -15,8 +15,8 @@ class Load:
     """How many sequences the latest passes of an engine served: of the whole target, and of drafts.
 
     `n_checks` counts passes of the target that checked drafts; `n_beside` those that read a prompt or scored a window,
-    those that will be replayed but are not yet, and what else took time beside rounds; `n_tokens` what rounds
-    committed. `drafts` says whether drafts pay beside so many others. `timings` are the latest passes that were timed,
+    those that will be replayed but are not yet, and what else took time; `n_tokens` what rounds
+    committed. `drafts` says whether drafts pay with so many others. `timings` are the latest passes that were timed,
     for whoever learns from them and takes them out.
     """
 

@@ -56,7 +56,7 @@ def decoding(
             yielded again. with_state: have `Prefilled` carry the prompt's state. salt: see `Slots`. logprobs: have
             events carry the log probabilities of their tokens, and of so many alternatives. prompt_logprobs: have
             `Prefilled` carry those of the prompt, all of which is read for it. prediction: tokens that are expected
-            behind the prompt; methods that draft from earlier text draft from them, too.
+            after the prompt; methods that draft from earlier text draft from them, too.
     Raises: ContextOverflow: prompt and completion do not fit the model's context.
             LayerSetError: the drafter's layer set was made for another depth.
             SettingsError: log probabilities are wanted of a method that has none to give.
@@ -293,7 +293,7 @@ def _trace_sources(draft: Draft, walk: Walk, token_ids: Sequence[int]) -> tuple[
 def _draft_by_grammar(context: Context, room: int, drafter: Drafter) -> Draft | None:
     """Return a draft of the tokens that the request's grammar forces; None if fewer than `MIN_FORCED_TOKENS`.
 
-    Behind them comes what earlier text has there, as the arguments of a call that was made before.
+    After them comes what earlier text has there, as the arguments of a call that was made before.
     """
     grammar = context.rule.grammar
     token_ids = [] if grammar is None else grammar.forced(context.token_ids)[: min(room, MAX_FORCED_TOKENS)]

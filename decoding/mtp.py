@@ -48,7 +48,7 @@ class MtpLayer(DraftModel):
     def start(self) -> None:
         self._buffer: KVBuffer | None = None
         self._first = 0  # Position of the buffer's first slot.
-        self._state: Tensor  # What the layer gave for the newest node, (1, hidden_size), behind its norm.
+        self._state: Tensor  # What the layer gave for the newest node, (1, hidden_size), after its norm.
 
     @property
     def buffer(self) -> KVBuffer:
@@ -68,7 +68,7 @@ class MtpLayer(DraftModel):
         return max(0, self.layer.max_positions - self.context.root_slot)
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
-        """Run the root, or the one token behind the chain so far; return its logits (1, vocab)."""
+        """Run the root, or the one token after the chain so far; return its logits (1, vocab)."""
         if len(token_ids) != 1:
             raise ValueError("each row of a multi-token-prediction layer reads the output of the row before it")
         is_root = not self.parents

@@ -105,7 +105,7 @@ class Guess(NamedTuple):
 class Matches:
     """The committed text with its matches, and hit rates by length of match.
 
-    Args: prediction: what the caller expects behind the prompt. It is read as earlier text, behind the prompt's last
+    Args: prediction: what the caller expects after the prompt. It is read as earlier text, after the prompt's last
           tokens; other texts' rates learn nothing from it. corpus: finished answers that the completion may repeat.
     """
 

@@ -22,7 +22,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def turn_end_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the special tokens that end an answer: the one that the template writes behind it, and its form's.
+    """Return the special tokens that end an answer: the one that the template writes after it, and its form's.
 
     A generation config may lack them, and then names only the end of a text.
     """

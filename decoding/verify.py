@@ -375,7 +375,7 @@ class BlockRatio(ChainRatio):
     def weigh(self, draft: Draft, target: Target, nodes: Sequence[int]) -> Iterator[Tensor]:
         """Yield the chance of the block that ends with the token after each node, as the whole chain.
 
-        Then that of the block which ends at the node, after a longer one was refused, and what is drawn behind it.
+        Then that of the block which ends at the node, after a longer one was refused, and what is drawn after it.
         """
         import torch
 

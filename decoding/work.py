@@ -33,7 +33,7 @@ class ReadPass:
     """Demand for a pass whose argmaxes are read at once, together with other numbers still on its device.
 
     The answer is the logits, and the most probable token of each of their rows, the first of several, with the numbers
-    of `unread` behind these. What all passes that run together ask for is moved from the device in one transfer.
+    of `unread` after these. What all passes that run together ask for is moved from the device in one transfer.
     """
 
     pass_: Pass
@@ -55,10 +55,10 @@ class Slots:
     """Demand for a buffer of `capacity` slots, for a text that begins with `token_ids`.
 
     The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
-    them and asks for more. The text's passes write only behind what it has read. Only texts of one `salt` share any.
+    them and asks for more. The text's passes write only after what it has read. Only texts of one `salt` share any.
     `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for passes that
     the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
-    others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has behind
+    others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has after
     committed text, and `lag`, the committed slots that rows of a search may leave unread.
     """
 

@@ -350,7 +350,7 @@ def peers(
     db: str | None,
     **values: Any,
 ) -> Result:
-    """Decode every prompt with swiftopt and other engines, by turns, each row in a process of its own, greedily.
+    """Decode every prompt with swiftopt and other engines, by turns, each row in its own process, greedily.
 
     The engines are installed once in the user's cache, and GGUF files made there of the model's own weights. What
     cannot be installed or fails is a row that says why. All run on one device, by default where swiftopt would load the

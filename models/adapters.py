@@ -85,7 +85,7 @@ class Adapter:
         return next((path for name in WEIGHTS if (path := self.folder / name).is_file()), self.folder / WEIGHTS[0])
 
     def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer of its own; settings of one alone are none."""
+        """Whether the folder has its own tokenizer; settings of one alone are none."""
         return any((self.folder / name).is_file() for name in TOKENIZER_FILES if name != "tokenizer_config.json")
 
     def tokenizer_folder(self, base: Path) -> Path:

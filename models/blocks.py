@@ -369,7 +369,7 @@ def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def split_gates(heads: HeadLayout, projected: Sequence[Tensor]) -> Tensor:
-    """Return the gates of heads, (rows, heads * width), each of which lies behind its query."""
+    """Return the gates of heads, (rows, heads * width), each of which lies after its query."""
     queries = _parted(heads, projected)[0]
     return queries.view(len(queries), heads.n_heads, 2, heads.width)[:, :, 1].flatten(1)
 

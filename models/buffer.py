@@ -37,7 +37,7 @@ def free_bytes(device: torch.device) -> int:
 class KVBuffer:
     """Keys and values of every layer by slot, or of layers with a short convolution its inputs.
 
-    Slot i holds position i of the committed text. Behind the committed slots a draft writes its chain, the target
+    Slot i holds position i of the committed text. After the committed slots a draft writes its chain, the target
     overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
     Layers on one device share one block of shape (2, layers, kv_heads, capacity, head_dim), so that moving a row
     is one copy per device, and one of (layers, capacity, values) for convolutions. Zero-filled: a masked slot that was
@@ -133,7 +133,7 @@ class KVBuffer:
                 self.states.take_snapshot()
 
     def reachable(self, n_slots: int) -> int:
-        """Return behind how many of the first slots another text can go on from this buffer."""
+        """Return after how many of the first slots another text can go on from this buffer."""
         return n_slots if self.states is None else self.states.reachable(n_slots)
 
     def copy_from(self, other: KVBuffer, n: int) -> None:

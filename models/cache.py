@@ -83,7 +83,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def made_once(folder: Path, is_whole: Callable[[], bool], write: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, which `write` fills the first time in a temporary folder beside it.
+    """Return a folder of the cache, which `write` fills the first time in a temporary folder next to it.
 
     The folder gets its final name only when it is complete, so several processes may make it at the same time.
 

@@ -75,7 +75,7 @@ class Codes:
 class CodedLinear(nn.Module):
     """A linear map by the codes of a checkpoint.
 
-    Scales stay in the type they are stored in, and zeros are whole numbers beside them, so that no weight changes. A
+    Scales stay in the type they are stored in, and zeros are whole numbers, so that no weight changes. A
     group is cut into equal parts that our kernels know, if there are such.
 
     DEVIATION: our kernels round what goes in to 8 bits per group, which none of the formats says; `forward` does not.

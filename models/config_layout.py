@@ -21,7 +21,7 @@ def is_parallel(config: Any) -> bool:
 class HeadLayout:
     """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
 
-    `gated`: behind each query lies a gate of its width.
+    `gated`: after each query lies a gate of its width.
     """
 
     n_heads: int
@@ -70,7 +70,7 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, 
 
 
 def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) -> int:
-    """Return how many rows behind `n_slots` slots take the multiply-adds of `n_rows` rows behind none.
+    """Return how many rows after `n_slots` slots take the multiply-adds of `n_rows` rows after none.
 
     Whole multiples of 16, and at least 16 or `n_rows`: fewer rows read the weights for little.
     """

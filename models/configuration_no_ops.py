@@ -1,4 +1,4 @@
-"""The config of a draft without some sub-layers. `swiftopt export` copies this file beside the weights.
+"""The config of a draft without some sub-layers. `swiftopt export` copies this file next to the weights.
 
 vLLM imports it with --trust-remote-code. Its DeciLMForCausalLM wants `config.block_configs[i].attention.no_op` as
 attributes, and no config class of vLLM or transformers has them. This file defines two classes and does nothing else.

@@ -141,7 +141,7 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
     """Time passes over ever more rows, from one of `n_rows` on that takes `seconds`, while more make each row cheaper.
 
     A search scores as many candidates together as that pays for: on a GPU hundreds of rows cost little more than one.
-    What does not fit beside the model in memory is not measured, and so not scored together either.
+    What does not fit in memory with the model is not measured, and so not scored together either.
     """
     by_rows: dict[int, float] = {}
     while 2 * n_rows <= min(MOST_ROWS, runtime.max_positions - bucket):
@@ -165,7 +165,7 @@ def _wider(runtime: Runtime, bucket: int, n_rows: int, seconds: float) -> dict[i
 
 
 def _buffer_at(runtime: Runtime, bucket: int, n_rows: int) -> KVBuffer:
-    """Return a buffer for passes of up to `n_rows` rows behind `bucket` slots of zeros."""
+    """Return a buffer for passes of up to `n_rows` rows after `bucket` slots of zeros."""
     buffer = runtime.new_buffer(bucket + n_rows, n_rows)
     if buffer.states is not None:
         buffer.states.begin_at(bucket)

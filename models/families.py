@@ -424,5 +424,5 @@ def family_of(config: Any) -> Family:
         if is_refused(value := getattr(config, name, None)):
             raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
     if row.experts is None and getattr(config, "num_local_experts", None):
-        raise UnsupportedModel(f"this {model_type} model has experts beside an MLP, which is not supported")
+        raise UnsupportedModel(f"this {model_type} model has experts and an MLP in one layer, which is not supported")
     return row

@@ -87,10 +87,10 @@ class Family:
 
     `models` are of this type; `is_proven`: tests decode with a real one's weights, too; `classes`: how the names of
     transformers' classes begin, in small letters, where that is not the type. Of several names with `|` between them
-    the first that the model has counts. With a `?` behind the last, and of the names that may be None, the model may
+    the first that the model has counts. With a `?` after the last, and of the names that may be None, the model may
     lack all. An `nn.Identity` counts as lacking.
 
-    Norms are before a sub-layer, behind it (`…_post_norm`), or both. `parallel`: attention and MLP read the layer's
+    Norms are before a sub-layer, after it (`…_post_norm`), or both. `parallel`: attention and MLP read the layer's
     input, always, or if one of these flags of the config is set.
 
     `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "grouped"
@@ -110,11 +110,11 @@ class Family:
     layers a configured window holds.
 
     The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
-    `activation`. With `gated`, the output map reads the product of two halves, one of them behind the activation;
+    `activation`. With `gated`, the output map reads the product of two halves, one of them after the activation;
     `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
     `transposed` are stored as (inputs, outputs).
 
-    With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies behind its query. `mixer` is
+    With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies after its query. `mixer` is
     what layers of its type have in place of attention. `hidden_act`: the activation, where configs do not
     name it.
 

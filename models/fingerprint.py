@@ -70,7 +70,7 @@ def fingerprint(model: Any, file: GgufFile | None = None) -> str:
 
 
 def fingerprint_with(base: str, parts: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the fingerprint of a model that is made of a base, given by its own, and of named tensors beside it."""
+    """Return the fingerprint of a model that is made of a base, given by its own, and of further named tensors."""
     digest = hashlib.sha256(base.encode())
     for name, tensor in parts:
         digest.update(f"{name}{list(tensor.shape)}".encode())

@@ -314,7 +314,7 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
 
     "auto": our kernels (`models.kernels`) on a CPU where they can compute the model; on one CUDA device "graphs" where
     a few timed passes are faster so; else "eager". "exact": our own kernels, by which a row's bits do not depend on the
-    rows beside it: the same on a CPU, those in Triton on a CUDA device, replayed as graphs where that is faster.
+    other rows: the same on a CPU, those in Triton on a CUDA device, replayed as graphs where that is faster.
     "eager": torch's own operations one by one, as a runtime begins. "graphs": passes of up to 128 rows replayed as CUDA
     graphs.
 

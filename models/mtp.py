@@ -75,8 +75,8 @@ class MtpRuntime(Runtime):
     def begun(self, token_ids: Sequence[int] | Tensor, states: Tensor, name: str | None = None) -> Tensor:
         """Return what the layer reads, (rows, hidden_size).
 
-        Args: token_ids: that follow the rows' positions. states: (rows, hidden_size), of the positions: behind the
-              model's final norm or, where a token is drafted, behind the layer's. name: format of the projection.
+        Args: token_ids: that follow the rows' positions. states: (rows, hidden_size), of the positions: after the
+              model's final norm or, where a token is drafted, after the layer's. name: format of the projection.
         """
         ids = token_ids if isinstance(token_ids, Tensor) else uploaded(token_ids, self.device)
         embedded = self.parts["embed_norm"](self._embed(ids))

@@ -12,10 +12,10 @@ LAYER = "model.layers.0."  # How the names of the layer's tensors begin in a mod
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The multi-token-prediction layer of a family's checkpoints: a decoder layer behind two norms and a linear map.
+    """The multi-token-prediction layer of a family's checkpoints: a decoder layer after two norms and a linear map.
 
-    It reads a position's state behind the model's final norm, and the embedding of the token that follows there. It
-    predicts the token behind that one. `names` maps how stored names begin to how they begin in a model of this layer
+    It reads a position's state after the model's final norm, and the embedding of the token that follows there. It
+    predicts the token after that one. `names` maps how stored names begin to how they begin in a model of this layer
     alone, beside which are `embed_norm`, `hidden_norm` and `projection`; the first that fits counts, and {n} is the
     number of the model's own layers. "": the tensor is a copy of one of the model's own, or is not read. `attention` is
     the type of the layer where the config names none (mtp_layer_types).

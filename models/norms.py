@@ -151,7 +151,7 @@ def _called(norm: Any, made: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
 
 
 def _is_wide(norm: Any, made: Mapping[str, Tensor], row: Tensor, weight: Tensor, eps: float) -> bool:
-    """Tell whether an RMS norm in bfloat16 rounds once, behind the weight, and not before it as Llama's does."""
+    """Tell whether an RMS norm in bfloat16 rounds once, after the weight, and not before it as Llama's does."""
     half = {name: one.bfloat16() for name, one in made.items()}
     x, weight = row[None].bfloat16(), weight.bfloat16()
     output = _called(norm, half, x)

@@ -61,7 +61,7 @@ aten = torch.ops.aten
 
 
 class QuantisedLinear(nn.Module):
-    """Linear maps of the same input, one behind the other, with quantised weights; their biases are added as they are.
+    """Linear maps of the same input, one after the other, with quantised weights; their biases are added as they are.
 
     Args: modules: linear maps. name: a format of `core.settings`. made: codes and scales of the same maps, from an
           earlier time. packed: for our kernels alone.
@@ -361,7 +361,7 @@ class QuantisedCopies:
         free = free_bytes(device)
         if needed > free:
             raise SettingsError(
-                f"a draft's {keys[0][0]} weights in {name} need {needed / 1e9:.1f} GB beside the model, but {device}"
+                f"a draft's {keys[0][0]} weights in {name} need {needed / 1e9:.1f} GB more than the model, but {device}"
                 f" has {free / 1e9:.1f} GB free: use --draft-format stored, or a smaller model"
             )
 

@@ -18,7 +18,7 @@ STACKS = ("gate_up_proj", "down_proj")  # Tensors that have the maps of all expe
 
 
 class PackedMaps(Protocol):
-    """Linear maps by packed codes, one behind the other: a `QuantisedLinear`."""
+    """Linear maps by packed codes, one after the other: a `QuantisedLinear`."""
 
     codes: Tensor
     scales: Tensor
@@ -28,7 +28,7 @@ class PackedMaps(Protocol):
 
 
 class ExpertStack(nn.Module):
-    """Maps of one input width of all experts, as one linear map: their outputs one behind the other.
+    """Maps of one input width of all experts, as one linear map: their outputs one after the other.
 
     Each map's outputs are padded to whole blocks of packed weights, so that it begins where a block does.
 

@@ -2,7 +2,7 @@
 
 Subsets by layer set, rotations and masks are made once per pass. A table (`RowTable`) is for kernels that read the
 buffers of any number of sequences in one call, and nothing in it depends on the context: a row sees a run of slots,
-from the first that its window reaches, and behind it a list of slots, nodes of a tree that lie between nodes of other
+from the first that its window reaches, and after it a list of slots, nodes of a tree that lie between nodes of other
 branches. So what is moved to a device for each pass is a few numbers per row, and a captured pass takes any rows of any
 buffers.
 """
@@ -53,14 +53,14 @@ class PassRunner(Protocol):
         """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""
 
     def read_best(self, logits: Sequence[Tensor], unread: Sequence[Tensor | None]) -> list[list[float]]:
-        """Return the most probable token of each row of several logits, and the numbers of `unread` behind each's."""
+        """Return the most probable token of each row of several logits, and the numbers of `unread` after each's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """What one pass runs over.
 
-    `is_text`: they are a chain of committed text, which recurrent layers' states are then behind.
+    `is_text`: they are a chain of committed text, which recurrent layers' states are then after.
 
     `token_ids`, int64 where they are a tensor, go to slots `first_slot`, `first_slot` + 1, …. Without `visible` the
     rows are a chain: row i is at position `first_slot` + i and sees every slot up to its own. With it, `positions`
@@ -224,7 +224,7 @@ class PassPlan:
 
 
 def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
-    """Return the plan of each pass; its rows lie behind those of the passes before it."""
+    """Return the plan of each pass; its rows lie after those of the passes before it."""
     plans: list[PassPlan] = []
     for pass_ in passes:
         first = plans[-1].first + plans[-1].n if plans else 0

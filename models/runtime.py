@@ -1,4 +1,4 @@
-"""Runs passes over rows: the one operation behind prefill, plain and draft steps, tree verification and candidates.
+"""Runs passes over rows: the one operation of prefill, plain and draft steps, tree verification and candidates.
 
 A row is a token with its position, the buffer slot its keys and values go to, the slots it may attend to, and the
 sub-layers it leaves out. The layer set is an argument of the pass; the model itself is never changed.
@@ -183,7 +183,7 @@ class Runtime:
     def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
         """Return a buffer for a sequence.
 
-        Args: n_rows: most rows that a pass has behind committed text, None: `capacity`. lag: how many committed slots
+        Args: n_rows: most rows that a pass has after committed text, None: `capacity`. lag: how many committed slots
               rows of a search may leave unread. Both cost memory where layers are recurrent.
         """
         heads, sizes = self.blocks[0].heads, zip(self.blocks, self._slot_values, strict=True)

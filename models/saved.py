@@ -102,7 +102,7 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
 def linked_gguf(folder: Path) -> Path:
     """Return the GGUF file that a `gguf_settings_folder` links to, by the name that it was opened by.
 
-    The link is followed once: the file may itself be a link to a blob, beside which its other parts are not found.
+    The link is followed once: the file may itself be a link to a blob, next to which its other parts are not found.
     """
     link = folder / GGUF_WEIGHTS
     return Path(os.readlink(link)) if link.is_symlink() else link
@@ -173,7 +173,7 @@ def is_multimodal(folder: Path) -> bool:
 def naming(folder: Path, of_mtp: bool = False) -> Callable[[str], str | None]:
     """Return how stored tensors are named in the model that is loaded; None: one is of a part that is not.
 
-    Args: of_mtp: how those of the multi-token-prediction layer are named, which is loaded as a model of its own.
+    Args: of_mtp: how those of the multi-token-prediction layer are named, which is loaded as a separate model.
     """
     own_name = text_name if is_multimodal(folder) else str
     mtp, n_layers = _mtp_in(folder)
@@ -227,7 +227,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _no_config(path: Path, error: Exception) -> ModelNotFound:
-    # transformers puts the sentence about a value behind one about the check that found it.
+    # transformers puts the sentence about a value after one about the check that found it.
     reason = first_line(error.__cause__ or error)
     return ModelNotFound(f"{path} is no model's config ({reason}): copy the folder again")
 

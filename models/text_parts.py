@@ -39,7 +39,7 @@ NAMES = {
 }
 # Fields of a family's config that a type's text part has no choice of.
 CONSTANTS: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these have the values of the text part beside the others.
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # Older configs of these mix the values of the text part with the others.
 # Config fields that the whole model has and that its text part needs; they take precedence over the text part's own.
 OF_ALL = (
     *("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config"),

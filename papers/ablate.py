@@ -1,4 +1,4 @@
-"""Runs an ablation: its variants by turns on the same prompts, beside plain decoding, and rows of the paper's shape.
+"""Runs an ablation: its variants by turns on the same prompts, with plain decoding, and rows of the paper's shape.
 
 python -m swiftopt.papers.ablate swift-parts --model M --stream prompts.jsonl --limit 8
 """
@@ -214,7 +214,7 @@ def command(
     NAME is swift-parts, swift-self-sd, swift-window, swift-schedule, swift-ratio, adadecode-parts,
     adadecode-threshold, adadecode-trees, spd-settings, self-sd-steps, paradecode-parts, paradecode-threshold,
     mtad-threshold, mtad-beams, mtad-warp, adaspeed or adaspeed-exit. What is not stored for the task is made briefly
-    and not kept, on prompts behind --limit where there are any.
+    and not kept, on prompts after --limit where there are any.
     """
     look_up("ablation", name, ABLATIONS)
     request = decoding_request(values, draft_model)

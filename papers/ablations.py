@@ -169,7 +169,7 @@ _SWIFT, _ADADECODE = "arXiv:2410.06916", "arXiv:2506.03700"
 
 ABLATIONS: dict[str, Ablation] = {
     "swift-parts": Ablation("SWIFT without its parts", f"{_SWIFT}, Table 8", (), _SPEED, _swift_parts),
-    "swift-self-sd": Ablation("SWIFT beside Self-SD", f"{_SWIFT}, Tables 10 and 12", (), _SPEED, _swift_self_sd),
+    "swift-self-sd": Ablation("SWIFT and Self-SD", f"{_SWIFT}, Tables 10 and 12", (), _SPEED, _swift_self_sd),
     "swift-window": Ablation(
         "SWIFT's context window γ",
         f"{_SWIFT}, Table 9",

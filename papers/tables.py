@@ -1,4 +1,4 @@
-"""The papers' tables and figures, repeated on one machine: a command each, and a page of our numbers beside theirs.
+"""The papers' tables and figures, repeated on one machine: a command each, and a page of our numbers next to theirs.
 
     python -m swiftopt.papers.tables --model MODEL --stream FILE [--only swift] [--limit 6]   runs, keeps the results
     python -m swiftopt.papers.tables --write                                                  puts them into the page

@@ -1,8 +1,8 @@
 """Parsers of a growing completion: its thoughts, its answer and its calls of tools.
 
-What is parsed is the `AnswerForm` of the model's chat template, and beside it, for any model:
+What is parsed is the `AnswerForm` of the model's chat template, and for any model:
 `<tool_call>{…}</tool_call>`, what a block of code begins with (Qwen2.5-Coder writes calls so), and a completion that
-begins with a JSON object or a list of them, also behind one of `TAGS`.
+begins with a JSON object or a list of them, also after one of `TAGS`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ToolParser:
         return None
 
     def _behind(self, end: int, closing: str, is_last: bool) -> tuple[int | None, bool]:
-        """Return the place behind a body's closing mark, and whether the mark may still come.
+        """Return the place after a body's closing mark, and whether the mark may still come.
 
         The place is None without the mark; at the end of a completion a part of it is enough.
         """
@@ -221,7 +221,7 @@ def _arguments_json(arguments: Any) -> str:
 class ThoughtParser:
     """Splits a growing completion into its thoughts and the answer, both without the marks of the form.
 
-    A thought stands at the beginning; where the form `rethinks`, further ones come behind other text. Where it has
+    A thought stands at the beginning; where the form `rethinks`, further ones come after other text. Where it has
     `calls_in_thoughts`, a call ends the thought, and its mark is of the answer. `is_open`: the prompt has begun the
     thought. Line breaks next to marks are dropped.
     """

@@ -89,7 +89,7 @@ class Lenient(Body):
         return [json.dumps(path)[1:-1] for path in sorted(paths)]
 
     def unused(self) -> Iterator[str]:
-        """Yield the places of known fields that have no effect beside the others."""
+        """Yield the places of known fields that have no effect with the others."""
         yield from ()
 
 

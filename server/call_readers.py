@@ -1,7 +1,7 @@
 """Parsers of the bodies of tool calls, one per `core.answer_forms.Body`.
 
 A reader gets a text, the place where a body begins, the form, and the tools by name with the schemas of their
-arguments. It returns the calls, as names and arguments, and the place behind the body. It raises `Incomplete` where
+arguments. It returns the calls, as names and arguments, and the place after the body. It raises `Incomplete` where
 more text may complete the body, else ValueError.
 """
 
@@ -45,7 +45,7 @@ class Incomplete(ValueError):
 
 
 def decoded(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at a place, and the place behind it.
+    """Return the JSON value at a place, and the place after it.
 
     Raises: Incomplete: more text may complete it. ValueError: it is no JSON.
     """
@@ -123,7 +123,7 @@ def _heads(
 def _item_patterns(
     items: tuple[str, ...], names: tuple[str, ...]
 ) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
-    """Return patterns of what stands before and behind the arguments of each item; blanks may differ."""
+    """Return patterns of what stands before and after the arguments of each item; blanks may differ."""
     groups = {NAME: f"(?P<name>{any_name(names)})", "{id}": r"[\w.:-]*"}
 
     def pattern(written: str) -> re.Pattern[str]:
@@ -373,7 +373,7 @@ class _Python:
             raise self._unexpected(f"{letter} is expected")
 
     def _expect_or_peek(self, end: str) -> None:
-        """Take the comma behind a part; the last part may have none."""
+        """Take the comma after a part; the last part may have none."""
         if not self._take(",") and not self.text.startswith(end, self.position):
             raise self._unexpected(f"a comma or {end} is expected")
 
@@ -408,7 +408,7 @@ class _Unquoted(_Python):
 
 
 def _unquoted(text: str, start: int, quote: str) -> tuple[Any, int]:
-    """Return the object at a place, and the place behind it; see `_Unquoted`."""
+    """Return the object at a place, and the place after it; see `_Unquoted`."""
     reader = _Unquoted(text, start, quote)
     return reader.value(), reader.position
 

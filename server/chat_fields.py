@@ -73,7 +73,7 @@ class Tool(Lenient):
     """A function that the model may call."""
 
     class Function(Lenient):
-        """Its name, and what the model is told of it; `parameters` is the JSON schema of its arguments."""
+        """Its name, and what the model reads about it; `parameters` is the JSON schema of its arguments."""
 
         name: str = Field(min_length=1)
         description: str | None = None

@@ -1,4 +1,4 @@
-"""The engines behind the server: one process per model, restarted when it crashes.
+"""The server's engines: one process per model, restarted when it crashes.
 
 The HTTP process never computes. After a crash, the new process gets all requests whose clients have seen no output.
 """

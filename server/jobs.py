@@ -84,7 +84,7 @@ class JobSubmission(Strict):
     stream: StreamSource
     task: Task | None = Field(default=None, description="Task of lines that name none; default: the name's stem.")
     preset: Literal[SEARCHED] | None = Field(  # type: ignore[valid-type]
-        default=None, description="A paper's search with each of its numbers; `settings` beside it win."
+        default=None, description="A paper's search with each of its numbers; `settings` given with it win."
     )
     settings: TuningSettings = Field(default_factory=TuningSettings)
     sampling: Sampling = Field(default_factory=Sampling)
@@ -160,7 +160,8 @@ UPLOAD = {
 def prompts_of(app: State, body: JobSubmission) -> tuple[list[Prompt], str, str]:
     """Return the job's prompts, a name for their origin, and the task of lines that name none.
 
-    Raises: NotFound: no such upload or file. StreamError: a line is no prompt. SettingsError: the name is none.
+    Raises: NotFound: no such upload or file. StreamError: a line is not a prompt. SettingsError: the name cannot be
+            used.
     """
     source = body.stream
     if source.upload:
@@ -256,7 +257,7 @@ async def upload_stream(
 def keep_upload(app: State, content: bytes, task: str) -> tuple[str, int]:
     """Store a stream for jobs to name; returns its SHA-256 and the number of its prompts.
 
-    Raises: StreamError: a line is no prompt.
+    Raises: StreamError: a line is not a prompt.
     """
     prompts = parse_stream(io.BytesIO(content), "the upload", task)
     sha256 = stream_sha256(prompts)
@@ -274,14 +275,14 @@ async def events(
     request: Request,
     app: Shared,
     job: JobId,
-    after: Annotated[int | None, Query(ge=0, le=LARGEST, description="Only events behind this id.")] = None,
+    after: Annotated[int | None, Query(ge=0, le=LARGEST, description="Only events after this id.")] = None,
     last_event_id: Annotated[
         int | None, Header(ge=0, le=LARGEST, description="As `after`; a client that reconnects sends it.")
     ] = None,
     format: Annotated[Literal["json", "sse"] | None, Query(description="Overrules the header Accept.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Of a JSON page.")] = 1000,
 ) -> Response:
-    """The job's events from the first on, or behind `Last-Event-ID`; `end` with the job is the last one.
+    """The job's events from the first on, or after `Last-Event-ID`; `end` with the job is the last one.
 
     `progress` events come without an id when the figures have changed. With `Accept: application/json` or
     `format=json`: one page of what is there.

@@ -150,8 +150,8 @@ class LookupCache:
     """Calls `find_answers` in a thread, once for equal concurrent queries; NotFound is cached as an answer, too.
 
     One query of the database, `states_of`, tells of all models that were asked for lately whether an alias has moved.
-    It runs beside the requests, so that few of them wait for the database: an answer is found again only if its task is
-    among `tasks_moved` since, and every REREAD_S.
+    It runs while requests are answered, so that few of them wait for the database: an answer is found again only if its
+    task is among `tasks_moved` since, and every REREAD_S.
 
     Raises: SwiftoptError: any other error of a query; it is not cached.
     """
@@ -214,9 +214,7 @@ class LookupCache:
         models = list(self._asked_at_s)
         states = await to_thread.run_sync(self._read_states, models, limiter=self._limiter())
         changed = {
-            model: checked
-            for model, checked in states.items()
-            if checked.moved and DEFAULT_TASK not in checked.moved
+            model: checked for model, checked in states.items() if checked.moved and DEFAULT_TASK not in checked.moved
         }
         for query, answer in self._cached.items() if changed else ():
             checked = changed.get(query.model)
@@ -357,7 +355,7 @@ def layer_sets(
 
 @router.get("/models", operation_id="models", response_model=ModelList)
 def models(app: Shared) -> Response:
-    """OpenAI's list of the models that are served; beside it those that were loaded once, and names look-ups know."""
+    """OpenAI's list of the models that are served; then those that were loaded once, and names look-ups know."""
     stored_models = ModelList(tuple(app.store.models()), tuple(app.store.model_names())).to_json()
     return JSONResponse(
         {**stored_models, "object": "list", "data": [engine.card() for engine in app.engines.of.values()]}

@@ -53,7 +53,7 @@ TASK_COUNTERS: tuple[tuple[str, str, Callable[[TaskTuning], float]], ...] = (
     ("requests", "Requests that have ended.", lambda of: of.requests),
     ("tokens", "Tokens of these.", lambda of: of.tokens),
     ("decode_seconds", "Seconds of rounds.", lambda of: of.seconds),
-    ("search_seconds", "Seconds that the search has taken beside these.", lambda of: of.search.seconds),
+    ("search_seconds", "Seconds that the search has taken in addition.", lambda of: of.search.seconds),
 )
 
 # Gauges of what an engine keeps: (name, help text, value).

@@ -30,7 +30,7 @@ _shared = lru_cache(maxsize=4096)(RoundFigures)
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended. Each of several choices is one, with its index behind the id of their answer.
+    """A request that has ended. Each of several choices is one, with its index after the id of their answer.
 
     `at` is its end, in seconds since 1970, `owner` the name of its API key; `asked` is the plan that it asked for, in
     words, empty where it left the choice to the server. `sums` are its figures, and `total_s` is what its client

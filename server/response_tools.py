@@ -149,7 +149,7 @@ def chat_call(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format_words(format_asked: Any) -> str:
-    """Return what the model is told of a custom tool's format."""
+    """Return what the model reads about a custom tool's format."""
     if not isinstance(format_asked, Mapping) or format_asked.get("type") != "grammar":
         return ""
     return f"The input follows this {format_asked.get('syntax')} grammar:\n{format_asked.get('definition')}"

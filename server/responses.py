@@ -172,7 +172,7 @@ class Messages:
 
     `left_out` are the places of items that say nothing to the model.
 
-    A message of the assistant, its thought before it and the calls behind it are one message, as they were answered.
+    A message of the assistant, its thought before it and the calls after it are one message, as they were answered.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class Options(Strict):
 
 
 class StreamOptions(Lenient):
-    """What a stream tells beside its text."""
+    """What a stream reports apart from its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -74,7 +74,7 @@ class JsonSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """What the text is to be; a `schema` beside the type is llama.cpp's form of one."""
+    """What the text is to be; a `schema` next to the type is llama.cpp's form of one."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -165,7 +165,7 @@ class CommonFields(Lenient):
     def check(self) -> None:
         """Check what the fields' types do not.
 
-        Raises: InvalidInput: a field cannot be obeyed, by itself or beside another.
+        Raises: InvalidInput: a field cannot be obeyed, by itself or with another.
         """
         for name, accepted in self.UNSUPPORTED.items():
             value = self.extra.get(name)
@@ -326,7 +326,7 @@ class AskedChat(GenerationFields):
     def requests(self, salt: str) -> list[CompletionRequest]:
         """Return the one request.
 
-        Raises: InvalidInput: a field cannot be used beside another, or at all.
+        Raises: InvalidInput: a field cannot be used with another, or at all.
         """
         template, common, forced = self._template(), self.common(salt), self._forced()
         request = replace(

@@ -169,7 +169,8 @@ def allowed_origins(origins: Sequence[str]) -> tuple[str, ...]:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin.lower()):
             raise SettingsError(
-                f"the origin {origin!r} is none: use one such as https://chat.example.org, or '*' for all"
+                f"{origin!r} is not an origin: use scheme://host[:port], for example https://chat.example.org, or '*'"
+                " for all"
             )
     return tuple(origin.lower() for origin in origins)
 

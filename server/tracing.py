@@ -108,7 +108,7 @@ def request_span(
 
 
 def _add_choice(tracer: Tracer, parent: Span, choice: Choice) -> None:
-    """Add the spans of a choice that has ended, one behind the other."""
+    """Add the spans of a choice that has ended, one after the other."""
     done, completion = choice.done, choice.completion
     assert done is not None
     prefill_s = completion.prefill_s or 0.0

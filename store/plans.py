@@ -95,7 +95,7 @@ LOOKUP_STATES = union_all(
 def add_layer_set(
     session: Session, record: LayerSetRecord, plan_method: str | None = None, promote: bool = True
 ) -> LayerSetRecord:
-    """Store a new version with its plan and, unless told otherwise, let `best` mean it; the record as stored.
+    """Store a new version with its plan and, by default, let `best` mean it; return the record as stored.
 
     The plan is of the method that the set was found for, where none is named.
 
@@ -184,7 +184,7 @@ def known_sets(session: Session, fingerprint: str) -> list[KnownSet]:
 
 
 def add_plan(session: Session, model: str, task: str, plan: Plan, promote: bool = True) -> FoundPlan:
-    """Store how to decode as the next version and, unless told otherwise, let its usual alias mean it.
+    """Store how to decode as the next version and, by default, let its usual alias mean it.
 
     The plan's layer set and heads or probe must be stored records. `alias` is "" if none was moved.
 

@@ -1,4 +1,4 @@
-"""The trials of searches beside the requests of served models; bounded, because servers run for months."""
+"""The trials of searches that run with the requests of served models; bounded, because servers run for months."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tables import ServedSearchRow, ServedTrialRow, to_row
 
 MOST_SEARCHES = 8  # Searches that are kept of a model's task, the newest.
 MOST_TRIALS = 10_000  # Trials that are kept of a search, the newest.
-STATE = "served"  # What the state of these searches is called beside those of jobs.
+STATE = "served"  # The state of these searches; jobs have others.
 
 
 @dataclass(frozen=True, slots=True)

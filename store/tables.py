@@ -1,7 +1,7 @@
 """The database tables, and the conversion of core's records to rows and back by field names; rows stay in the store.
 
 Every table starts with `swiftopt_`, so that a database may be shared (Optuna has a table `trials`, too). A field that
-has a column of its name needs no line behind the tables.
+has a column of its name needs no line after the tables.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ class TrialRow(TrialColumns, Base):
 
 
 class ServedSearchRow(Base):
-    """A search beside the requests of a served model's task."""
+    """A search while requests of a served model's task are decoded."""
 
     __tablename__ = "swiftopt_served_searches"
     __table_args__ = (Index(None, "fingerprint", "task"),)

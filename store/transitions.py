@@ -174,7 +174,7 @@ def held_locks(session: Session, prefix: str) -> list[str]:
 
 
 def begin_here(session: Session, lease_s: float, spec: JobSpec, worker: str) -> Claim:
-    """Take a new job that this process runs itself; it is never delivered, and may run beside an equal job."""
+    """Take a new job that this process runs itself; it is never delivered, and may run together with an equal job."""
     lease_until = clock_s() + lease_s
     row = _insert(session, spec, "running", worker=worker, started_at=now(), lease_until=lease_until)
     job = to_jobs(session, [row])[0]

@@ -1,1 +1,1 @@
-"""The work behind commands and jobs: generate, tune, compare, train, and preparing what methods need."""
+"""The work of commands and jobs: generate, tune, compare, train, and preparing what methods need."""

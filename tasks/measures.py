@@ -199,7 +199,7 @@ def quality(prompt: Prompt, text: str) -> float:
     """Return the quality of an answer to the prompt, from 0 to 1.
 
     Code: 1 where the data set's tests pass within some seconds, else 0 (HumanEval, arXiv:2107.03374). Numbers: 1 where
-    the last one of the answer is the reference's (GSM8K, arXiv:2110.14168; it may stand behind "####"). Words: 1 where
+    the last one of the answer is the reference's (GSM8K, arXiv:2110.14168; it may stand after "####"). Words: 1 where
     they are the reference's but for case, articles and punctuation. Summaries: F of ROUGE-2, with stems.
 
     Raises: KeyError: the prompt has no reference.

@@ -272,7 +272,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         self._thread.start()
 
     def submit(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> Ticket:
-        """Decode a prompt beside the others; options as for `Model.work`.
+        """Decode a prompt together with the others; options as for `Model.work`.
 
         Raises: Cancelled: the engine is closed.
         """
@@ -281,7 +281,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
         return ticket
 
     def run(self, work: Work[None], ticket: Ticket) -> None:
-        """Decode beside the others; the ticket gets the events.
+        """Decode together with the others; the ticket gets the events.
 
         Raises: Cancelled: the engine is closed.
         """
@@ -320,7 +320,7 @@ class LiveEngine(AbstractContextManager["LiveEngine"]):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that its memory holds, if nothing drafts beside them."""
+        """Tokens that its memory holds, if nothing drafts."""
         assert self._engine.memory is not None
         return self._engine.memory // self.model.runtime.slot_bytes
 

@@ -169,7 +169,7 @@ class Figures(Record):
     under the target itself; its ratio and the ratio's interval over prompts are to plain decoding's. `early_share`:
     share of tokens accepted from an intermediate layer; `rejected_share`: share of the verified early predictions that
     the last layer contradicted. `quality` is the mean of the data set's measure over the prompts, `pass_at_10` that of
-    pass@10 where there are as many samples. `extra_bytes`: tensors beside the target's weights and buffer.
+    pass@10 where there are as many samples. `extra_bytes`: tensors other than the target's weights and buffer.
     `expected_ratio` is E(Spd.) of the rounds by measured costs, `published_ratio` with a layer set's c = 1 - r (SWIFT
     Eq. 6). `reason`: why there are no figures, or not of all prompts.
     """

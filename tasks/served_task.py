@@ -114,7 +114,7 @@ class Judgement:
 
     @classmethod
     def of_plan(cls, stored_plan: FoundPlan) -> Judgement:
-        """Return a stored plan's own verdict, with its speeds if the runs behind the verdict are stored."""
+        """Return a stored plan's own verdict, with its speeds if its runs are stored."""
         plan, record = stored_plan.plan, stored_plan.plan.layer_set
         verdict = Verdict(plan.verdict, plan.measured_speedup, plan.measured_interval)
         if plan.measured_speedup is None:

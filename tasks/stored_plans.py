@@ -29,7 +29,7 @@ class StoredPlans:
         self._read_at_s = -math.inf  # On the monotonic clock.
 
     def look_up(self, names: Sequence[str]) -> dict[str, FoundPlan]:
-        """Return by task the plan behind the alias `best`, if it is a layer set for adaptive drafts in our format."""
+        """Return by task the plan that the alias `best` means, if it is a layer set of ours for adaptive drafts."""
         runtime = self._runtime
         plans = self._store.lookup_many(runtime.info.fingerprint, names, machine_name(runtime), runtime.dtype_name)
         return {name: plan for name, plan in plans.items() if self._is_ours(plan)}

@@ -43,7 +43,7 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "axes.titlecolor": GREY,
-    "axes.grid": True,  # Grid lines behind the data replace the frame around it.
+    "axes.grid": True,  # Grid lines replace the frame around it.
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.spines.top": False,

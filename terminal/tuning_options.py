@@ -43,7 +43,7 @@ settings = together(
         type=click.Choice([*presets()]),
         is_eager=True,
         callback=_use_preset,
-        help=f"A paper's method with each of its numbers, but for options beside it: {', '.join(presets())}.",
+        help=f"A paper's method with each of its numbers, but for options given with it: {', '.join(presets())}.",
     ),
     _search("method", "What the layer set is to draft for; adaptive decides by measured time."),
     _search(

@@ -275,7 +275,7 @@ class EngineJobs(Attempts):
     def _due(self) -> Iterator[Delivery]:
         """Yield the attempts that wait for this model: those that have become due since the last poll.
 
-        After an attempt of its own it looks at all of them: one that waited meanwhile may have been delivered anew.
+        After its own attempt it looks at all of them: one that waited meanwhile may have been delivered anew.
         """
         waiting = self.store.jobs.due_tunings(DEFAULT_QUEUE, self._due_since)
         if not self._due_since:

@@ -93,7 +93,8 @@ class WorkerFacts:
 class RedisQueue:
     """Access the queues of one Redis or Valkey server.
 
-    Raises: ServiceUnreachable: in every method, when the server does not answer; SettingsError: the URL is none.
+    Raises: ServiceUnreachable: in every method, when the server does not answer; SettingsError: the URL is not one of
+            Redis.
     """
 
     def __init__(self, url: str, blocking_s: float = 0.0) -> None:

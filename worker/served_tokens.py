@@ -92,7 +92,7 @@ def session_of(model: Model, request: CompletionRequest, most_tokens: int | None
 
     Args:   most_tokens: tokens that the KV memory holds, for requests without a length; None: no limit.
     Raises: InvalidInput: the prompt cannot be encoded, or a field cannot be used. ContextOverflow: the prompt does not
-            fit the model's context, or the completion behind it.
+            fit the model's context, or the completion after it.
     """
     grammar = None
     if request.forced:

@@ -1,4 +1,4 @@
-"""One model's engine in a process of its own: it reads questions from standard input and answers on standard output.
+"""One model's engine in its own process: it reads questions from standard input and answers on standard output.
 
 Both are lines of `core/messages.py`. While nothing is decoded, the engine also runs queued jobs of its model.
 `swiftopt serve` starts the process as `python -m swiftopt.worker.serving NAME LEVEL FORMAT`, as its log is to be.

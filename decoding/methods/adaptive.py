@@ -3,7 +3,7 @@
 A round is one of three. *Plain*: only the root. *Text*: what followed the text's end before, as in prompt lookup.
 *Model*: a chain of a draft model, the cheaper model or the checkpoint's multi-token-prediction layer, whichever is
 expected to bring more; where earlier text suggests the next tokens, one pass of the draft model checks
-several of them at once, and what text suggests behind the chain's end is added unchecked. Text takes no part where
+several of them at once, and what text suggests after the chain's end is added unchecked. Text takes no part where
 drafted tokens are read from the device one step late (`DraftModel.draft_ahead`). All estimates are learnt from outcomes
 and carried over from request to request.
 
@@ -256,7 +256,7 @@ class AdaptiveDrafter(Drafter):
             if n_modelled:
                 estimates.step_cost = faded(estimates.step_cost, chain.drafting / n_modelled)
         for depth, occurrence in chain.occurrences.items():
-            if depth <= n_accepted + 1:  # The target has not judged the tokens behind a refused one.
+            if depth <= n_accepted + 1:  # The target has not judged the tokens after a refused one.
                 occurrence.judge(depth <= n_accepted)
         if n_accepted < len(chain.token_ids) and n_accepted in chain.seconds:
             learned.second.learn(len(path) > n_accepted)

@@ -158,7 +158,7 @@ class ChainDrafter(Drafter):
     def _draft_ahead(self, max_steps: int) -> PassGenerator[Draft]:
         """Draft on a device: read each step while the next one runs.
 
-        DEVIATION: the draft ends one step behind the unsure one, with which SWIFT's ends: to drop that step would cost
+        DEVIATION: the draft ends one step after the unsure one, with which SWIFT's ends: to drop that step would cost
         a draft pass a round (docs/gpu.md).
         """
         stop, branching, is_unsure = self.stop, self.branching, False

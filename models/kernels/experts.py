@@ -133,5 +133,6 @@ def is_mean(config: Any) -> bool:
 
 def correction_of(mlp: nn.Module) -> Tensor | None:
     """Return what is added to scores where experts are chosen: (experts,), None where there is nothing."""
-    corrections = [tensor for name, tensor in (*mlp.named_buffers(), *mlp.named_parameters()) if name.endswith(CORRECTIONS)]
+    tensors = (*mlp.named_buffers(), *mlp.named_parameters())
+    corrections = [tensor for name, tensor in tensors if name.endswith(CORRECTIONS)]
     return corrections[0].reshape(-1) if corrections else None

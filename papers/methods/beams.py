@@ -54,7 +54,7 @@ class BeamDrafter(Drafter):
     Probabilities are those of the model itself after top-k and top-p of the drafter's own: MTAD's ratio compares them
     with the target's, warped alike, so neither temperature nor penalties enter. Where the request samples, beams are
     drawn from their joint probabilities, each one once (beam sampling, MTAD 2.1); otherwise the best ones are taken. A
-    beam goes on behind a stop token, where the loop cuts it.
+    beam goes on after a stop token, where the loop cuts it.
 
     DEVIATION: top-k and top-p hold for each beam's next token, where MTAD 2.1 warps the beams' joint distribution: the
     ratio of target and draft compares tokens, so both must be warped token by token.

@@ -4,13 +4,13 @@ Jacobi decoding: a block of guesses is checked as a chain, and the same pass ref
 et al., arXiv:2305.10427, as a block that moves along with the text).
 
 Lookahead decoding: n-grams that guesses pass through are drafted. Beside the draft, the target's pass runs a window of
-W columns and N - 1 levels. Column i of the oldest level guesses the token i behind the root (column 0 is the root), and
-each further level the token behind the one before it, as guessed one pass later. The argmax under each column completes
+W columns and N - 1 levels. Column i of the oldest level guesses the token i after the root (column 0 is the root), and
+each further level the token after the one before it, as guessed one pass later. The argmax under each column completes
 an n-gram for the pool and becomes the newest level, while the oldest is dropped: after one committed token, every guess
 is again where it belongs. The n-grams that begin with the root's token are the next draft (Fu et al., arXiv:2402.02057,
 3.1 and 3.2).
 
-Both are functions of committed tokens and of argmaxes behind them, and depend on no draw of the round that
+Both are functions of committed tokens and of argmaxes after them, and depend on no draw of the round that
 checks them: `TargetWalk` is exact at every temperature.
 """
 

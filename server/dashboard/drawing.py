@@ -251,7 +251,7 @@ class Plot:
         return f"{x:.1f} {y:.1f}"
 
     def marks(self, name: str, points: Iterable[Point], mark_path: str) -> None:
-        """Add a mark, a path of its own, at each point."""
+        """Add a mark, a separate path, at each point."""
         self._paths.append(path(name, (f"M{self._at(point)}{mark_path}" for point in points)))
 
     def links(

@@ -30,7 +30,7 @@ TERMS: Mapping[str, str] = {
     "Skip ratio r": "Share of the sub-layers that a draft leaves out.",
     "Task": "A kind of text, such as code or summaries, which has drafts and a verdict of its own.",
     "Time saved": "What plain decoding would have taken longer, by the ratio; below 0 where drafts are slower.",
-    "Tokens per pass M": "Tokens / passes of the model behind the prompt.",
+    "Tokens per pass M": "Tokens / passes of the model after the prompt.",
     "Tokens per second of decoding": "Tokens / seconds of rounds of a request, without its prompt, search and waits.",
     "Trial": "A layer set that a search has scored once.",
     "Verdict": "Whether drafts are used: only if the whole interval of the ratio is above 1.",

@@ -122,7 +122,7 @@ def test_form_that_makes_no_sense_is_one_sentence(form: dict[str, Any], words: s
 def test_rows_of_another_data_set_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StreamError, match=r"line 1 has no field for .*'question'.*: give a file of the data set"):
         read_stream(saved(tmp_path, [ROWS["xsum"]]), form=StreamForm("gsm8k"))
-    with pytest.raises(StreamError, match=r"holds no row behind its first 5, the examples"):
+    with pytest.raises(StreamError, match=r"holds no row after its first 5, the examples"):
         read_stream(saved(tmp_path, GSM8K[:5]), form=StreamForm("gsm8k"))
 
 
