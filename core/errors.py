@@ -44,8 +44,13 @@ from urllib.parse import urlsplit
 T = TypeVar("T")
 
 
+MOST_CHARACTERS, LAST_CHARACTERS = 2000, 300  # Characters of a message: at most, and of its end where it is cut.
+
+
 class SwiftoptError(Exception):
     """Base of all errors; the message is one sentence: what is wrong, where, and what to do.
+
+    The middle of a message that quotes a very long value is left out.
 
     `param`: the request field with the error, if it is one field.
     """
@@ -53,6 +58,8 @@ class SwiftoptError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = "", param: str | None = None) -> None:
+        if len(message) > MOST_CHARACTERS:
+            message = f"{message[: MOST_CHARACTERS - LAST_CHARACTERS]} … {message[-LAST_CHARACTERS:]}"
         super().__init__(message)
         self.param = param
 

@@ -8,6 +8,8 @@ from urllib.parse import unquote
 
 # Keywords whose value maps names to schemas.
 BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# Keywords whose value is a list.
+LISTS = ("required", "prefixItems", "allOf", "anyOf", "oneOf")
 # Keywords whose value is plain JSON data. It is not searched for schemas, even if it looks like one.
 VALUES = ("const", "enum", "default", "example", "examples")
 # Keywords that a grammar for constrained decoding cannot enforce.
@@ -65,6 +67,19 @@ def walk(schema: Schema, place: Place = ()) -> Iterator[tuple[Place, Schema]]:
     yield place, schema
     for inner, part in parts(schema):
         yield from walk(part, (*place, *inner))
+
+
+def find_misshapen(root: Schema) -> tuple[Place, Any, str] | None:
+    """Return the place and the value of the first keyword with a value of another type, and what it should be."""
+    for place, part in walk(root):
+        for key, value in part.items():
+            expected = "an object" if key in BY_NAME else "a list" if key in LISTS else ""
+            if expected and value is not None and not isinstance(value, Mapping if key in BY_NAME else list):
+                return (*place, key), value, expected
+        for index, name in enumerate(part.get("required") or ()):
+            if not isinstance(name, str):
+                return (*place, "required", index), name, "a text"
+    return None
 
 
 def rewrite(schema: Schema, change: Callable[[Schema, dict[str, Any]], Any]) -> Any:

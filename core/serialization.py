@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**63 - 1  # Largest integer that every supported database can store.
 WORDS = {  # Regular expressions for pydantic's wording, and what error messages say instead.
+    "a valid string, unable to parse raw data .*": "a text of whole characters",  # It has half of a surrogate pair.
     ", (unable to|got a) .*": "",  # Drop details of the parser.
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -304,7 +306,7 @@ def explain_error(path: list[str], kind: str, message: str, value: Any, known_ke
     if kind == "value_error":
         reason = message.removeprefix("Value error, ")
         return f"{dotted_path}: {reason}" if dotted_path else reason
-    return f"{dotted_path or 'it'} is {_shorten(value)}: {_advice(message)}"
+    return f"{dotted_path or 'it'} is {shorten(value)}: {_advice(message)}"
 
 
 def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, Sequence[Mapping[str, Any]]]:
@@ -339,7 +341,7 @@ def explain_body_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[
     advice = list(dict.fromkeys(_advice(rival["msg"]) for rival in same_place_errors))
     if len(advice) > 1 and all(rival.startswith("use ") for rival in advice):
         words = ", or ".join([advice[0], *(rival[4:] for rival in advice[1:])])
-        return f"{dotted_path} is {_shorten(first_error['input'])}: {words}", dotted_path, same_place_errors
+        return f"{dotted_path} is {shorten(first_error['input'])}: {words}", dotted_path, same_place_errors
     location = (
         [to_javascript_path(path[:-1]) or "the body", str(path[-1])]
         if first_error["type"] in KEY_ERRORS
@@ -378,10 +380,29 @@ def _advice(message: str) -> str:
     return advice
 
 
-def _shorten(value: Any) -> str:
-    # Cut before `repr`, which is slow for values of megabytes.
-    text = repr(value[:80] if isinstance(value, list | str) else value)
+def shorten(value: Any) -> str:
+    """Return a value as JSON has it, cut to 80 characters; texts in single quotes, as errors name them."""
+    # Cut first: writing values of megabytes is slow.
+    value = value[:80] if isinstance(value, list | str) else value
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_json(fields: Mapping[str, Any]) -> None:
+    """Check that an answer can repeat the fields of a request.
+
+    Raises: InvalidInput: a number or a text in one of them cannot be written as JSON, or its nesting is too deep.
+    """
+    for name, value in fields.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            problem = f"{name} has half of a character (a surrogate without the other): send whole ones"
+            raise InvalidInput(problem, name) from None
+        except RecursionError:
+            raise InvalidInput(f"{name} is nested too deeply: send it with fewer levels", name) from None
+        except ValueError:
+            raise InvalidInput(f"{name} has a number that JSON lacks (NaN or infinity): leave it out", name) from None
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,19 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..core.errors import SchemaError
-from ..core.json_schemas import Place, Schema, can_close, find_endless, is_described, limits, parts, rewrite, target
+from ..core.json_schemas import (
+    Place,
+    Schema,
+    can_close,
+    find_endless,
+    find_misshapen,
+    is_described,
+    limits,
+    parts,
+    rewrite,
+    target,
+)
+from ..core.serialization import shorten
 
 # These limits keep compilation under 0.5 s and a mask under 0.1 s; other requests wait meanwhile.
 LIMITS = LLParserLimits(max_grammar_size=10_000, initial_lexer_fuel=100_000)
@@ -62,6 +74,10 @@ def line(message: str) -> str:
 
 def _rewrite(schema: Schema) -> dict[str, Any]:
     try:
+        if (misshapen := find_misshapen(schema)) is not None:
+            place, value, expected = misshapen
+            path = _json_pointer(place)
+            raise SchemaError(f"the JSON schema cannot be used, at #/{path}: {shorten(value)} is not {expected}")
         root = {**schema, "x-guidance": None}
         adapt = partial(_adapt_part, root=root, endless_ids=find_endless(root), closes=can_close(root))
         adapted = rewrite(root, adapt)

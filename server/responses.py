@@ -14,7 +14,7 @@ from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
-from ..core.serialization import LARGEST, explain_body_error
+from ..core.serialization import LARGEST, check_json, explain_body_error
 from ..core.streams import text_of
 from .bodies import Lenient
 from .completions import Exchange, Pieces
@@ -76,6 +76,7 @@ class AskedResponse(CommonFields):
         for name in ("return_metrics", "return_token_ids"):
             if getattr(self, name):
                 raise UnsupportedField(f"{name} is not supported in Responses: ask /v1/chat/completions for it", name)
+        check_json(self.repeated())
 
     def name_of(self, field: str) -> str:
         return self._in_its_words(super().name_of(field))

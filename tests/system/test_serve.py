@@ -843,6 +843,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 NAMED = {"type": "function", "function": {"name": "add"}}
 HALF = "half of a \ud83d"
+NOT_A_NUMBER = {"type": "function", "name": "f", "parameters": {"x": float("nan")}}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -942,12 +943,18 @@ WRONG: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     (COMPLETION, {"prompt": HALF}, "", "half of a character"),
     (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "", "half of a character"),
     (RESPONSE, {"input": HALF}, "", "half of a character"),
+    # what a response cannot repeat
+    (RESPONSE, {"metadata": {"a": HALF}}, "metadata", "half of a character"),
+    (RESPONSE, {"metadata": {"a": float("inf")}}, "metadata", "a number that JSON lacks"),
+    (RESPONSE, {"tools": [NOT_A_NUMBER]}, "tools", "a number that JSON lacks"),
     (CHAT, {"messages": [{"role": "user", "content": "w1", "more": nested(300)}]}, "", "within each other"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(300)}}}, "", "each other"),
     # sentences without the words of a parser
     (CHAT, {"tool_choice": "any"}, "tool_choice", "is 'any': use 'none', 'auto' or 'required', or an object"),
     (CHAT, {"logit_bias": {"abc": 1}}, "logit_bias", "logit_bias has the key 'abc': use a whole number"),
     (CHAT, {"ignore_eos": "q"}, "ignore_eos", "ignore_eos is 'q': use true or false"),
+    (CHAT, {"max_tokens": "\ud800"}, "max_tokens", "use a text of whole characters"),
+    (CHAT, {"stop": [None]}, "stop[0]", "stop[0] is null: use a text"),
     (CHAT, {"swiftopt": {"task": "a/b"}}, "swiftopt.task", "use a text without '/' and control characters"),
     (CHAT, {"messages": []}, "messages", "messages is []: use at least 1 item"),
     (COMPLETION, {"prompt": 5}, "prompt", "prompt is 5: use a text, or a list"),

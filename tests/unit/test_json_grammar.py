@@ -351,6 +351,13 @@ def test_pointers_lead_where_they_say_and_values_hold_no_schemas() -> None:
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf of schemas that may share a value .* use anyOf"),
         (closed(a={"type": "integer", "minimum": 1, "maximum": 2, "multipleOf": 5}), "required property 'a'"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "required property 'a'"),
+        # Keywords with values of another type.
+        ({"type": "object", "properties": -1}, "at #/properties: -1 is not an object"),
+        (closed(a={"$defs": "x"}), "at #/properties/a/.defs: 'x' is not an object"),
+        ({"type": "object", "required": {"a": 1}}, 'at #/required: {"a": 1} is not a list'),
+        ({"type": "object", "required": ["b", [1]]}, r"at #/required/1: \[1\] is not a text"),
+        ({"items": {"anyOf": True}}, "at #/items/anyOf: true is not a list"),
+        ({"type": "array", "prefixItems": 1.5, "minItems": 1}, "at #/prefixItems: 1.5 is not a list"),
     ],
 )
 def test_schema_that_cannot_be_held_is_refused_in_a_sentence(schema: dict[str, Any], words: str) -> None:

@@ -107,7 +107,7 @@ BAD_LINES = {
         '{"prompt": "a", "max_new_tokens": 0}',
         "max_new_tokens is 0: use a number greater than or equal to 1",
     ),
-    "true new tokens": ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True: use a whole number"),
+    "true new tokens": ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is true: use a whole number"),
     "endless number": ('{"prompt": "a", "id": ' + "9" * 5000 + "}", "is not valid JSON"),
     "endless nesting": ('{"prompt": ' + "[" * 100_000, "is not valid JSON"),
 }

@@ -1,10 +1,10 @@
-"""Passwords in URLs, however they are written there, are shown by nobody."""
+"""What errors and logs never show: passwords in URLs, however they are written there, and megabytes of a value."""
 
 from __future__ import annotations
 
 import pytest
 
-from swiftopt.core.errors import StoreError, safe_url
+from swiftopt.core.errors import InvalidInput, StoreError, safe_url
 from swiftopt.store import Store
 from swiftopt.store.database import without_password
 
@@ -28,3 +28,8 @@ def test_error_of_a_server_that_is_away_does_not_tell_a_password_among_the_optio
     with pytest.raises(StoreError) as caught:
         Store.open("postgresql+psycopg://me@127.0.0.1:1/db?password=hidden")
     assert "hidden" not in str(caught.value) and "password=***" in str(caught.value)
+
+
+def test_error_that_quotes_a_value_of_megabytes_keeps_its_beginning_and_its_advice() -> None:
+    said = str(InvalidInput(f"no model {'x' * 2**20!r} is served here: did you mean 'tiny'?"))
+    assert len(said) < 2010 and said.startswith("no model 'xxx") and said.endswith("did you mean 'tiny'?")
