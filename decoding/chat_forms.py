@@ -1,8 +1,9 @@
 """Rewriting a chat into a form of which the model's template drops nothing.
 
 Templates differ in what they read: a content as a text or as parts, arguments as an object or as JSON. What a template
-does not read, it drops without an error. So a probe of the chat, with a marker in place of each text, is rendered in
-one form after another until all markers appear. The form found is cached by the shape of the chat.
+does not read, it drops without an error; what it expects and does not get, it refuses. So a probe of the chat, with a
+marker in place of each text, is rendered in one form after another until all markers appear. The form found is cached
+by the shape of the chat.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from ..core.answer_forms import FORMS
 from .template_limits import limited
 
 Message = Mapping[str, Any]
-Change = Callable[[Sequence[Message]], list[Message]]  # Rewrites the messages of a chat.
-
 MAX_FORMS = 512  # Maximum forms cached per tokenizer.
 MAX_CHANGES = 3  # Maximum changes combined in one form.
 ID_LENGTH = 9  # Length of a tool call's id that Mistral's templates demand.
@@ -65,9 +64,11 @@ class Chat:
     def apply(self, form: Sequence[Change]) -> Chat:
         chat = self
         for change in form:
-            chat = replace(chat, messages=change(chat.messages))
+            chat = change(chat)
         return chat
 
+
+Change = Callable[[Chat], Chat]  # Rewrites a chat.
 
 # Cached forms by tokenizer.
 _FORMS: WeakKeyDictionary[Any, dict[bytes, tuple[Change, ...] | LeftOut]] = WeakKeyDictionary()
@@ -97,7 +98,7 @@ def _shape(chat: Chat) -> bytes:
         content_shape = type(message.get("content")) if has_text(message) else message.get("content")
         return message["role"], content_shape, call_shapes, len(str(message.get("tool_call_id"))), sorted(message)
 
-    values = {**chat.values, "tools": bool(chat.values.get("tools"))}
+    values = {**chat.values, "tools": sorted({_is_described(tool) for tool in chat.values.get("tools") or ()})}
     shape = (
         chat.tokenizer.chat_template,
         [row(message) for message in chat.messages],
@@ -285,12 +286,27 @@ def _without_calls(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _split_calls(message: Message) -> list[Message]:
-    """Split calls into one message each, for templates that read only one call per message."""
-    if len(calls := _calls(message)) < 2:
-        return [message]
-    later_messages = ({**message, "content": "", "tool_calls": [call]} for call in calls[1:])
-    return [{**message, "tool_calls": calls[:1]}, *later_messages]
+def _split_calls(messages: Sequence[Message]) -> list[Message]:
+    """Split calls into one message each, with its result behind it, for templates that read one call per message.
+
+    Such templates may take a result for that of the last call.
+    """
+    changed = list[Message]()
+    places = dict[str, int]()  # Of the results that follow the latest calls: where each belongs in `changed`.
+    for message in messages:
+        calls = _calls(message)
+        if len(calls) > 1:
+            later = {key: value for key, value in message.items() if key not in THOUGHT_FIELDS} | {"content": ""}
+            split = [{**(later if i else message), "tool_calls": [call]} for i, call in enumerate(calls)]
+            places = {str(call.get("id")): len(changed) + i for i, call in enumerate(calls, start=1)}
+            changed += split
+        elif message["role"] == "tool" and (place := places.get(str(message.get("tool_call_id")))) is not None:
+            changed.insert(place, message)
+            places = {call_id: other + (other >= place) for call_id, other in places.items()}
+        else:
+            places = places if message["role"] == "tool" else {}
+            changed.append(message)
+    return changed
 
 
 def _with_written_calls(message: Message) -> list[Message]:
@@ -329,15 +345,35 @@ def _with_named_ids(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
+def _with_descriptions(chat: Chat) -> Chat:
+    """Describe functions that are not described by an empty text, for templates that write a text before theirs."""
+    tools = [
+        tool if _is_described(tool) else {**tool, "function": {**tool["function"], "description": ""}}
+        for tool in chat.values.get("tools") or ()
+    ]
+    return replace(chat, values={**chat.values, "tools": tools}) if tools else chat
+
+
+def _is_described(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return not isinstance(function, Mapping) or isinstance(function.get("description"), str)
+
+
+def _all(change: Callable[[Sequence[Message]], list[Message]]) -> Change:
+    """Return the change of a chat that rewrites its messages."""
+    return lambda chat: replace(chat, messages=change(chat.messages))
+
+
 def _each(change: Callable[[Message], list[Message]]) -> Change:
     """Return the change of a chat that rewrites each message as one or more messages."""
-    return lambda messages: list(chain.from_iterable(map(change, messages)))
+    return _all(lambda messages: list(chain.from_iterable(map(change, messages))))
 
 
 WRITTEN_CALLS = _each(_with_written_calls)
 CHANGES: tuple[Change, ...] = (  # Tried in this order, the likeliest first.
-    *map(_each, (_with_json, _with_objects, _with_short_ids, _separate_text, _split_calls)),
-    *(_with_named_ids, _each(_with_parts), WRITTEN_CALLS),
+    *map(_each, (_with_json, _with_objects, _with_short_ids, _separate_text)),
+    *map(_all, (_split_calls, _with_named_ids)),
+    *(_each(_with_parts), _with_descriptions, WRITTEN_CALLS),
 )
 
 

@@ -124,4 +124,44 @@ def test_calls_are_made_one_by_one_with_short_ids_where_the_template_wants_it() 
     text = ChatPrompt(templated(ONE_CALL), chat, {}).text
     first, second = text.split("[")[1][:9], text.split("[")[2][:9]
     assert first != second and text.startswith("wLet me see. [")
-    assert text.endswith(f"rain{first}rain{second}") and '"Paris"' in text
+    # Each result stands behind its call: such a template may take it for that of the last call.
+    assert f'"Paris"}}}}]rain{first}[{second}' in text and text.endswith(f"]rain{second}")
+
+
+HARMONY = (  # As gpt-oss's template writes tools, calls and results: the last call's name stands before a result.
+    "{%- for tool in tools or [] %}{{- '// ' + tool.function.description + '|' + tool.function.name }}{%- endfor %}"
+    "{%- set last = namespace(name=none) %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' and 'tool_calls' in m %}"
+    "{%- if m.content and m.thinking %}{{- raise_exception('content and thinking') }}{%- endif %}"
+    "{%- if m.content or m.thinking %}{{- '<analysis>' + (m.content or m.thinking) }}{%- endif %}"
+    "{%- set last.name = m.tool_calls[0].function.name %}"
+    "{{- '<to ' + last.name + '>' + (m.tool_calls[0].function.arguments | tojson) }}"
+    "{%- elif m.role == 'tool' %}{{- '<from ' + last.name + '>' + m.content }}"
+    "{%- else %}{{- '<' + m.role + '>' + m.content }}{%- endif %}{%- endfor %}"
+)
+
+
+def test_parallel_calls_keep_their_results_and_one_thought_where_a_template_reads_one_call() -> None:
+    calls = [call('{"city": "Paris"}', number="a"), call("{}", "sun", "b")]
+    results = [
+        {"role": "tool", "content": text, "tool_call_id": number} for number, text in (("b", "up"), ("a", "rain"))
+    ]
+    answer = {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": calls}
+    text = ChatPrompt(templated(HARMONY), [*said("w"), answer, *results, *said("And?")], {}).text
+    calls_text = '<to weather>{"city": "Paris"}<from weather>rain<to sun>{}<from sun>up'
+    assert text == f"<user>w<analysis>Both.{calls_text}<user>And?"
+
+
+def test_text_and_thought_beside_a_call_are_kept_where_a_template_takes_one_of_them() -> None:
+    answer = {"role": "assistant", "content": "Let me see.", "thinking": "Hm.", "tool_calls": [call("{}", "sun", "b")]}
+    text = ChatPrompt(templated(HARMONY), [*said("w"), answer], {}).text
+    assert text == "<user>w<assistant>Let me see.<analysis>Hm.<to sun>{}"
+
+
+@pytest.mark.parametrize("description", [{}, {"description": None}])
+def test_a_function_without_a_description_is_offered(description: dict[str, Any]) -> None:
+    described = {"type": "function", "function": {"name": "moon", "description": "Its phase."}}
+    tools = [described, {"type": "function", "function": {"name": "sun", **description}}]
+    tokenizer = templated(HARMONY)
+    assert ChatPrompt(tokenizer, said("w"), {"tools": [described]}).text == "// Its phase.|moon<user>w"
+    assert ChatPrompt(tokenizer, said("w"), {"tools": tools}).text == "// Its phase.|moon// |sun<user>w"
