@@ -2,11 +2,13 @@
 
 A study measures how far each sub-layer turns the residual stream, and finds sets by dynamic programming. `knapsack`
 follows KnapSpec (arXiv:2602.20217), `clasp` CLaSp (arXiv:2505.24196); both keep, for every cost that can be saved, the
-path through the layers whose state stays nearest to the full model's.
+path through the layers whose state stays nearest to the full model's. A path skips a sub-layer, or takes fewer experts
+in it, where these are searched.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,12 +19,12 @@ from torch import Tensor
 
 from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, SubLayer, n_skipped_for, searchable
+from ..core.types import LayerSet, PartForm, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
-from ..models.blocks import BufferRows
+from ..models.blocks import BufferRows, normed
 from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
-from .strategies.base import Bits, ExpertLevels
+from .strategies.base import ExpertLevels
 
 MIN_PAIRED_SETS = 2  # Minimum candidates per pass for strategies that score the set in use in every pass.
 N_STUDY_TOKENS = 4  # Tokens of the window whose hidden states the knapsack follows.
@@ -84,7 +86,8 @@ class Proposer:
         self.rows_run = 0.0  # Rows run by studies, in rows of the full model.
         self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
-        self._savings = (1.0,) * len(base.bits()) if savings is None else savings[: len(base.bits())]
+        self._savings = (1.0,) * len(base.bits()) if savings is None else savings
+        self._experts = experts
         problem = SearchProblem(
             base,
             base.n_skipped,
@@ -107,37 +110,53 @@ class Proposer:
     def max_rows_ahead(self, prompt_id: str) -> int:
         """Return the maximum rows of the model that a study on this prompt would run; 0 if no study is due."""
         kind = self.strategy.wants(prompt_id)
-        return 0 if kind is None else max_study_rows(kind, self._window, self._n_layers)
+        return 0 if kind is None else max_study_rows(kind, self._window, self._n_layers, self._experts)
 
     def next_candidates(self, context: Context, prompt_id: str, n: int) -> list[Proposal]:
         """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            study_result = study(context, kind, self._window, self._savings, self._ratio)
+            study_result = study(context, kind, self._window, self._savings, self._ratio, self._experts)
             self.rows_run += study_result.rows
             self.strategy.study(prompt_id, study_result)
         return [self.strategy.propose() for _ in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
-class SkipItem:
-    """Sub-layers that are skipped together, and the cost weight saved; items of weight 0 are never skipped."""
+class Change:
+    """What a draft may do with sub-layers: skip them, or take that many `experts` in them.
+
+    `bits` are those that it sets in a set's bits, and `weight` is the cost that it saves.
+    """
+
+    bits: tuple[int, ...]
+    weight: int
+    experts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StudyItem:
+    """Sub-layers that a path runs as the model does, or with one of the changes."""
 
     sub_layers: tuple[SubLayer, ...]
-    weight: int
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(slots=True)
 class _Paths:
     """The best paths through the layers so far, one per saved weight, in ascending order.
 
-    `hidden`, `entered`: (paths, tokens, hidden_size), now and at the start of the current layer.
+    `bits`: those that are 1 in a path's set. `hidden`, `entered`: (paths, tokens, hidden_size), now and at the start of
+    the current layer.
     """
 
     weights: list[int]
-    skipped: list[frozenset[SubLayer]]
+    bits: list[frozenset[int]]
     hidden: Tensor
     entered: Tensor
+
+
+Program = tuple[list[StudyItem], int]  # What a dynamic program goes through, and the largest weight that it saves.
 
 
 class StudyPass:
@@ -168,16 +187,28 @@ class StudyPass:
                 states.append(hidden)
         return states
 
-    def delta(self, sub_layer: SubLayer, hidden: Tensor, entered: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return a sub-layer's output to be added to `hidden` (rows, hidden_size); the rows have these positions."""
+    def delta(
+        self,
+        sub_layer: SubLayer,
+        hidden: Tensor,
+        entered: Tensor,
+        positions: Sequence[int],
+        experts: int | None = None,
+    ) -> Tensor:
+        """Return a sub-layer's output to be added to `hidden` (rows, hidden_size); the rows have these positions.
+
+        Args: experts: how many a row takes; None: as many as the model does.
+        """
         kind, layer = sub_layer
         block = self.runtime.blocks[layer]
-        self.n_rows += len(positions) / self._n_sub_layers
+        self.n_rows += len(positions) / self._n_sub_layers  # Whole, though some take fewer experts.
         if kind == "attn":
             group = self._plan_pass(positions).group(block, frozenset({0}))
-            normed = block.parts.attn_norm(hidden.to(block.device))
-            return block.attention(normed, BufferRows([(group, self.buffer)]))
-        return block.mlp(block.parts.mlp_norm((entered if self.runtime.parallel else hidden).to(block.device)))
+            inputs = normed(block.parts.attn_norm, hidden.to(block.device))
+            return block.attention(inputs, BufferRows([(group, self.buffer)]))
+        parts = None if experts is None else self.runtime.copies.parts("mlp", layer, PartForm(None, experts))
+        inputs = (entered if self.runtime.parallel else hidden).to(block.device)
+        return block.mlp(normed(block.parts.mlp_norm, inputs), parts)
 
     def _plan_pass(self, positions: Sequence[int]) -> PassPlan:
         position_key = tuple(positions)
@@ -195,28 +226,38 @@ class StudyPass:
 
 
 @torch.inference_mode()
-def study(context: Context, kind: StudyKind, window: int, savings: Sequence[float], skip_ratio: float) -> Study:
+def study(
+    context: Context,
+    kind: StudyKind,
+    window: int,
+    savings: Sequence[float],
+    skip_ratio: float,
+    experts: ExpertLevels | None = None,
+) -> Study:
     """Study the latest `window` generated tokens.
 
-    Args: savings: what skipping each searchable sub-layer saves, in any unit. skip_ratio: bounds what `clasp` skips.
-          The buffer must have `study_rows` slots behind the committed ones.
+    Args: savings: what each bit of a set saves, in any unit: of skipped sub-layers, then of `experts`. skip_ratio:
+          bounds what `clasp` skips. The buffer must have `study_rows` slots behind the committed ones.
     """
     context.load.n_beside += 1
     study_pass = StudyPass(context, window)
     states = study_pass.run_window()
-    turns = _measure_turns(states, context.runtime.n_layers)
-    found_sets: list[Bits] = []
+    n_layers = context.runtime.n_layers
+    turns = _measure_turns(states, n_layers)
+    programs: list[tuple[Program, Sequence[int]]] = []
     if kind == "knapsack":
         token_indices = sorted(
             {round((i + 1) * window / N_STUDY_TOKENS) - 1 for i in range(min(N_STUDY_TOKENS, window))}
         )
-        found_sets += _best_set_per_weight(
-            study_pass, states, knapsack_items(context.runtime.n_layers, savings), token_indices
-        )
+        programs.append((knapsack_items(n_layers, savings, experts), token_indices))
     if kind != "similarity":
-        found_sets += _best_set_per_weight(
-            study_pass, states, clasp_items(context.runtime.n_layers, skip_ratio), [window - 1]
-        )
+        programs.append((clasp_items(n_layers, skip_ratio), [window - 1]))
+    found_bits = [
+        bits
+        for program, token_indices in programs
+        for bits in extend_paths(study_pass, states, *program, token_indices).bits
+    ]
+    found_sets = (tuple(int(index in bits) for index in range(len(savings))) for bits in found_bits if bits)
     return Study(turns, tuple(dict.fromkeys(found_sets)), study_pass.n_rows)
 
 
@@ -226,57 +267,59 @@ def study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
     return max(window, max_paths * (1 if kind == "clasp" else N_STUDY_TOKENS))
 
 
-def max_study_rows(kind: StudyKind, window: int, n_layers: int) -> int:
+def max_study_rows(kind: StudyKind, window: int, n_layers: int, experts: ExpertLevels | None = None) -> int:
     """Return the maximum rows of the model that `study` runs: the window's, and those of the paths it follows."""
     programs = {"similarity": (), "knapsack": ("knapsack", "clasp"), "clasp": ("clasp",)}[kind]
-    max_path_rows = {"knapsack": (N_BUCKETS + 1) * N_STUDY_TOKENS, "clasp": n_layers}
+    # Each number of experts in each layer is one more MLP than the model has.
+    n_more = 0 if experts is None else len(experts.layers) * len(experts.numbers)
+    max_knapsack_rows = math.ceil((N_BUCKETS + 1) * N_STUDY_TOKENS * (1 + n_more / (2 * n_layers)))
+    max_path_rows = {"knapsack": max_knapsack_rows, "clasp": n_layers}
     return window + sum(max_path_rows[program] for program in programs)
 
 
-def knapsack_items(n_layers: int, savings: Sequence[float]) -> tuple[list[SkipItem], int]:
-    """Return every sub-layer with its measured cost as weight, in depth order, and the largest weight that is saved.
+def knapsack_items(n_layers: int, savings: Sequence[float], experts: ExpertLevels | None = None) -> Program:
+    """Return every sub-layer with its changes by measured costs, in depth order, and the largest weight that is saved.
 
     Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
-    MLPs, whose costs it fits to the context's length.
+    MLPs, whose costs it fits to the context's length. An MLP that is a mixture may take fewer experts, too.
     """
-    cost_saved = dict(zip(searchable(n_layers), savings, strict=True))
-    bucket_cost = MAX_SAVED_SHARE * sum(savings) / N_BUCKETS
-    weights = {
-        sub_layer: max(1, round(cost / bucket_cost)) if bucket_cost else 1 for sub_layer, cost in cost_saved.items()
-    }
+    places = {sub_layer: place for place, sub_layer in enumerate(searchable(n_layers))}
+    bucket_cost = MAX_SAVED_SHARE * sum(savings[: len(places)]) / N_BUCKETS
+
+    def change(bits: tuple[int, ...], number: int | None = None) -> Change:
+        saved = sum(savings[bit] for bit in bits)
+        return Change(bits, max(1, round(saved / bucket_cost)) if bucket_cost else 1, number)
+
+    changes = {sub_layer: [change((place,))] for sub_layer, place in places.items()}
+    for layer, number, bits in () if experts is None else experts.changes(len(places)):
+        changes["mlp", layer].append(change(bits, number))
     sub_layers: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
-    return [SkipItem((sub_layer,), weights.get(sub_layer, 0)) for sub_layer in sub_layers], N_BUCKETS
+    return [StudyItem((sub_layer,), tuple(changes.get(sub_layer, ()))) for sub_layer in sub_layers], N_BUCKETS
 
 
-def clasp_items(n_layers: int, skip_ratio: float) -> tuple[list[SkipItem], int]:
+def clasp_items(n_layers: int, skip_ratio: float) -> Program:
     """Return whole layers, all of one weight, and the number of them that is skipped at most.
 
     Source: CLaSp. DEVIATION: the number is not fixed; the program's sets of every smaller number are kept too, and the
     window's last token stands for the last verified one.
     """
-    items = [SkipItem((("attn", layer), ("mlp", layer)), int(0 < layer < n_layers - 1)) for layer in range(n_layers)]
+    places = {sub_layer: place for place, sub_layer in enumerate(searchable(n_layers))}
+    layers: list[tuple[SubLayer, SubLayer]] = [(("attn", layer), ("mlp", layer)) for layer in range(n_layers)]
+    items = []
+    for sub_layers in layers:
+        bits = tuple(places[sub_layer] for sub_layer in sub_layers if sub_layer in places)
+        items.append(StudyItem(sub_layers, (Change(bits, 1),) if bits else ()))
     return items, n_skipped_for(n_layers, skip_ratio) // 2
-
-
-def _best_set_per_weight(
-    study_pass: StudyPass, states: Sequence[Tensor], program: tuple[list[SkipItem], int], token_indices: Sequence[int]
-) -> list[Bits]:
-    """Return the best set for each saved weight except 0."""
-    searched_sub_layers = searchable(study_pass.runtime.n_layers)
-    paths = extend_paths(study_pass, states, *program, token_indices)
-    return [
-        tuple(int(sub_layer in skipped) for sub_layer in searched_sub_layers) for skipped in paths.skipped if skipped
-    ]
 
 
 def extend_paths(
     study_pass: StudyPass,
     states: Sequence[Tensor],
-    items: Sequence[SkipItem],
+    items: Sequence[StudyItem],
     capacity: int,
     token_indices: Sequence[int],
 ) -> _Paths:
-    """Run the dynamic program: extend each path by keeping or skipping an item; keep the nearest path per weight.
+    """Run the dynamic program: extend each path by each way to run an item; keep the nearest path per weight.
 
     Near is the mean cosine, over the tokens, to the full model's state at that depth. This is greedy: the nearest here
     need not lead to the nearest at the end.
@@ -284,48 +327,51 @@ def extend_paths(
     token_index_list, positions = list(token_indices), [study_pass.positions[i] for i in token_indices]
     hidden = states[0][token_index_list][None]
     paths = _Paths([0], [frozenset()], hidden, hidden)
+
+    def run(item: StudyItem, experts: int | None = None) -> Tensor:
+        """Return the states of all paths behind an item."""
+        hidden = paths.hidden
+        row_positions = positions * hidden.shape[0]
+        for sub_layer in item.sub_layers:
+            delta = study_pass.delta(
+                sub_layer, hidden.flatten(0, 1), paths.entered.flatten(0, 1), row_positions, experts
+            )
+            hidden = hidden + delta.to(hidden.device).view_as(hidden)
+        return hidden
+
     depth = 0
     for item in items:
         if item.sub_layers[0][0] == "attn":
             paths.entered = paths.hidden
-        kept_hidden, skipped_out_hidden = paths.hidden, paths.hidden
-        for sub_layer in item.sub_layers:
-            row_positions = positions * skipped_out_hidden.shape[0]
-            delta = study_pass.delta(
-                sub_layer, skipped_out_hidden.flatten(0, 1), paths.entered.flatten(0, 1), row_positions
-            )
-            skipped_out_hidden = skipped_out_hidden + delta.to(skipped_out_hidden.device).view_as(skipped_out_hidden)
+        reached = [(Change((), 0), run(item))]
+        for change in item.changes:
+            reached.append((change, paths.hidden if change.experts is None else run(item, change.experts)))
         depth += len(item.sub_layers)
-        paths = _keep_nearest(paths, item, capacity, kept_hidden, skipped_out_hidden, states[depth][token_index_list])
+        paths = _keep_nearest(paths, reached, capacity, states[depth][token_index_list])
     return paths
 
 
 def _keep_nearest(
-    paths: _Paths, item: SkipItem, capacity: int, kept_hidden: Tensor, run_hidden: Tensor, full_states: Tensor
+    paths: _Paths, reached: Sequence[tuple[Change, Tensor]], capacity: int, full_states: Tensor
 ) -> _Paths:
-    all_hidden = torch.cat((run_hidden, kept_hidden))
-    cosines = (
-        F.cosine_similarity(all_hidden.float(), full_states.float()[None].to(all_hidden.device), dim=-1)
-        .mean(dim=1)
-        .tolist()
-    )
+    """Return the nearest path for each weight.
+
+    Args: reached: changes, the first of them none, with the states of all paths behind each.
+    """
+    all_hidden = torch.cat([hidden for _, hidden in reached])
+    full = full_states.float()[None].to(all_hidden.device)
+    cosines = F.cosine_similarity(all_hidden.float(), full, dim=-1).mean(dim=1).tolist()
     n_paths = len(paths.weights)
-    # Saved weight -> its row in `all_hidden`.
-    best_row: dict[int, int] = dict(zip(paths.weights, range(n_paths), strict=True))
-    for row, weight in enumerate(paths.weights, n_paths):
-        new_weight = weight + item.weight
-        if (
-            item.weight
-            and new_weight <= capacity
-            and (new_weight not in best_row or cosines[row] > cosines[best_row[new_weight]])
-        ):
-            best_row[new_weight] = row
-    rows = [best_row[weight] for weight in sorted(best_row)]
-    skipped = [
-        paths.skipped[row % n_paths] | (frozenset(item.sub_layers) if row >= n_paths else frozenset()) for row in rows
-    ]
-    parents = [row % n_paths for row in rows]
-    return _Paths(sorted(best_row), skipped, all_hidden[rows], paths.entered[parents])
+    rows = [(path, change) for change, _ in reached for path in range(n_paths)]
+    best_row: dict[int, int] = {}  # Saved weight -> its row in `all_hidden`.
+    for row, (path, change) in enumerate(rows):
+        weight = paths.weights[path] + change.weight
+        if weight <= capacity and (weight not in best_row or cosines[row] > cosines[best_row[weight]]):
+            best_row[weight] = row
+    kept = [best_row[weight] for weight in sorted(best_row)]
+    parents = [rows[row][0] for row in kept]
+    bits = [paths.bits[rows[row][0]].union(rows[row][1].bits) for row in kept]
+    return _Paths(sorted(best_row), bits, all_hidden[kept], paths.entered[parents])
 
 
 def _measure_turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +32,8 @@ class Study(Record):
     """An analysis of the model's own pass over a window.
 
     `turns`: per searchable sub-layer, 1 - cosine of the residual stream before and after it, averaged over the window.
-    `sets`: layer sets that dynamic programs found. `rows`: its cost, in rows of the full model.
+    `sets`: layer sets that dynamic programs found, with the bits of experts or without. `rows`: its cost, in rows of
+    the full model.
     """
 
     turns: tuple[float, ...]
@@ -59,6 +60,13 @@ class ExpertLevels:
         layers = tuple(layer for layer in experts.layers if 0 < layer < n_layers - 1)
         numbers = [number for number in (*numbers, 0) if number >= experts.least]
         return cls(layers, tuple(numbers)) if layers and numbers else None
+
+    def changes(self, first: int) -> Iterator[tuple[int, int, Bits]]:
+        """Yield each layer with each number, and the places of the bits that stand for it; the first is `first`."""
+        for layer in self.layers:
+            for level, number in enumerate(self.numbers, start=1):
+                yield layer, number, tuple(range(first, first + level))
+            first += len(self.numbers)
 
     def bits_of(self, layer_set: LayerSet) -> Bits:
         """Return the bits of all layers; those of a layer whose MLP is skipped are 0."""

@@ -154,8 +154,8 @@ class GuidedStrategy(Strategy):
         return [*self._expert_sets(), *sets]
 
     def _padded(self, bits: Bits) -> Bits:
-        """Return the bits of skipped sub-layers with those of experts, of which a token takes as many as the model."""
-        return bits + (0,) * (self._n_bits - self.size)
+        """Return bits with those of experts; where they lack these, a token takes as many experts as the model."""
+        return bits + (0,) * (self._n_bits - len(bits))
 
     def _expert_sets(self) -> list[Bits]:
         """Return the sets that skip nothing and take one number of experts in all layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -20,14 +21,17 @@ from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.proposer import (
     N_BUCKETS,
-    SkipItem,
+    Change,
+    StudyItem,
     StudyPass,
     clasp_items,
     extend_paths,
     knapsack_items,
+    max_study_rows,
     study,
     study_rows,
 )
+from swiftopt.optimizer.strategies.base import ExpertLevels, SearchProblem
 
 WINDOW = 6
 N_LAYERS = 8
@@ -106,14 +110,43 @@ def test_every_path_of_a_program_is_the_draft_of_its_set(family: str) -> None:
     context = context_of(tiny_runtime(family))
     look = StudyPass(context, 1)
     weights = {("attn", 1): 1, ("mlp", 1): 2, ("attn", 2): 4, ("mlp", 2): 8}
-    items = [SkipItem((sub,), weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
+    items = [item_of(sub, weights.get(sub, 0)) for sub in SUB_LAYERS if sub[1] < 4]
     with torch.inference_mode():
         paths = extend_paths(look, look.run_window(), items, 15, [0])
-    assert len(set(paths.skipped)) == 16
+    assert len(set(paths.bits)) == 16
     logits = context.runtime.logits(paths.hidden[:, 0])
-    for own, skipped in zip(logits, paths.skipped, strict=True):
-        layer_set = LayerSet(context.runtime.n_layers).skipping(sorted(skipped))
+    for own, bits in zip(logits, paths.bits, strict=True):
+        layer_set = LayerSet(context.runtime.n_layers).skipping(SUB_LAYERS[index] for index in bits)
         assert torch.allclose(own, draft_logits(context, layer_set)[0], atol=1e-9)
+
+
+def item_of(sub_layer: SubLayer, weight: int) -> StudyItem:
+    """An item that may be skipped if it has a weight; its bit is its place among all sub-layers."""
+    return StudyItem((sub_layer,), (Change((SUB_LAYERS.index(sub_layer),), weight),) if weight else ())
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("flex_olmo", marks=pytest.mark.families)])
+def test_every_path_through_a_mixture_is_the_draft_of_its_set(family: str) -> None:
+    """Enumerated: each sub-layer skipped or not, and each mixture with each number of experts, no two of one weight."""
+    context = context_of(tiny_runtime(family))
+    runtime = context.runtime
+    assert runtime.mixtures is not None
+    levels = ExpertLevels((1, 2), (1, 0) if runtime.mixtures.least == 0 else (1,))
+    problem = SearchProblem(LayerSet(runtime.n_layers), 0, 0, experts=levels)
+    n_bits = len(problem.bits_of(problem.base))
+    items, _ = knapsack_items(runtime.n_layers, [1.0] * n_bits, levels)
+    weighted, weight = [], 1
+    for item in items:
+        changes = tuple(replace(change, weight=n * weight) for n, change in enumerate(item.changes, start=1))
+        weighted.append(replace(item, changes=changes))
+        weight *= 1 + len(changes)
+    look = StudyPass(context, 1)
+    with torch.inference_mode():
+        paths = extend_paths(look, look.run_window(), weighted, weight, [0])
+    sets = [problem.set_of(tuple(int(index in bits) for index in range(n_bits))) for bits in paths.bits]
+    assert len(set(sets)) == len(sets) == (2 * (2 + len(levels.numbers))) ** 2
+    for own, layer_set in zip(runtime.logits(paths.hidden[:, 0]), sets, strict=True):
+        assert torch.allclose(own, draft_logits(context, layer_set)[0], atol=1e-5)  # Routers compute in float32.
 
 
 @pytest.mark.parametrize("kind", ["similarity", "knapsack", "clasp"])
@@ -146,7 +179,7 @@ def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_
     """One of many, all but one and all of four sub-layers; the program is greedy in between."""
     context = context_of(deep_runtime())
     free: list[SubLayer] = [("attn", 2), ("mlp", 3), ("attn", 5), ("mlp", 6)]
-    items = [SkipItem((sub,), int(sub in free)) for sub in SUB_LAYERS]
+    items = [item_of(sub, int(sub in free)) for sub in SUB_LAYERS]
     look = StudyPass(context, WINDOW)
     with torch.inference_mode():
         states = look.run_window()
@@ -155,11 +188,12 @@ def test_program_is_exact_where_nothing_is_left_to_chance_and_never_better_than_
         by_hand = {own: nearness(look, states, own) for own in subsets}
     near = F.cosine_similarity(paths.hidden, states[-1][None], dim=-1).mean(dim=1).tolist()
     assert paths.weights == [0, 1, 2, 3, 4] and near[0] == pytest.approx(1.0)
-    for weight, skipped, own in zip(paths.weights, paths.skipped, near, strict=True):
+    by_weight = [frozenset(SUB_LAYERS[index] for index in bits) for bits in paths.bits]
+    for weight, skipped, own in zip(paths.weights, by_weight, near, strict=True):
         assert len(skipped) == weight and skipped <= set(free)
         best = max(value for subset, value in by_hand.items() if len(subset) == weight)
         assert own == pytest.approx(by_hand[skipped]) and own <= best + 1e-12
-    assert paths.skipped[4] == frozenset(free)
+    assert by_weight[4] == frozenset(free)
 
 
 def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
@@ -175,11 +209,35 @@ def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
 
 def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
     items, capacity = knapsack_items(6, [1.0] * 4 + [5.0] * 4)
-    weights = {item.sub_layers[0]: item.weight for item in items}
-    assert weights["attn", 0] == weights["mlp", 5] == 0 and capacity == N_BUCKETS
-    assert weights["mlp", 2] > 3 * weights["attn", 2] > 0
+    weights = {item.sub_layers[0]: [change.weight for change in item.changes] for item in items}
+    assert weights["attn", 0] == weights["mlp", 5] == [] and capacity == N_BUCKETS
+    assert weights["mlp", 2][0] > 3 * weights["attn", 2][0] > 0
     layers, most = clasp_items(6, 0.5)
-    assert [item.weight for item in layers] == [0, 1, 1, 1, 1, 0] and most == 2
+    assert [[change.weight for change in item.changes] for item in layers] == [[], [1], [1], [1], [1], []] and most == 2
+    assert layers[2].changes[0].bits == tuple(searchable(6).index((kind, 2)) for kind in ("attn", "mlp"))
+
+
+def test_knapsack_weighs_experts_by_what_all_that_are_left_out_save() -> None:
+    levels = ExpertLevels((2, 3), (4, 2, 1))
+    items, _ = knapsack_items(6, [2.0] * 8 + [0.8, 0.4, 0.4] * 2, levels)
+    assert [len(item.changes) for item in items] == [0, 0, 1, 1, 1, 4, 1, 4, 1, 1, 0, 0]
+    skipped, *fewer = items[5].changes
+    assert [change.experts for change in fewer] == [4, 2, 1]
+    assert [change.bits for change in fewer] == [(8,), (8, 9), (8, 9, 10)] and skipped.bits == (5,)
+    assert [change.weight for change in fewer] == [2, 3, 4]  # Buckets are of 0.4.
+    assert items[7].changes[3].bits == (11, 12, 13)
+
+
+def test_a_study_finds_that_a_mixture_needs_one_expert() -> None:
+    """In layer 2 the second expert of each row adds nothing; one expert there is then the nearest of its cost."""
+    runtime = tiny_runtime("qwen3_moe")
+    mixture: Any = runtime.blocks[2].parts.mlp
+    mixture.gate.weight.mul_(400.0)  # The first expert's weight becomes one.
+    levels = ExpertLevels((1, 2), (1,))
+    found = study(context_of(runtime), "knapsack", WINDOW, [1.0, 1.0, 1.0, 1.0, 0.3, 0.3], 0.5, levels)
+    assert found.sets[0] == (0, 0, 0, 0, 0, 1)
+    assert all(len(bits) == 6 for bits in found.sets)
+    assert found.rows <= max_study_rows("knapsack", WINDOW, runtime.n_layers, levels)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
