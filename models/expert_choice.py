@@ -38,9 +38,14 @@ def _owners(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
     yield "", mlp
 
 
+def chooser_of(mlp: nn.Module, named: Experts) -> Any:
+    """Return the module that chooses experts: it gives logits, weights and the experts of each row."""
+    return next(module for _, module in _owners(mlp, named) if hasattr(module, CHOSEN))
+
+
 def n_chosen(mlp: nn.Module, named: Experts) -> int:
     """Return how many experts a token takes, besides the shared ones."""
-    return next(int(getattr(module, CHOSEN)) for _, module in _owners(mlp, named) if hasattr(module, CHOSEN))
+    return int(getattr(chooser_of(mlp, named), CHOSEN))
 
 
 def least_chosen(mlp: nn.Module, named: Experts) -> int:

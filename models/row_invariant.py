@@ -9,13 +9,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import has_experts
+from .block_experts import gating_of
+from .blocks import Block
 from .coded import CodedLinear
-from .fused import FusedNorm, fuse, norms_of
-from .kernels import device
+from .expert_choice import chooser_of
+from .family import Experts
+from .fused import GATES, FusedNorm, fuse, norms_of
+from .kernels import device, device_experts
+from .kernels.experts import choosing_of, correction_of
 from .kernels.layout import Unsupported
 from .kernels.limits import refuse_group, refuse_hooks
 from .quantised_checkpoints import is_by_library
@@ -35,11 +40,9 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
-    if any(has_experts(block.parts.mlp) for block in runtime.blocks):
-        return "torch computes its experts"
     if not runtime.has_only_attention:
         return "torch computes its short convolutions"
-    modules: dict[Any, Callable[[Tensor], Tensor]] = {}
+    modules: dict[Any, Callable[..., Any]] = {}
     try:
         for norm, width, place in norms_of(runtime):
             if isinstance(norm, nn.Module):  # Skip absent and fused norms.
@@ -50,6 +53,9 @@ def make_row_invariant(runtime: Runtime) -> str | None:
             if isinstance(module, nn.Linear | Conv1D | CodedLinear):
                 refuse_hooks(module)
                 modules[module] = _map(module)
+        for block in runtime.blocks:
+            if block.experts is not None:
+                modules |= _mixture(runtime, block, block.experts)
     except Unsupported as error:
         return str(error)
     fuse(runtime)
@@ -63,8 +69,62 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     return None
 
 
-def _unless_trained(compute: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return otherwise(x) if x.requires_grad else compute(x)
+def _unless_trained(compute: Callable[..., Any], otherwise: Callable[..., Any], x: Tensor, *others: Tensor) -> Any:
+    return otherwise(x, *others) if x.requires_grad else compute(x, *others)
+
+
+def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callable[..., Any]]:
+    """Return what computes a mixture's choice of experts, and what computes the experts, by their modules.
+
+    The rest of a mixture, its shared experts and its sums, is left to its own module.
+
+    Raises: Unsupported: experts or their choice have a form that the kernels do not compute.
+    """
+    mlp = block.parts.mlp
+    for module in mlp.modules():
+        refuse_hooks(module)
+    router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
+    into, out = (_stack(experts, name, runtime.dtype, named.alternating) for name in ("gate_up_proj", "down_proj"))
+    how, correction = choosing_of(runtime.config, mlp, named, len(into)), correction_of(mlp)
+    bias: Any = getattr(router, "bias", None)
+    rounded = router.weight.dtype if named.rounds_logits else torch.float32
+
+    def chosen(hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows: Any = hidden.flatten(0, -2).to(router.weight.dtype)
+        logits = device.linear(rows, router.weight, bias, dtype=rounded)
+        taken, weights = device_experts.choose(logits, correction, how)
+        return logits, weights, taken
+
+    biases = {name: getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")}
+    gate = _gate(runtime, experts, named)
+
+    def computed(hidden: Tensor, taken: Tensor, weights: Tensor) -> Tensor:
+        taken, weights = taken.int().contiguous(), weights.contiguous()
+        tiles = device_experts.shared_out(taken, len(into))
+        both = device.expert_linear(hidden, into, biases["gate_up_proj"], taken, *tiles)
+        return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, *tiles)
+
+    return {chooser_of(mlp, named): chosen, experts: computed}
+
+
+def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:
+    """Return what experts make of the outputs of their first maps."""
+    if named.clamped:
+        numbers = {"limit": float(experts.limit), "slope": float(experts.alpha)}
+        return partial(device.gated, activation=device.CLAMPED, by_turns=named.alternating, **numbers)
+    activation = runtime.family.setting(runtime.config, "hidden_act")
+    if activation in GATES:
+        return partial(device.gated, activation=GATES[activation], by_turns=named.alternating)
+    gated = gating_of(experts, named)
+    return lambda both: gated(*both.chunk(2, dim=-1))
+
+
+def _stack(experts: nn.Module, name: str, dtype: torch.dtype, by_inputs: bool) -> Tensor:
+    """Return the maps (experts, out, in) of experts; `by_inputs`: they lie as (experts, in, out)."""
+    weight = getattr(experts, name, None)
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or weight.dtype != dtype:
+        raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
+    return weight.detach().transpose(1, 2) if by_inputs else weight.detach()
 
 
 def _map(module: nn.Linear | Conv1D | CodedLinear) -> Callable[[Tensor], Tensor]:

@@ -188,15 +188,21 @@ def weights_words(layer_set: LayerSet) -> str:
     """Return the weight formats of a draft, each with its number of parts (kept sub-layers and the head)."""
     kept_parts = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
     formats = [layer_set.format_of("head"), *(layer_set.format_of(*sublayer) for sublayer in kept_parts)]
-    counts = Counter(name or "the model's own" for name in formats)
-    return ", ".join(name if len(counts) == 1 else f"{name} ({n} parts)" for name, n in counts.most_common())
+    return _counted((name or "the model's own" for name in formats), "part")
 
 
 def experts_words(layer_set: LayerSet) -> str:
     """Return how many experts the draft takes of the layers with a mixture, each number with its layers."""
     numbers = [layer_set.experts_of(i) for i in range(layer_set.n_layers) if not layer_set.skips("mlp", i)]
-    counts = Counter("all that the model takes" if number is None else str(number) for number in numbers)
-    return ", ".join(name if len(counts) == 1 else f"{name} ({n} layers)" for name, n in counts.most_common())
+    return _counted(("all that the model takes" if number is None else str(number) for number in numbers), "layer")
+
+
+def _counted(names: Iterable[str], noun: str) -> str:
+    """Return each name with how many things it is of, the most frequent first; a name alone is of all."""
+    counts = Counter(names).most_common()
+    return ", ".join(
+        name if len(counts) == 1 else f"{name} ({n} {noun if n == 1 else noun + 's'})" for name, n in counts
+    )
 
 
 def verdict_words(verdict: Verdict) -> str:

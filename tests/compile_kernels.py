@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from swiftopt.models.kernels import device, device_attention
+from swiftopt.models.kernels import device, device_attention, device_experts, layout
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ARCHES = (80, 90)  # A100; H100 and H200
@@ -120,6 +120,22 @@ def main() -> None:
             for n_slots in (device_attention.SPLIT, 2048):  # of one split, and of several
                 for softcap, sinks in ((None, None), (50.0, None), (None, meta(HEADS, dtype=dtype))):
                     device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap, sinks)
+        compile_experts(dtype)
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    """Compile what a mixture takes, at the shape of Qwen3-30B-A3B, and with gpt-oss's gates and biases."""
+    x, taken = meta(ROWS, 2048, dtype=dtype), meta(ROWS, 8, dtype=torch.int32)
+    for scores in range(len(layout.SCORES)):
+        how = layout.Choosing(128, 8, 8, 4 if scores else 8, scores, 1, 1e-20, 1.0, 0.01)
+        logits, correction = meta(ROWS, 128, dtype=torch.float32), meta(128, dtype=torch.float32)
+        device_experts.choose(logits, correction if scores else None, how)
+    shared = device_experts.shared_out(taken, 128)
+    for biases in ((None, None), (meta(128, 1536, dtype=dtype), meta(128, 2048, dtype=dtype))):
+        both = device.expert_linear(x, meta(128, 1536, 2048, dtype=dtype), biases[0], taken, *shared)
+        inner = device.gated(both, device.CLAMPED, by_turns=True, limit=7.0, slope=1.7)
+        weights = meta(ROWS, 8, dtype=torch.float32)
+        device_experts.mixed(inner, meta(128, 2048, 768, dtype=dtype), biases[1], taken, weights, *shared)
 
 
 main()

@@ -5,7 +5,8 @@ from the same token alone. These sum each row in one order, which depends only o
 length: products go through tiles of `TILE` rows whatever their number, and attention (`device_attention.py`) through
 `SPLIT` slots at a time. A pass of several rows then gives the bits of passes of one row.
 
-The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out, and never write the weights out.
+The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out, and never write the weights out. The
+maps of experts, of which each row takes others, go through the same products (`device_experts.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TILE = 16  # Rows per tile of a product: the minimum for tensor cores.
 # Rows per tile of a map over more than `TILE` rows. Tiles of 64 would be multiplied by another instruction, in another
 # order.
 WIDE_TILE = 32
-SILU, GELU_TANH = range(2)  # Activations of a gate.
+SILU, GELU_TANH, CLAMPED = range(3)  # Activations of a gate.
 GATED = 1024  # Outputs of a gate that a Triton program computes.
 OUTPUTS, INPUTS = 64, 128  # Tile of a weight that a Triton program reads per step.
 PROGRAMS = 200  # Split a map's inputs to get at least this many Triton programs: an H200 has 132 multiprocessors.
@@ -50,13 +51,24 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_rows"])
+    @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
     def _dense(
-        x, weight, out, n_rows, n_in, n_out, x_stride, w_stride, w_step,
-        ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
+        x, weight, out, order, tiles, n_tiles, n_rows, n_in, n_out, x_stride, w_stride, w_step, expert_stride,
+        TAKEN: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
         # Programs that differ in their rows alone come one after the other: a weight that one has read is in the cache.
         rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
+        is_row, read_rows = rows < n_rows, rows
+        if TAKEN:  # A tile has rows that took one expert; TAKEN of them in `out` are of one row of `x`.
+            tile = tl.program_id(0)
+            count = tl.load(tiles + 2 * n_tiles + tile)
+            if count <= 0:
+                return
+            is_row = tl.arange(0, ROWS_) < count
+            places = tl.load(tiles + n_tiles + tile) + tl.arange(0, ROWS_)
+            rows = tl.load(order + places, mask=is_row, other=0)
+            read_rows = rows // TAKEN
+            weight += tl.load(tiles + tile).to(tl.int64) * expert_stride
         outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         first = tl.program_id(2) * (STEPS * READ)
         line = weight + outputs.to(tl.int64) * w_stride
@@ -64,8 +76,8 @@ if importlib.util.find_spec("triton") is not None:
         for step in range(STEPS):
             inputs = first + step * READ + tl.arange(0, READ)
             x_part = tl.load(
-                x + rows[:, None] * x_stride + inputs[None, :],
-                mask=(rows < n_rows)[:, None] & (inputs < n_in)[None, :],
+                x + read_rows[:, None] * x_stride + inputs[None, :],
+                mask=is_row[:, None] & (inputs < n_in)[None, :],
                 other=0.0,
             )
             read = tl.load(
@@ -75,7 +87,7 @@ if importlib.util.find_spec("triton") is not None:
             ).to(x_part.dtype)
             total = tl.dot(x_part, read, total, input_precision="ieee")
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
-        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
+        tl.store(out + at, total, mask=is_row[:, None] & (outputs < n_out)[None, :])
 
     @triton.jit(do_not_specialize=["n_rows"])
     def _coded(
@@ -155,8 +167,9 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _joined(
-        parts, scales, bias, out, n_rows, n_out,
-        N_PARTS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
+        parts, scales, bias, experts, out, n_rows, n_out,
+        N_PARTS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BY_EXPERT: tl.constexpr,
+        OUTPUTS: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(1)
         outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -166,6 +179,8 @@ if importlib.util.find_spec("triton") is not None:
             total += tl.load(parts + (part * n_rows + row).to(tl.int64) * n_out + outputs, mask=mask, other=0.0)
         if HAS_SCALES:
             total *= tl.load(scales + outputs, mask=mask, other=0.0)
+        if BY_EXPERT:
+            bias += tl.load(experts + row) * n_out
         if HAS_BIAS:
             total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row.to(tl.int64) * n_out + outputs, total.to(out.dtype.element_ty), mask=mask)
@@ -199,15 +214,23 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(out + row * n + at, x_row.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _gated(x, out, n, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr):
+    def _gated(
+        x, out, n, limit, slope, ACTIVATION: tl.constexpr, BY_TURNS: tl.constexpr, WIDTH: tl.constexpr
+    ):  # fmt: skip
         row = tl.program_id(1).to(tl.int64)
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         mask = at < n
-        gate = tl.load(x + row * 2 * n + at, mask=mask, other=0.0)
-        up = tl.load(x + row * 2 * n + n + at, mask=mask, other=0.0).to(tl.float32)
+        gates, ups = (2 * at, 2 * at + 1) if BY_TURNS else (at, n + at)
+        gate = tl.load(x + row * 2 * n + gates, mask=mask, other=0.0)
+        up = tl.load(x + row * 2 * n + ups, mask=mask, other=0.0).to(tl.float32)
         wide = gate.to(tl.float32)
-        # GELU's approximation is a sigmoid, too: (1 + tanh(z / 2)) / 2 is that of z.
-        z = wide if ACTIVATION == 0 else 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+        z = wide
+        if ACTIVATION == 1:  # GELU's approximation is a sigmoid, too: (1 + tanh(z / 2)) / 2 is that of z.
+            z = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+        if ACTIVATION == 2:
+            wide = tl.minimum(wide, limit)
+            z = slope * wide
+            up = 1.0 + tl.minimum(tl.maximum(up, -limit), limit)
         small = tl.exp(-tl.abs(z))  # An exponential of a positive number could overflow.
         wide = wide * tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
         # Round as torch does, which writes the activation first.
@@ -267,34 +290,81 @@ def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tup
     return steps, -(-n_in // (steps * read))
 
 
-def _finished(parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _finished(
+    parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype, experts: Tensor | None = None
+) -> Tensor:
     n_parts, n_rows, n_out = parts.shape
     out = torch.empty((n_rows, n_out), dtype=dtype, device=parts.device)
+    scales_at, bias_at, experts_at = (out if one is None else one for one in (scales, bias, experts))
     _joined[(-(-n_out // 256), n_rows)](
-        parts, out if scales is None else scales, out if bias is None else bias, out, n_rows, n_out,
-        N_PARTS=n_parts, HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, OUTPUTS=256,
+        parts, scales_at, bias_at, experts_at, out, n_rows, n_out, N_PARTS=n_parts, HAS_SCALES=scales is not None,
+        HAS_BIAS=bias is not None, BY_EXPERT=bias is not None and experts is not None, OUTPUTS=256,
     )  # fmt: skip
     return out
 
 
 @on_its_device
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the linear map (rows, out) of `x` (rows, in) by a weight (out, in) of any strides; sums are in float32.
 
     Args: weight: of the type of `x`, or float8_e4m3fn, which is read as that. scales: float32, one for each output.
+          dtype: of what is returned; None: that of `x`.
     """
     x = x.contiguous()
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
     tile = TILE if n_rows <= TILE else WIDE_TILE
     is_converted = weight.dtype != x.dtype
     steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, CONVERTING if is_converted else PROGRAMS)
-    whole = n_parts == 1 and bias is None and scales is None
-    parts = torch.empty((n_parts, n_rows, n_out), dtype=x.dtype if whole else torch.float32, device=x.device)
+    whole, dtype = n_parts == 1 and bias is None and scales is None, dtype or x.dtype
+    parts = torch.empty((n_parts, n_rows, n_out), dtype=dtype if whole else torch.float32, device=x.device)
     _dense[(-(-n_rows // tile), -(-n_out // OUTPUTS), n_parts)](
-        x, weight, parts, n_rows, n_in, n_out, x.stride(0), *weight.stride(),
-        ROWS_=tile, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps, num_warps=8 if is_converted or tile > TILE else 4,
+        x, weight, parts, x, x, 0, n_rows, n_in, n_out, x.stride(0), *weight.stride(), 0,
+        TAKEN=0, ROWS_=tile, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps,
+        num_warps=8 if is_converted or tile > TILE else 4,
     )  # fmt: skip
-    return parts[0] if whole else _finished(parts, scales, bias, x.dtype)
+    return parts[0] if whole else _finished(parts, scales, bias, dtype)
+
+
+@on_its_device
+def expert_parts(
+    x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, n_chosen: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return partial sums (parts, choices, out) of the maps of experts (experts, out, in), of any strides.
+
+    An expert's weight is read for all rows that took it, and that of an expert that no row took is not read.
+
+    Args: x: (rows, in), or (choices, in): of each choice of each row. order, tiles: as `device_experts.shared_out`
+          makes them. n_chosen: experts that a row takes. dtype: of sums in one part; several are in float32.
+    """
+    x = x.contiguous()
+    (n_rows, n_in), n_out, n_choices = x.shape, weight.shape[1], len(order)
+    # A row's experts are so many weights at least: their number belongs to the shapes by which a row is summed.
+    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, -(-PROGRAMS // n_chosen))
+    parts = torch.empty((n_parts, n_choices, n_out), dtype=dtype if n_parts == 1 else torch.float32, device=x.device)
+    _dense[(tiles.shape[1], -(-n_out // OUTPUTS), n_parts)](
+        x, weight, parts, order, tiles, tiles.shape[1], n_choices, n_in, n_out, x.stride(0), *weight.stride()[1:],
+        weight.stride(0), TAKEN=n_choices // n_rows, ROWS_=TILE, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps, num_warps=8,
+    )  # fmt: skip
+    return parts
+
+
+@on_its_device
+def expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
+) -> Tensor:
+    """Return what the experts that each row took make of it, (choices, out), by `expert_parts`.
+
+    Args: x: (rows, in). bias: (experts, out). experts: (rows, n_chosen), int32.
+    """
+    parts = expert_parts(x, weight, order, tiles, experts.shape[1], x.dtype if bias is None else torch.float32)
+    whole = bias is None and len(parts) == 1
+    return parts[0] if whole else _finished(parts, None, bias, x.dtype, experts)
 
 
 @on_its_device
@@ -358,13 +428,16 @@ def _normed(
 
 
 @on_its_device
-def gated(x: Tensor, activation: int) -> Tensor:
+def gated(x: Tensor, activation: int, by_turns: bool = False, limit: float = 0.0, slope: float = 1.0) -> Tensor:
     """Return activation(gate) · up (…, n) of `x` (…, 2n), which holds the gate and then what it is multiplied with.
 
-    Args: activation: `SILU` or `GELU_TANH`.
+    Args: activation: `SILU`, `GELU_TANH`, or `CLAMPED`: gpt-oss's, by its `limit` and `slope`. by_turns: `x` holds each
+          value of the gate beside what it is multiplied with.
     """
     x = x.contiguous()
     n = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    _gated[(-(-n // GATED), out.numel() // n)](x, out, n, ACTIVATION=activation, WIDTH=GATED)
+    _gated[(-(-n // GATED), out.numel() // n)](
+        x, out, n, limit, slope, ACTIVATION=activation, BY_TURNS=by_turns, WIDTH=GATED
+    )
     return out

@@ -121,7 +121,7 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
         layout.SCORES.index(scores),
         normalised or bool(setting("norm_topk_prob", default=False)),
         float(setting("norm_min", default=1e-20)),
-        float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)) * (0.5 if is_mean(config) else 1),
+        float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)),
         float(setting("router_jitter_noise", default=0.0)),
     )
 

@@ -204,6 +204,8 @@ class NativePasses:
             out.append(self._map_of(getattr(shared, self.runtime.family.mlp_out)))
         gate = submodule(mlp, named.shared_gate)
         choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
+        share = 0.5 if is_mean(self.runtime.config) else 1.0  # Of a layer's output, for chosen and for shared experts.
+        choosing.scale *= share
         weight = self._kept(router.weight)
         correction = self._kept(correction_of(mlp))
         bias = self._kept(getattr(router, "bias", None))
@@ -224,7 +226,7 @@ class NativePasses:
             n_inner,
             0 if shared is None else out[-1].n_in,
             activation,
-            0.5 if is_mean(self.runtime.config) else 1.0,
+            share,
             block.added_scale,
         )
 

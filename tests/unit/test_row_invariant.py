@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-from collections import Counter, defaultdict
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from families import VOCAB, tiny_runtime
 from native import library
+from on_device import DTYPES, HALF, PLACE, close, drawn, here
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
@@ -35,32 +28,13 @@ from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
 from swiftopt.models.rotation import RotaryTables, rotate
 from swiftopt.models.row_invariant import make_row_invariant
-from swiftopt.models.rows import Pass, PassPlan, Rows, RowTable, uploaded
-from swiftopt.models.runtime import Runtime
+from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
 
 pytest.importorskip("triton")
-from triton.runtime.jit import KernelInterface
-
 from swiftopt.models.kernels import device, device_attention
 
-PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if PLACE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
-DTYPES = [torch.float32, HALF]
 FAMILIES = ["llama", "gemma3", "gpt2"]
 OTHERS = ("glm4", "hunyuan_v1_dense", "stablelm:serial", "bitnet", "granite", "olmo", "falcon", "opt")
-CLOSE = {torch.float32: 1e-4, HALF: 3e-2}
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(PLACE, dtype)
-
-
-def here(runtime: Runtime) -> Runtime:
-    return Runtime(runtime.hf_model.to(PLACE), None, runtime.info)
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype] * 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -345,38 +319,6 @@ def test_a_norm_behind_a_sum_has_the_bits_of_both(dtype: torch.dtype) -> None:
         assert torch.equal(normed, device.norm(x + added, weight, with_bias, 1e-5, centred, plus_one))
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of torch's operations that compute something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func.name().startswith(("aten::empty", "aten::_unsafe_view")):
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and torch's operations in a pass of three layers less those of two."""
-    launched = list[str]()
-    for name, owner in kernels_by_module().items():
-        note = partial(lambda name, *_, **__: launched.append(name), name)
-        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
-    counts = []
-    for n_layers in (2, 3):
-        runtime = here(tiny_runtime("llama", torch.float32, num_hidden_layers=n_layers))
-        fuse(runtime)
-        runtime.by_table = True
-        passes = [Pass(runtime, Rows([3], 5), runtime.new_buffer(16)) for _ in range(2)]
-        launched.clear()
-        with Operations() as operations:
-            runtime.forward_together(passes)
-        counts.append(Counter([*launched, *operations.names]))
-    assert counts[1] - counts[0] == Counter(_norm=2, _store=1, _attend=1, _gated=1) + Counter({"aten::linear": 4})
-
-
 def test_maps_by_codes_are_read_where_they_lie() -> None:
     runtime = here(tiny_runtime("llama", torch.float32))
     generator = torch.Generator().manual_seed(5)
@@ -437,69 +379,3 @@ def test_what_is_not_computed_row_by_row_says_why() -> None:
     runtime = tiny_runtime("llama", torch.float32)
     runtime.hf_model.get_submodule("model.layers.3").to("meta")
     assert make_row_invariant(runtime) == "the model lies on cpu and meta" and not runtime.exact
-
-
-def kernels_by_module() -> dict[str, Any]:
-    """Every Triton kernel's name, and the module that has it."""
-    modules = (device, device_attention)
-    return {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
-
-
-class Guard:
-    """As much of `torch.cuda.device_of` as a launch sees: the tensors whose devices are current."""
-
-    current: ClassVar[list[torch.Tensor]] = []
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __enter__(self) -> None:
-        self.current.append(self.tensor)
-
-    def __exit__(self, *_: object) -> None:
-        self.current.pop()
-
-
-def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without data, and kernels that note which tensor's device is the current one."""
-    launched = dict[str, torch.Tensor]()
-    kernels = kernels_by_module()
-    for name, owner in kernels.items():
-        note = partial(lambda name, *_, **__: launched.update({name: Guard.current[-1]}), name)
-        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
-    monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    with torch.device("meta"):
-        x, weight, table = torch.empty(2, 64), torch.empty(64, 64), torch.empty(30, 2, dtype=torch.int64)
-        codes, scales = torch.empty(4, 512, dtype=torch.uint8), torch.empty(4, 2, 2, 16)
-        heads = torch.empty(2, 4, 16)
-    device.linear(x, weight, weight[0])
-    assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
-    device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
-    device.norm(x, weight[0], None, 1e-6, False, False)
-    device_attention.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
-    device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
-    device.gated(x, device.SILU)
-    assert set(launched) == set(kernels) and not Guard.current
-    assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
-    assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
-
-
-@pytest.mark.slow
-def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "compile_kernels.py"],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    made = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = kernels_by_module()
-    assert {(one["kernel"], one["arch"]) for one in made} == {(name, arch) for name in kernels for arch in (80, 90)}
-    assert all(one["shared_bytes"] <= 99 * 1024 for one in made)  # which any GPU since 2020 has
-    halves = [one for one in made if one["dtype"] in ("*bf16", "*fp16")]
-    maps = [one for one in made if one["kernel"] in ("_dense", "_coded")]
-    # Tiles of 16 and of 32 rows sum a row in one order, by the same instruction.
-    assert not any(one["by_warp_groups"] for one in maps)
-    assert halves and all(one["stack_bytes"] == 0 for one in halves)
-    attention = [one for one in halves if one["kernel"] == "_attend"]
-    assert attention and all(one["tensor_cores"] and one["wide_loads"] >= 16 for one in attention)

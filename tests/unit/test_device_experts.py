@@ -1,0 +1,180 @@
+"""Laws of the Triton kernels for experts: right against torch, a row's bits its own, weights of others never read."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from families import MIXTURES, VOCAB, tiny_runtime
+from on_device import DTYPES, HALF, PLACE, close, drawn, here
+
+from swiftopt.core.types import LayerSet
+from swiftopt.models.expert_choice import chooser_of
+from swiftopt.models.kernels.experts import choosing_of, correction_of
+from swiftopt.models.loading import at_speed
+from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.rows import Rows
+
+pytest.importorskip("triton")
+
+from swiftopt.models.kernels import device, device_experts
+
+ONE_EACH = ("glm4_moe",)  # It has groups of experts, a correction, shared experts, and weights that are scaled.
+N_EXPERTS = 6
+# Settings by which the only layer of a model has a mixture.
+ONE_LAYER = {
+    **{"mlp_layer_types": ["sparse"], "mlp_only_layers": []},
+    **{"first_k_dense_replace": 0, "moe_layer_start_index": 0},
+}
+
+
+def mixtures() -> list[Any]:
+    """Parameters: the types with mixtures that the device's kernels compute; those beyond `ONE_EACH` are `families`."""
+    others = [name for name in MIXTURES if not name.startswith(("lfm2_moe", "qwen3_next", "qwen3_5"))]
+    return [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.families) for name in others]
+
+
+@pytest.mark.parametrize("variant", mixtures())
+def test_experts_are_chosen_as_the_models_router_does(variant: str) -> None:
+    """Each token's experts and their weights, and both again for some rows alone, bit by bit."""
+    runtime = tiny_runtime(variant, torch.float32)
+    block = next(block for block in runtime.blocks if block.experts is not None)
+    mlp, named = block.parts.mlp, block.experts
+    assert named is not None
+    chooser, correction = chooser_of(mlp, named), correction_of(mlp)
+    if correction is not None:
+        correction.copy_(0.2 * torch.randn(N_EXPERTS, generator=torch.Generator().manual_seed(1)))
+    hidden = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+    others = [correction] if variant in ("minimax_m2", "hy_v3") else []
+    logits, weights, experts = chooser(hidden, *others)
+    how = choosing_of(runtime.config, mlp, named, N_EXPERTS)
+    on_place = None if correction is None else correction.to(PLACE)
+    taken, found = device_experts.choose(logits.to(PLACE).contiguous(), on_place, how)
+    order = experts.argsort(dim=-1)
+    assert torch.equal(taken.cpu().long(), experts.gather(1, order))
+    torch.testing.assert_close(found.cpu(), weights.gather(1, order).float(), rtol=1e-5, atol=1e-6)
+    for row in (0, 11):
+        alone = device_experts.choose(logits[row : row + 1].to(PLACE).contiguous(), on_place, how)
+        assert torch.equal(alone[0][0], taken[row]) and torch.equal(alone[1][0], found[row])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter computes with them, too.
+def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
+    runtime = tiny_runtime("qwen3_moe", torch.float32)
+    block = runtime.blocks[1]
+    assert block.experts is not None
+    how = choosing_of(runtime.config, block.parts.mlp, block.experts, N_EXPERTS)
+    taken, _ = device_experts.choose(torch.full((2, N_EXPERTS), torch.nan, device=PLACE), None, how)
+    assert taken.tolist() == [[0, 1], [0, 1]]
+
+
+def tiles_of(experts: torch.Tensor, n_experts: int) -> list[tuple[int, list[int]]]:
+    """Each tile that has choices: its expert, and the places of its choices."""
+    order, tiles = device_experts.shared_out(experts.to(PLACE, torch.int32), n_experts)
+    expert, first, count = tiles.tolist()
+    places = order.tolist()
+    assert sorted(places) == list(range(experts.numel()))
+    return [(e, places[at : at + n]) for e, at, n in zip(expert, first, count, strict=True) if n > 0]
+
+
+def test_every_choice_is_in_one_tile_of_its_expert() -> None:
+    """Enumerated: all choices of three rows among three experts; then many rows, in full tiles and what is left."""
+    choices = [torch.tensor(one).view(-1, 1) for one in product(range(3), repeat=3)]
+    generator = torch.Generator().manual_seed(0)
+    choices += [torch.stack([torch.randperm(37, generator=generator)[:4] for _ in range(n)]) for n in (1, 9, 100)]
+    for experts in choices:
+        n_experts, flat = (3 if experts.shape[1] == 1 else 37), experts.flatten().tolist()
+        tiles = tiles_of(experts, n_experts)
+        assert sorted(place for _, places in tiles for place in places) == list(range(len(flat)))
+        assert all(flat[place] == expert for expert, places in tiles for place in places)
+        assert all(len(places) <= device.TILE for _, places in tiles)
+        n_needed = sum(-(-flat.count(expert) // device.TILE) for expert in set(flat))
+        assert len(tiles) == n_needed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_inputs"),
+    [
+        (HALF, True),
+        *(pytest.param(*one, marks=pytest.mark.families) for one in list(product(DTYPES, [False, True]))[:3]),
+    ],
+)
+def test_experts_are_torchs_and_no_row_depends_on_others(dtype: torch.dtype, by_inputs: bool) -> None:
+    """With biases, and maps that lie either way; experts that no row takes are not numbers, and change nothing."""
+    n_rows, n_chosen, n_in, n_inner, n_out = 24, 2, 140, 33, 40
+    shapes = ((N_EXPERTS, 2 * n_inner, n_in), (N_EXPERTS, n_out, n_inner))
+    into, down = (drawn(*shape, seed=i, dtype=dtype) / shape[2] ** 0.5 for i, shape in enumerate(shapes))
+    biases = [drawn(N_EXPERTS, n, seed=i, dtype=dtype) for i, n in enumerate((2 * n_inner, n_out), start=2)]
+    for part in (into, down, *biases):
+        part[1] = torch.nan
+    if by_inputs:
+        into, down = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (into, down))
+    x, weights = drawn(n_rows, n_in, seed=4, dtype=dtype), drawn(n_rows, n_chosen, seed=5).softmax(-1)
+    generator = torch.Generator().manual_seed(6)
+    taken = torch.stack(
+        [torch.tensor([0, 2, 3, 4, 5])[torch.randperm(5, generator=generator)[:2]] for _ in range(n_rows)]
+    )
+    taken = taken.to(PLACE, torch.int32)
+
+    def computed(rows: slice) -> torch.Tensor:
+        own, shares = taken[rows].contiguous(), weights[rows].contiguous()
+        tiles = device_experts.shared_out(own, N_EXPERTS)
+        both = device.expert_linear(x[rows], into, biases[0], own, *tiles)
+        inner = device.gated(both, device.CLAMPED, by_turns=True, limit=2.0, slope=1.7)
+        return device_experts.mixed(inner, down, biases[1], own, shares, *tiles)
+
+    whole = computed(slice(None))
+    expected = torch.zeros(n_rows, n_out, dtype=torch.float64, device=PLACE)
+    for row, turn in product(range(n_rows), range(n_chosen)):
+        expert = int(taken[row, turn])
+        both = into[expert].double() @ x[row].double() + biases[0][expert].double()
+        gate, up = both[::2].clamp(max=2.0), both[1::2].clamp(-2.0, 2.0)
+        inner = (up + 1) * gate * torch.sigmoid(1.7 * gate)
+        expected[row] += weights[row, turn] * (down[expert].double() @ inner + biases[1][expert].double())
+    close(whole, expected, dtype)
+    for rows in (slice(17, 18), slice(5, 22)):
+        assert torch.equal(computed(rows), whole[rows])
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("variant", mixtures())
+def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> None:
+    """A chain step by step, and the same rows in one pass among rows of another branch; drafts take fewer experts."""
+    # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
+    shape |= {name: value for name, value in ONE_LAYER.items() if name in MIXTURES[variant]}
+    runtime, reference = (here(tiny_runtime(variant, torch.float32, **shape)) for _ in range(2))
+    assert make_row_invariant(runtime) is None and runtime.exact
+    rng = random.Random(3)
+    prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (6, 2))
+    one = runtime.new_buffer(64)
+    prefilled = runtime.prefill(prompt, one)
+    close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
+    steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
+    tree = runtime.new_buffer(64)
+    runtime.prefill(prompt, tree)
+    first, tokens = len(prompt), [token for own in chain for token in (own, 1)]
+    seen = torch.zeros((len(tokens), first + len(tokens)), dtype=torch.bool)
+    seen[:, :first] = True
+    for row in range(len(tokens)):
+        seen[row, [first + i for i in range(0, row, 2)] + [first + row]] = True
+    found = runtime.forward(Rows(tokens, first, [first + (row + 1) // 2 for row in range(len(tokens))], seen), tree)
+    for i, step in enumerate(steps):
+        assert torch.equal(found[2 * i], step)
+    if not variant.startswith("phimoe"):  # Its router chooses two.
+        draft = Rows([4], first, variants=(LayerSet(1, experts=(("mlp", 1),)),))
+        drafted, wanted = (each.forward(draft, buffer) for each, buffer in ((runtime, tree), (reference, tree)))
+        close(drafted, wanted, torch.float32)
+
+
+def test_experts_of_another_form_say_so() -> None:
+    runtime = tiny_runtime("qwen3_moe", torch.float32)
+    experts: Any = runtime.blocks[1].parts.mlp.get_submodule("experts")
+    experts.down_proj.data = experts.down_proj.data.to(torch.float16)
+    assert make_row_invariant(runtime) == "experts such as Qwen3MoeExperts are computed by torch"
+    assert not runtime.exact
+    with pytest.raises(Exception, match="cannot be exact here"):
+        at_speed(tiny_runtime("qwen3_moe"), "exact")

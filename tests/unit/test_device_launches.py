@@ -1,0 +1,133 @@
+"""How Triton kernels are launched: their number in a layer, the device of each, and that all compile without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from families import tiny_runtime
+from on_device import here
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swiftopt.models.fused import fuse
+from swiftopt.models.rows import Pass, Rows
+
+pytest.importorskip("triton")
+from triton.runtime.jit import KernelInterface
+
+from swiftopt.models.kernels import device, device_attention, device_experts, layout
+
+CALLED_BY_KERNELS = {"_best"}  # Functions in Triton that no program of ours launches.
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().startswith(("aten::empty", "aten::_unsafe_view")):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and torch's operations in a pass of three layers less those of two."""
+    launched = list[str]()
+    for name, owner in kernels_by_module().items():
+        note = partial(lambda name, *_, **__: launched.append(name), name)
+        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
+    counts = []
+    for n_layers in (2, 3):
+        runtime = here(tiny_runtime("llama", torch.float32, num_hidden_layers=n_layers))
+        fuse(runtime)
+        runtime.by_table = True
+        passes = [Pass(runtime, Rows([3], 5), runtime.new_buffer(16)) for _ in range(2)]
+        launched.clear()
+        with Operations() as operations:
+            runtime.forward_together(passes)
+        counts.append(Counter([*launched, *operations.names]))
+    assert counts[1] - counts[0] == Counter(_norm=2, _store=1, _attend=1, _gated=1) + Counter({"aten::linear": 4})
+
+
+def kernels_by_module() -> dict[str, Any]:
+    """Every Triton kernel's name, and the module that has it."""
+    modules = (device, device_attention, device_experts)
+    kernels = {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
+    return {name: of for name, of in kernels.items() if name not in CALLED_BY_KERNELS}
+
+
+class Guard:
+    """As much of `torch.cuda.device_of` as a launch sees: the tensors whose devices are current."""
+
+    current: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __enter__(self) -> None:
+        self.current.append(self.tensor)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
+
+def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without data, and kernels that note which tensor's device is the current one."""
+    launched = dict[str, torch.Tensor]()
+    kernels = kernels_by_module()
+    for name, owner in kernels.items():
+        note = partial(lambda name, *_, **__: launched.update({name: Guard.current[-1]}), name)
+        monkeypatch.setattr(owner, name, defaultdict(lambda note=note: note))
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    with torch.device("meta"):
+        x, weight, table = torch.empty(2, 64), torch.empty(64, 64), torch.empty(30, 2, dtype=torch.int64)
+        codes, scales = torch.empty(4, 512, dtype=torch.uint8), torch.empty(4, 2, 2, 16)
+        heads, taken = torch.empty(2, 4, 16), torch.empty(2, 2, dtype=torch.int32)
+        maps = torch.empty(6, 64, 64)
+    device.linear(x, weight, weight[0])
+    assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
+    device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
+    device.norm(x, weight[0], None, 1e-6, False, False)
+    device_attention.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
+    device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
+    device.gated(x, device.SILU)
+    device_experts.choose(x, None, layout.Choosing(n_experts=64, n_chosen=2, n_groups=1, n_groups_chosen=1))
+    shared = device_experts.shared_out(taken, 6)
+    assert device.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
+    device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
+    assert set(launched) == set(kernels) and not Guard.current
+    assert launched["_chosen"] is x and launched["_shared_out"] is taken
+    assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
+    assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_gpus_that_are_not_there_and_spills_nothing() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[1] / "compile_kernels.py"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = kernels_by_module()
+    assert {(one["kernel"], one["arch"]) for one in made} == {(name, arch) for name in kernels for arch in (80, 90)}
+    assert all(one["shared_bytes"] <= 99 * 1024 for one in made)  # which any GPU since 2020 has
+    halves = [one for one in made if one["dtype"] in ("*bf16", "*fp16")]
+    maps = [one for one in made if one["kernel"] in ("_dense", "_coded")]
+    # Tiles of 16 and of 32 rows sum a row in one order, by the same instruction.
+    assert not any(one["by_warp_groups"] for one in maps)
+    assert halves and all(one["stack_bytes"] == 0 for one in halves)
+    attention = [one for one in halves if one["kernel"] == "_attend"]
+    assert attention and all(one["tensor_cores"] and one["wide_loads"] >= 16 for one in attention)
