@@ -9,57 +9,7 @@
 // lie and turn the queries.
 #pragma once
 #include "dense.h"
-#include "memory.h"
-
-struct Run {
-    int32_t start, length;
-};
-
-// Which slots the rows of a pass see in one sliding window, as runs of consecutive slots.
-struct View {
-    int window;            // 0: none
-    List<Run> runs;
-    List<int32_t> first;   // run of each row, and the number of runs
-    List<int32_t> oldest;  // place of the first slot of each row
-    List<int32_t> n_seen;  // slots of each row
-
-    void begin(int its_window) {
-        window = its_window;
-        runs.clear(), first.clear(), oldest.clear(), n_seen.clear();
-    }
-};
-
-// Add the n rows of a sequence.
-//
-// Args: visible: (rows, end) or null where every row sees all slots up to its own; positions: of the rows, which lie at
-//       slots `first_slot`, `first_slot` + 1, …; the slots before hold the positions of their own numbers.
-static inline void look(View& view, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
-    const int end = first_slot + n, window = view.window;
-    for (int row = 0; row < n; row++) {
-        view.first.add(int32_t(view.runs.n));
-        const int oldest = window ? std::max(0, positions[row] - window + 1) : 0;
-        int seen = 0;
-        if (!visible) {
-            seen = first_slot + row + 1 - oldest;
-            view.runs.add({oldest, seen});
-        } else {
-            const uint8_t* sees = visible + int64_t(row) * end;
-            for (int slot = 0; slot < end;) {
-                auto is_seen = [&](int s) { return sees[s] && (s < first_slot ? s : positions[s - first_slot]) >= oldest; };
-                if (!is_seen(slot)) {
-                    slot++;
-                    continue;
-                }
-                const int start = slot;
-                while (slot < end && is_seen(slot)) slot++;
-                view.runs.add({start, slot - start});
-                seen += slot - start;
-            }
-        }
-        view.oldest.add(oldest);
-        view.n_seen.add(seen);
-    }
-}
+#include "view.h"
 
 // Words of rows of T, and their products.
 template <class T> struct Word {  // one value each
@@ -124,6 +74,7 @@ constexpr int MOST_TOGETHER = 128;   // heads of all rows that are computed toge
 constexpr int BESIDE = PLACES + 48;  // floats between scores of heads: products are written in whole tiles
 constexpr int WIDEST_HEAD = 1024;
 constexpr int SLOTS_AT_ONCE = 64;
+constexpr int ASKED = 6144;  // bytes between using keys or values and asking for others
 #if defined(WITH_AVX512)
 constexpr int TALL = 6, DEEP = 4;  // heads by vectors that the registers hold sums of
 #else
@@ -226,9 +177,10 @@ struct Slots {
     }
 };
 
-// Ask for a row of T that is used soon, a cache line each 64 bytes.
-template <class T> static inline void ask_for(const T* row, int width) {
-    for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + i, 0, 3);
+// Ask for the row of T that lies ASKED bytes behind one, a cache line each 64 bytes. More than memory has under way would take
+// the place of what is still to be read in the nearest cache.
+template <class T> static inline void ask_behind(const T* row, int width) {
+    for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(row + ASKED / sizeof(T) + i, 0, 3);
 }
 
 // Queries of m heads as `scores_of` takes them, by way of `room` where they have to be turned.
@@ -244,7 +196,7 @@ static void scores_of(int m, const float* query, Slots slots, int n, const T* ke
             const T* own[LANES];  // behind the last slot it stands again: that score is overwritten or never read
             for (int i = 0; i < LANES; i++) {
                 own[i] = s + i < some ? keys + int64_t(slots.next()) * width : own[i - 1];
-                ask_for(own[i] + SLOTS_AT_ONCE * width, width);
+                ask_behind(own[i], width);
             }
             for (int w = 0; w < n_words; w += LANES) {
                 vf square[LANES];
@@ -267,7 +219,7 @@ static void spread(Slots& slots, int first, int last, int from, int to, const T*
     auto next = [&](int place) {
         if (place < first || place >= last) return none;
         const T* row = values + int64_t(slots.next()) * width;
-        ask_for(row + SLOTS_AT_ONCE * width, width);
+        ask_behind(row, width);
         return row;
     };
     for (int place = from; place < to; place += PER, block += columns_of(width)) {
@@ -346,8 +298,10 @@ void mix<bf16>(
 }
 #endif
 
+constexpr float LOG2_E = 1.44269504f;
+
 struct Total {  // of exponentials
-    float largest = -3e38f;  // score, which they are relative to
+    float largest = -3e38f;  // exponent of 2, which they are relative to
     float sum = 0;
 };
 
@@ -371,17 +325,18 @@ template <class T> static inline float exponentials(
     }
     std::fill(scores, scores + from, -INFINITY);
     std::fill(scores + to, scores + n, -INFINITY);
-    vf most = splat(total.largest);
-    for (int j = 0; j < n; j += LANES) most = larger(load(scores + j) * scaling, most);
+    const float unit = scaling * LOG2_E;
+    vf most = splat(-INFINITY);
+    for (int j = 0; j < n; j += LANES) most = larger(load(scores + j), most);
     float largest = total.largest;
-    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i] * unit);
     vf sums = {};
     for (int j = 0; j < n; j += LANES) {
-        const vf e = exp(fma(load(scores + j), splat(scaling), splat(-largest)));
+        const vf e = exp2(fma(load(scores + j), splat(unit), splat(-largest)));
         Word<T>::put(scores, j, e);
         sums += e;
     }
-    const float factor = total.largest == largest ? 1.0f : exp(splat(total.largest - largest))[0];
+    const float factor = total.largest == largest ? 1.0f : exp2(splat(total.largest - largest))[0];
     total = {largest, total.sum * factor + sum(sums)};
     return factor;
 }
@@ -492,7 +447,7 @@ static void attend(
     for (int h = 0; h < n; h++) {
         const Reader<T>& row = rows[h / n_heads];
         float sum = totals[h].sum;
-        if (row.sinks) sum += exp(splat(to_float(row.sinks[h % n_heads]) - totals[h].largest))[0];
+        if (row.sinks) sum += exp2(splat(to_float(row.sinks[h % n_heads]) * LOG2_E - totals[h].largest))[0];
         Word<T>::divide(mixed + h * wide, sum, width, row.out + h % n_heads * width);
     }
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 BUILT = FOLDER / "built"  # Folder of the libraries shipped in the wheel.
 SOURCES = (
-    *("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "codes.h", "quantised.h", "gguf.h", "attention.h"),
+    *("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "codes.h", "quantised.h", "gguf.h", "view.h", "attention.h"),
     *("mixture.h", "layout.h", "elementwise.h", "runner.h", "attention_layer.h", "mixers.h", "mlps.h"),
     "pass.cpp",
 )

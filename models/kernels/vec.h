@@ -166,3 +166,26 @@ static inline vf exp(vf x) {
     return (vf)((~is_low & ~is_nan & (vi)result) | (is_nan & (vi)x));
 #endif
 }
+
+// 2^x of x up to 127, to about 1 unit in the last place; 0 below -126, NaN of NaN.
+static inline vf exp2(vf x) {
+    const vf low = splat(-126.0f);
+#if defined(WITH_AVX512)
+    const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const vf magic = splat(12582912.0f), shifted = x + magic, n = shifted - magic;
+#endif
+    const vf r = x - n;
+    vf p = fma(splat(1.3264727e-3f), r, splat(9.6715127e-3f));
+    p = fma(p, r, splat(5.5507337e-2f));
+    p = fma(p, r, splat(2.4022242e-1f));
+    p = fma(p, r, splat(6.9314698e-1f));
+    p = fma(p, r, splat(1.0f));
+#if defined(WITH_AVX512)
+    return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ), (__m512)p, (__m512)n);
+#else
+    const vf result = p * (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    const vi is_low = x < low, is_nan = x != x;
+    return (vf)((~is_low & ~is_nan & (vi)result) | (is_nan & (vi)x));
+#endif
+}

@@ -1,0 +1,59 @@
+// Which slots the rows of a pass see.
+#pragma once
+#include <algorithm>
+#include "memory.h"
+
+struct Run {
+    int32_t start, length;
+};
+
+// Which slots the rows of a pass see in one sliding window, as runs of consecutive slots.
+struct View {
+    int window;            // 0: none
+    List<Run> runs;
+    List<int32_t> first;   // run of each row, and the number of runs
+    List<int32_t> oldest;  // place of the first slot of each row
+    List<int32_t> n_seen;  // slots of each row
+
+    void begin(int its_window) {
+        window = its_window;
+        runs.clear(), first.clear(), oldest.clear(), n_seen.clear();
+    }
+};
+
+// Add the n rows of a sequence.
+//
+// Args: visible: (rows, end) or null where every row sees all slots up to its own; positions: of the rows, which lie at
+//       slots `first_slot`, `first_slot` + 1, …; the slots before hold the positions of their own numbers.
+static inline void look(View& view, int n, int first_slot, const int32_t* positions, const uint8_t* visible) {
+    const int end = first_slot + n, window = view.window;
+    for (int row = 0; row < n; row++) {
+        view.first.add(int32_t(view.runs.n));
+        const int oldest = window ? std::max(0, positions[row] - window + 1) : 0;
+        int seen = 0;
+        // Runs of slots [from, to) that `sees` marks, slots and positions of the same numbers or not.
+        auto see = [&](int from, int to) {
+            Run* last = view.runs.n > size_t(view.first.last()) ? &view.runs.last() : nullptr;
+            if (last && last->start + last->length == from) last->length += to - from;
+            else view.runs.add({from, to - from});
+            seen += to - from;
+        };
+        if (!visible) {
+            see(oldest, first_slot + row + 1);
+        } else {
+            const uint8_t* sees = visible + int64_t(row) * end;
+            for (int slot = std::min(oldest, first_slot); slot < first_slot;) {
+                const void* from = memchr(sees + slot, 1, first_slot - slot);
+                if (!from) break;
+                const int start = int((const uint8_t*)from - sees);
+                const void* to = memchr(from, 0, first_slot - start);
+                slot = to ? int((const uint8_t*)to - sees) : first_slot;
+                see(start, slot);
+            }
+            for (int slot = first_slot; slot < end; slot++)
+                if (sees[slot] && positions[slot - first_slot] >= oldest) see(slot, slot + 1);
+        }
+        view.oldest.add(oldest);
+        view.n_seen.add(seen);
+    }
+}
