@@ -90,6 +90,7 @@ def generate(
         if request.layer_set is not None and (other_model or not method.takes_layer_set):
             reason = "--draft-model, which drafts alone" if other_model else f"--method {method.name}, which takes none"
             note(f"warning: --layer-set has no effect with {reason}")
+    _begin_loading(request)
     for name in ("limit", "concurrency"):
         if stream is None and on_command_line(name):
             note(f"warning: --{name} has no effect without --stream: there is one prompt")
@@ -127,6 +128,19 @@ def generate(
             if has_open_line:
                 click.echo()
             raise
+
+
+def _begin_loading(request: GenerateRequest) -> None:
+    """Begin to load the request's model where that needs no torch, which is imported meanwhile.
+
+    Raises: SwiftoptError: it cannot be loaded.
+    """
+    from ..models.gguf_packing import begin_packing
+    from ..models.sources import resolve
+
+    source = resolve(request.model)
+    if source.kind == "gguf":
+        begin_packing(Path(source.location), request.dtype, request.device, request.speed)
 
 
 def _prompts(prompt: str | None, stream: str | None, limit: int | None, task: str | None) -> list[Prompt]:
@@ -313,6 +327,7 @@ def loaded_partner(db: str | None, values: Mapping[str, Any]) -> Iterator[Partne
     if not values["model"]:
         raise click.UsageError("no model is named: name one with --model, or a server with --server")
     request = decoding_request(dict(values))
+    _begin_loading(request)
     noted_remarks: set[str] = set()
 
     def answer(messages: Sequence[Message]) -> Iterator[str | Answered]:

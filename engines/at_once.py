@@ -2,9 +2,10 @@
 
 A line in: {"requests": [{"prompt_ids": [...], "max_new_tokens": 128, "task": "code"}, ...]}. Its answer: {"answers":
 [{"token_ids": [...], "first_s": s, "last_s": s}, ...]}, seconds from the line to a request's first and last token.
-Options: those of `program`, and `engine`, a name in ENGINES; `at_once`, the most requests of a line; n_ctx is the
-context of each. Files are mapped where that is the engine's own default. With `cache` (true, of llama-cpp alone) what
-was read of earlier prompts is kept, as its server does by default; an answer then tells how many tokens were `cached`.
+Options: those of `program`, of which `model` is a GGUF file; `engine`, a name in ENGINES; `at_once`, the most requests
+of a line; n_ctx is the context of each. Files are mapped where that is the engine's own default. With `cache` (true, of
+llama-cpp alone) what was read of earlier prompts is kept, as its server does by default; an answer then tells how many
+tokens were `cached`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ BATCH = 512  # Tokens of a prompt that ik_llama.cpp reads in one call; llama.cpp
 
 def swiftopt(options: Values) -> Decoder:
     """swiftopt itself: plain decoding, or the stored plan, else adaptive drafts (`best`, with `db` or null)."""
+    from swiftopt.models.gguf_packing import begin_packing
+
+    where = {name: options[name] for name in ("dtype", "device", "speed")}
+    begin_packing(Path(options["model"]), **where)  # Weights are packed while torch is imported, as by `generate`.
+
     from swiftopt.core.requests import GenerateRequest
     from swiftopt.core.types import Sampling
     from swiftopt.decoding.engine import Engine
@@ -34,13 +40,15 @@ def swiftopt(options: Values) -> Decoder:
     from swiftopt.decoding.session import Session
     from swiftopt.decoding.work import subscribed
     from swiftopt.models.loading import load as load_runtime
-    from swiftopt.store import Store
     from swiftopt.tasks.generate import Planner
 
-    where = {name: options[name] for name in ("dtype", "device", "speed")}
     runtime = load_runtime(options["model"], options["dtype"], options["device"], None, options["speed"])
     session = Session(runtime, Sampling(), 1, ignore_eos=True)
-    store = Store.open(options["db"]) if options.get("best") and options.get("db") else None
+    store = None
+    if options.get("best") and options.get("db"):
+        from swiftopt.store import Store
+
+        store = Store.open(options["db"])
     planner = Planner(GenerateRequest(options["model"], **where), runtime, store)
 
     def answer(line: Values) -> Values:

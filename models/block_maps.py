@@ -1,6 +1,5 @@
-"""Linear maps and embeddings that compute with a GGUF file's codes, packed once for our kernels (`kernels/gguf.h`).
+"""Linear maps and embeddings that compute with a GGUF file's codes, packed once for our kernels (`gguf_packing`).
 
-The numbers of the file are kept: codes as they are, or in more bits where no kernel has theirs; scales as they are.
 DEVIATION: our kernels round what goes into a map to 8 bits per 32 inputs, as llama.cpp does per 32 or 256; the weights
 are not rounded.
 """
@@ -9,53 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..core.settings import n_threads
-from .coded import ROWS, CodedLinear
+from .coded import CodedLinear
+from .gguf_packing import BlockForm, PackedArrays, packed_arrays
 from .gguf_reader import FileTensor
 from .kernels import layout
 from .kernels.build import Kernels
 
-SUPER = 256  # Inputs of a super-block: K-quant types store one float16 scale (and minimum) for each.
-# Numbers per group for these scale types; all other types have two.
-SCALE_NUMBERS = {layout.CENTRED: 1, layout.SUPER_CENTRED: 1, layout.EXPONENTS: 1}
-SCALE_BYTES = {layout.ZERO_CODES_F32: 4, layout.EXPONENTS: 1}  # Bytes per number; other types have two.
-MOST_TYPES = 64
-PACKED_BYTES = 16 << 20  # Bytes of a file that are packed at once.
 DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
-
-
-class BlockForm(NamedTuple):
-    """How the kernels pack a GGUF tensor type, and the bytes and inputs of a block in the file."""
-
-    block_bytes: int
-    inputs: int
-    bits: int
-    group: int
-    scale_type: int
-    table: int
-
-    def scale_bytes(self, n_in: int) -> int:
-        """Return the bytes of the scales of `ROWS` outputs."""
-        numbers, groups = SCALE_NUMBERS.get(self.scale_type, 2) * ROWS, n_in // self.group
-        if self.scale_type >= layout.SUPER_PAIRS:
-            return numbers * (groups + 2 * n_in // SUPER)
-        return numbers * groups * SCALE_BYTES.get(self.scale_type, 2)
-
-
-@cache
-def forms(kernels: Kernels) -> dict[int, BlockForm]:
-    """Return the GGUF tensor types that the kernels support, by type number."""
-    numbers = (ctypes.c_int32 * (7 * MOST_TYPES))()
-    n_types = kernels.gguf_types(numbers)
-    rows = (numbers[7 * i : 7 * i + 7] for i in range(n_types))
-    return {kind: BlockForm(*form) for kind, *form in rows}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,20 +33,15 @@ class PackedBlocks:
     form: BlockForm
     kernels: Kernels
 
+    @classmethod
+    def of(cls, arrays: PackedArrays) -> PackedBlocks:
+        """Return what was packed, without a copy."""
+        codes, scales = torch.from_numpy(arrays.codes), torch.from_numpy(arrays.scales)
+        return cls(codes, scales, arrays.n_out, arrays.n_in, arrays.form, arrays.kernels)
+
     def map(self, bias: Tensor | None = None) -> layout.Map:
-        return layout.Map(
-            self.codes.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            self.scales.data_ptr(),
-            None,
-            0,
-            self.n_in,
-            self.n_out,
-            self.form.bits,
-            self.form.group,
-            self.form.scale_type,
-            self.form.table,
-        )
+        bias_at = None if bias is None else bias.data_ptr()
+        return self.form.map(self.codes.data_ptr(), self.scales.data_ptr(), self.n_in, self.n_out, bias_at)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the de-quantised weight (out, in) in a dtype."""
@@ -107,28 +66,8 @@ def packed_blocks(
     order: Tensor | None = None,
     release: Callable[[FileTensor], None] = lambda tensor: None,
 ) -> PackedBlocks:
-    """Pack a file's tensor (out, in).
-
-    Args:   order: int32 (out,), the row of the tensor for each output. release: called with each part of the tensor
-            that is packed, so that little of the file is in memory beside its packed copy.
-    Raises: MemoryError: there is too little memory.
-    """
-    form, (n_out, n_in) = forms(kernels)[tensor.kind], tensor.shape
-    n_blocks, row_bytes = -(-n_out // ROWS), n_in // form.inputs * form.block_bytes
-    codes = torch.empty((n_blocks, n_in * ROWS * form.bits // 8), dtype=torch.uint8)
-    scales = torch.empty((n_blocks, form.scale_bytes(n_in)), dtype=torch.uint8)
-    # An order may lead to any row, so the rows are then packed in one go.
-    step = n_out if order is not None else max(1, PACKED_BYTES // row_bytes // ROWS) * ROWS
-    for first in range(0, n_out, step):
-        n_rows, block = min(step, n_out - first), first // ROWS
-        rows = tensor.data.reshape(-1)[first * row_bytes : (first + n_rows) * row_bytes]
-        part = PackedBlocks(codes[block:], scales[block:], n_rows, n_in, form, kernels)
-        order_at = None if order is None else order.data_ptr()
-        source = ctypes.c_void_p(rows.__array_interface__["data"][0])
-        if kernels.repack(tensor.kind, source, order_at, ctypes.byref(part.map()), n_threads()):
-            raise MemoryError(f"laying out {tensor.name} needs more memory or threads than there are")
-        release(replace(tensor, data=rows))
-    return PackedBlocks(codes, scales, n_out, n_in, form, kernels)
+    """Pack a file's tensor (out, in); see `packed_arrays`. Args: order: int32 (out,)."""
+    return PackedBlocks.of(packed_arrays(tensor, kernels, None if order is None else order.numpy(), release))
 
 
 class BlockLinear(CodedLinear):

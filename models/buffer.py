@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .free_memory import free_memory
 from .recurrent import RecurrentStates
 
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
-CONTAINER = Path("/sys/fs/cgroup")  # Folder of the container's memory limit and usage files (cgroup v2).
 
 
 def free_bytes(device: torch.device) -> int:
@@ -25,13 +23,7 @@ def free_bytes(device: torch.device) -> int:
         # Memory that torch has reserved and can use again.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit, used = (int((CONTAINER / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-        kept = dict(line.split() for line in (CONTAINER / "memory.stat").read_text(encoding="ascii").splitlines())
-        return min(free, max(0, limit - used + int(kept["inactive_file"])))
-    except (OSError, ValueError, KeyError):  # There is no limit, or its files cannot be read.
-        return free
+    return free_memory()
 
 
 class KVBuffer:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..core.settings import FORMATS, group_size
 from ..core.types import LayerSet, SubLayer
 from .kernels import layout
+from .kernels.layout import ROWS
 
-ROWS = 16  # Outputs per block of packed weights; the last block is padded with zeros.
 GROUPS = (128, 64, 32)  # Inputs per scale that our kernels support.
 ZEROS_AS_CODES = {
     torch.bfloat16: layout.ZERO_CODES_BF16,

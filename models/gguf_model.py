@@ -21,17 +21,18 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
 from .block_experts import HALVES, PARTS, BlockExperts, packed_experts, stacked
-from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, forms, packed_blocks
+from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, packed_blocks
 from .cache import gguf_settings_folder, made_once
-from .coded import ROWS
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
 from .family import Family, GatedDelta
 from .gguf_mixers import RENAMED, DeltaTensors
+from .gguf_packing import forms, packing_of
 from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
 from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_of, layer_numbers
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
+from .kernels.layout import ROWS
 from .saved import GGUF_WEIGHTS, REPORT_S, OnStep, linked_gguf, refuse_missing, supported_type
 
 # In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
@@ -161,8 +162,7 @@ class _Reading:
             n_out, n_in = tensor.shape
             parameter = module.weight.T if isinstance(module, Conv1D) else module.weight
             _check_shape(self.file.path, tensor, tuple(parameter.shape), (n_out, n_in))
-            rows = None if order is None else order.int()
-            self._packed[module_name] = packed_blocks(tensor, self.kernels, rows, self.file.release)
+            self._packed[module_name] = self._blocks(tensor, self.kernels, order)
         else:
             values = numbers(tensor)
             if scale is not None:
@@ -188,6 +188,13 @@ class _Reading:
     def _is_added_to(self, module_name: str, leaf: str) -> bool:
         is_gated = self.delta is not None and self.delta.is_gated_norm(module_name)
         return "norm" in module_name and leaf == "weight" and not is_gated
+
+    def _blocks(self, tensor: FileTensor, kernels: Kernels, order: Tensor | None) -> PackedBlocks:
+        begun = packing_of(self.file)
+        early = begun.take(tensor) if begun is not None and begun.kernels is kernels and order is None else None
+        if early is not None:
+            return PackedBlocks.of(early)
+        return packed_blocks(tensor, kernels, None if order is None else order.int(), self.file.release)
 
     def _take_experts(self, module_name: str, leaf: str) -> None:
         """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""

@@ -192,6 +192,13 @@ class GgufFile:
             if now[:2] == state[:2] and now != state:
                 raise ModelNotFound(f"{path} was changed while it was read: load it again when its writer is done")
 
+    def is_current(self) -> bool:
+        """Tell whether the same files are still at the paths of the parts, as they were when they were mapped."""
+        try:
+            return all(_state(path.stat()) == state for path, state in self._states.items())
+        except OSError:
+            return False
+
     def release(self, tensor: FileTensor) -> None:
         """Let the system drop the mapped pages of a tensor; a later access reads them from the file again."""
         address = tensor.data.__array_interface__["data"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from .coded import CodedLinear
 from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
+from .gguf_packing import opened, packing_of
 from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .kernels.device import obstacle
@@ -86,8 +88,11 @@ def load(
     step = on_step or no_step
     torch.set_num_threads(n_threads())
     source = check_names(name, dtype, device, speed, here=True)
-    with quiet():
-        file = GgufFile(Path(source.location)) if source.kind == "gguf" else None
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        file: GgufFile | None = None
+        if source.kind == "gguf":
+            file = stack.enter_context(opened(Path(source.location), dtype, device, speed))
         folder, adapter = _folder_of(source, step) if file is None else (settings_folder(file.path, step, file), None)
         config, texts = supported_config(folder), folder if adapter is None else adapter.tokenizer_folder(folder)
         check_files(files_of(texts), texts)
@@ -191,7 +196,8 @@ def placement(device: str, folder: Path, dtype: str, speed: Speed = "auto", file
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         plan = memory_plan(folder, dtype, True, speed, file)
-        plan.check("this machine", free_bytes(torch.device("cpu")))
+        begun = None if file is None else packing_of(file)
+        plan.check("this machine", free_bytes(torch.device("cpu")) + (0 if begun is None else begun.n_bytes))
         return "cpu"
     if device == "auto-map":  # auto-map may also use the CPU, so GPU memory is not checked.
         return device

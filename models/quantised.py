@@ -28,10 +28,11 @@ from ..core.settings import FORMATS, FP8_ON_CPU, group_size
 from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import LINEAR, Block, LayerModules, has_experts
 from .buffer import free_bytes
-from .coded import ROWS, SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
+from .coded import SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
 from .copy_files import copy_file, read_copy, write_copy
 from .expert_choice import with_fewer
 from .kernels import device as kernels
+from .kernels.layout import ROWS
 from .quantised_checkpoints import is_by_library
 from .quantised_experts import ExpertStack, quantised_mixture, replaced, shared_of, stacks_of
 from .saved import OnStep, no_step

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .blocks import LINEAR
-from .coded import ROWS, unpack
+from .coded import unpack
 from .family import Experts
+from .kernels.layout import ROWS
 
 STACKS = ("gate_up_proj", "down_proj")  # Tensors that have the maps of all experts of a layer.
 

@@ -69,7 +69,8 @@ def fuzz(folder: Path, n_files: int) -> None:
     import torch
 
     from swiftopt.core.errors import SwiftoptError
-    from swiftopt.models.block_maps import BlockLinear, forms, packed_blocks
+    from swiftopt.models.block_maps import BlockLinear, packed_blocks
+    from swiftopt.models.gguf_packing import forms
     from swiftopt.models.gguf_reader import TYPES, FileTensor, GgufFile
     from swiftopt.models.kernels.build import Kernels, _opened
 

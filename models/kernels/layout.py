@@ -14,6 +14,7 @@ ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA = range(7)
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
 SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
 NUMBERS, E2M1, IQ4 = range(3)  # Tables that codes are places in: the values of `Table` in `codes.h`.
+ROWS = 16  # Outputs per block of packed weights; the last block is padded with zeros.
 WORK = ("maps", "attention", "rest")  # Kinds of work that a pass can time separately.
 
 

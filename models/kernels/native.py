@@ -21,14 +21,14 @@ from ...core.errors import SettingsError
 from ...core.settings import THREADS
 from ...core.types import KINDS, Kind, LayerSet, PartForm
 from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
-from ..coded import GROUPS, ROWS, CodedLinear
+from ..coded import GROUPS, CodedLinear
 from ..norms import NormForm
 from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
 from .experts import choosing_of, correction_of, is_mean, maps_of
-from .layout import Unsupported
+from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
 from .mixers import convolution_of, delta_of, sequence_of
 

@@ -23,7 +23,7 @@ from swiftopt.core.errors import DeviceMissing, SettingsError
 from swiftopt.core.requests import Speed
 from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
-from swiftopt.models import buffer, gguf_model, loading, memory, quantised
+from swiftopt.models import buffer, free_memory, gguf_model, loading, memory, quantised
 from swiftopt.models.costs import memory_for_texts
 from swiftopt.models.gguf_model import settings_folder
 from swiftopt.models.loading import load
@@ -267,7 +267,7 @@ def test_texts_of_a_split_model_have_what_the_fullest_device_leaves(monkeypatch:
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(buffer, "CONTAINER", tmp_path)
+    monkeypatch.setattr(free_memory, "CONTAINER", tmp_path)
     whole = buffer.free_bytes(cpu)
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("3000\n")

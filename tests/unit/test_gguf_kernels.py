@@ -9,9 +9,10 @@ import torch
 from native import LEVELS, library, linear
 from torch import Tensor
 
-from swiftopt.models import block_maps
-from swiftopt.models.block_maps import BlockEmbedding, BlockLinear, forms, packed_blocks
+from swiftopt.models import gguf_packing
+from swiftopt.models.block_maps import BlockEmbedding, BlockLinear, packed_blocks
 from swiftopt.models.expert_checkpoints import PAIRS_OF_MXFP4, mxfp4_numbers
+from swiftopt.models.gguf_packing import forms
 from swiftopt.models.gguf_reader import TYPES, FileTensor
 from swiftopt.models.kernels.build import Kernels
 
@@ -139,7 +140,7 @@ def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(level: 
 def test_a_large_tensor_is_packed_and_released_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, released = made(12, 100, 256), list[FileTensor]()
     whole = packed_blocks(tensor, library("portable"))
-    monkeypatch.setattr(block_maps, "PACKED_BYTES", 40 * len(tensor.data) // 100)
+    monkeypatch.setattr(gguf_packing, "PACKED_BYTES", 40 * len(tensor.data) // 100)
     parts = packed_blocks(tensor, library("portable"), release=released.append)
     assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
     assert [len(part.data) for part in released] == [len(tensor.data) * rows // 100 for rows in (32, 32, 32, 4)]
