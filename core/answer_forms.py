@@ -195,7 +195,7 @@ FORMS: Mapping[str, AnswerForm] = {
         _THINK,
         models=(
             "Qwen3, Qwen3.5, QwQ, DeepSeek-R1 and its distills, SmolLM3, EXAONE 4, GLM-4.5, OLMo 3, Nemotron, Kimi,"
-            " MiniMax-M2, LFM2.5, Phi-4-reasoning, HyperCLOVA X SEED Think 32B"
+            " MiniMax-M2, LFM2.5, Falcon-H1R, Phi-4-reasoning, HyperCLOVA X SEED Think 32B"
         ),
         signs=("</think>",),
     ),
@@ -323,7 +323,7 @@ FORMS: Mapping[str, AnswerForm] = {
     ),
     "tool_call": replace(
         _TOOL_CALL,
-        models="Qwen2.5, Qwen3, Hermes, SmolLM3, Granite 4, EXAONE 4, ERNIE 4.5",
+        models="Qwen2.5, Qwen3, Hermes, SmolLM3, Granite 4, Falcon-H1, EXAONE 4, ERNIE 4.5",
         signs=("<tool_call>",),
     ),
     "python list": AnswerForm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..core.errors import UnsupportedModel
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import HeadLayout, heads_of
-from .family import Family, GatedDelta, names_in
-from .recurrent import DeltaRule
+from .family import Experts, Family, GatedDelta, Selective, ShortConv, names_in
 from .rotation import RotaryTables, joined_rotation, rotate
+from .state_rules import DeltaRule, StateRule, StateSpace
 
 LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
 PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that compute x · weight + bias, and no more.
@@ -77,7 +78,7 @@ class LayerRows(Protocol):
         ...
 
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
-        """Return what rows read of a recurrent layer's state by their inputs (rows, values): (rows, heads, width)."""
+        """Return what rows read of a recurrent layer's state by their inputs (rows, values): (rows, heads * width)."""
         ...
 
 
@@ -92,24 +93,40 @@ class AddingNorm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    attn_norm: Any
-    qkv: tuple[Any, ...]
-    q_norm: Any
-    k_norm: Any
-    inner_norm: Any
-    out: Any
-    attn_post: Any
-    mlp_norm: Any
-    mlp: Any
-    mlp_post: Any
+    """Modules of a layer, None where it lacks one; `beside`: those of a mixer that stands beside attention."""
+
+    attn_norm: Any = None
+    qkv: tuple[Any, ...] = ()
+    q_norm: Any = None
+    k_norm: Any = None
+    inner_norm: Any = None
+    out: Any = None
+    attn_post: Any = None
+    mlp_norm: Any = None
+    mlp: Any = None
+    mlp_post: Any = None
     conv: Any = None
     mixer: Any = None
+    beside: LayerModules | None = None
 
     def modules(self) -> Iterator[Any]:
         """Yield every module; None where the layer lacks it."""
         for part in fields(self):
-            module_or_modules = getattr(self, part.name)
-            yield from module_or_modules if isinstance(module_or_modules, tuple) else (module_or_modules,)
+            one = getattr(self, part.name)
+            yield from one.modules() if isinstance(one, LayerModules) else one if isinstance(one, tuple) else (one,)
+
+    def with_map(self, old: nn.Module, new: nn.Module) -> LayerModules:
+        """Return the modules with another linear map of what mixes tokens."""
+        if not any(one is old for one in self.maps()):
+            return self
+        qkv = tuple(new if one is old else one for one in self.qkv)
+        beside = None if self.beside is None else self.beside.with_map(old, new)
+        return replace(self, qkv=qkv, out=new if self.out is old else self.out, beside=beside)
+
+    def maps(self) -> list[Any]:
+        """Return the linear maps of what mixes tokens."""
+        own = [] if self.out is None else [*self.qkv, self.out]
+        return own if self.beside is None else [*own, *self.beside.maps()]
 
 
 def queries_keys_values(
@@ -160,14 +177,16 @@ def convolved(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows
 
 
 def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows) -> Tensor:
-    """Return what a gated delta rule gives for normed states (rows, hidden_size)."""
-    assert block.rule is not None
+    """Return what a recurrence gives for normed states (rows, hidden_size)."""
+    rule = block.rule
+    assert rule is not None
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
-    inputs, gates = projected[:, block.input_order], projected[:, block.gate_order]
-    read, width = rows.recurrence(block, inputs), block.rule.form.value_width
-    mixed = parts.inner_norm(read.reshape(-1, width), gates.reshape(-1, width)).view(len(normed), -1, width)
-    out = cast(Tensor, parts.out(mixed[:, block.head_order].flatten(1)))
-    return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+    inputs, gates = projected[:, rule.input_order], projected[:, rule.gate_order]
+    mixed = rule.gated(parts.inner_norm, rows.recurrence(block, inputs), gates)
+    mixed = mixed.view(len(normed), rule.form.n_heads, -1)[:, block.head_order].flatten(1)
+    out = cast(Tensor, parts.out(mixed))
+    out = out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
+    return out if rule.out_scale == 1.0 else out * rule.out_scale
 
 
 def has_experts(mlp: nn.Module) -> bool:
@@ -199,57 +218,121 @@ class LayersMaps(nn.Module):
         return x
 
 
-class Block:
-    """The two sub-layers of one decoder layer, each with the norms around it.
+class MlpBesideExperts(nn.Module):
+    """The sum of a mixture's chosen experts and of an MLP, its shared expert, which stand side by side in a layer.
 
-    `n_taps`: tokens that a short convolution reads for a row, its own among them, where the layer has one in place of
-    attention, or before the gated delta rule `rule`; 0: it has attention. `input_order`, `gate_order`: where what the
-    rule takes, and its gates, lie in the projections' outputs; `head_order`: of which head each block of what the
-    output map reads is. `clip`: what the projections give lies between it and
+    Its router, its experts and the MLP have the names that the family's row has for them.
+    """
+
+    def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
+        super().__init__()
+        mixture = layer.get_submodule(named.beside or "")
+        self._names = named.router, named.experts, mlp
+        for name in (named.router, named.experts):
+            self.add_module(name, mixture.get_submodule(name))
+        self.add_module(mlp, layer.get_submodule(mlp))
+
+    def forward(self, x: Tensor) -> Tensor:
+        router, experts, mlp = (getattr(self, name) for name in self._names)
+        rows = x.view(-1, x.shape[-1])
+        _, weights, chosen = router(rows)
+        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
+
+
+def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
+    named = family.experts
+    if named is not None and named.beside is not None and getattr(layer, named.beside) is not None:
+        return MlpBesideExperts(layer, named, family.mlp)
+    return layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family)
+
+
+class Block:
+    """The sub-layers of one decoder layer, each with the norms around it.
+
+    `kinds`: the sub-layers that it has. `has_attention`: whether attention is among what mixes its tokens. `n_taps`:
+    tokens that a short convolution reads for a row, its own among them, where the layer has one in place of attention,
+    or before the recurrence `rule`; 0: it has neither. `head_order`: of which of the rule's heads each block of what
+    its output map reads is. `clip`: what the projections give lies between it and
     its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
     `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
-    `added_scale`: what a sub-layer adds is multiplied by it.
+    `added_scale`: what a sub-layer adds is multiplied by it; `attn_scale`: what attention gives, before.
     """
 
     def __init__(
         self, layer: nn.Module, index: int, config: Any, family: Family, window: int | None, layer_type: str | None
     ) -> None:
-        mixer = family.mixer if family.mixes_otherwise(config, index) else None
-        attn = layer.get_submodule(mixer.module if mixer else family.attn)
         self.index = index
+        self.kinds = family.kinds_of(config, index)
+        self.has_attention = family.has_attention(config, index)
         self.window = window
-        self.layer_type = None if mixer else layer_type
+        self.layer_type = layer_type if self.has_attention else None
         self.heads = heads_of(config)
         self.head_norm = family.head_norm
-        self.scaling = 1.0 if mixer else float(getattr(attn, family.scaling))
+        self.scaling, self.attn_scale = 1.0, 1.0
         self.clip = _number(config, family.clip)
         self.softcap = _number(config, "attn_logit_softcapping")
-        self.sinks: Tensor | None = None if mixer or family.sinks is None else getattr(attn, family.sinks)
+        self.sinks: Tensor | None = None
         self.added_scale = _number(config, family.residual_scale) or 1.0
-        q_norm, k_norm = (None, None) if mixer else family.head_norms or (None, None)
-        self.parts = LayerModules(
+        mixer = family.mixer_of(config, index)
+        mixing = None if mixer is None else self._mixer_modules(layer, family, mixer)
+        attention = self._attention_modules(layer, family, config) if self.has_attention else None
+        parts = replace(attention, beside=mixing) if attention else mixing or LayerModules()
+        if "mlp" in self.kinds:
+            parts = replace(
+                parts,
+                mlp_norm=submodule(layer, family.mlp_norm),
+                mlp=_mlp_of(layer, family),
+                mlp_post=submodule(layer, family.mlp_post_norm),
+            )
+        self.parts = parts
+        self.n_taps = mixing.conv.kernel_size[0] if mixing else 0
+        # None: the layer has one MLP, or none.
+        self.experts = family.experts if parts.mlp is not None and has_experts(parts.mlp) else None
+        self.rule: StateRule | None = None
+        if mixing and isinstance(mixer, GatedDelta):
+            self.rule = DeltaRule.of(mixing.mixer, mixing.conv, mixer.by_key_head)
+        elif mixing and isinstance(mixer, Selective):
+            self.rule = StateSpace.of(mixing.mixer, mixing.conv, _number(config, mixer.out_scale) or 1.0)
+        if mixing and self.rule is not None:
+            order = getattr(mixing.out, "head_order", None)
+            self.head_order = torch.arange(self.rule.form.n_heads) if order is None else order
+        self.device = next(layer.parameters()).device
+
+    def _attention_modules(self, layer: nn.Module, family: Family, config: Any) -> LayerModules:
+        attn: Any = layer.get_submodule(family.attn)
+        self.scaling = float(getattr(attn, family.scaling))
+        self.sinks = None if family.sinks is None else getattr(attn, family.sinks)
+        q_norm, k_norm = family.head_norms or (None, None)
+        qkv = tuple(attn.get_submodule(name) for name in family.qkv)
+        if family.attn_scales is not None:
+            # Attention is linear in its values, and scores in queries and keys.
+            into, keys, given = (_number(config, name) or 1.0 for name in family.attn_scales)
+            self.scaling, self.attn_scale = self.scaling * into * into * keys, into * given
+            if (into, keys) != (1.0, 1.0) and any(getattr(project, "bias", None) is not None for project in qkv):
+                raise UnsupportedModel("this model multiplies a projection that has a bias, which is not supported")
+        return LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
-            qkv=tuple(attn.get_submodule(name) for name in (mixer.into if mixer else family.qkv)),
+            qkv=qkv,
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm),
-            inner_norm=submodule(attn, mixer.norm if mixer else family.inner_norm),
-            out=attn.get_submodule(mixer.out if mixer else family.out),
+            inner_norm=submodule(attn, family.inner_norm),
+            out=attn.get_submodule(family.out),
             attn_post=submodule(layer, family.attn_post_norm),
-            mlp_norm=submodule(layer, family.mlp_norm),
-            mlp=layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family),
-            mlp_post=submodule(layer, family.mlp_post_norm),
-            conv=attn.get_submodule(mixer.conv) if mixer else None,
-            mixer=attn if isinstance(mixer, GatedDelta) else None,
         )
-        self.n_taps = self.parts.conv.kernel_size[0] if mixer else 0
-        self.experts = family.experts if has_experts(self.parts.mlp) else None  # None: the layer has one MLP.
-        self.rule: DeltaRule | None = None
-        if isinstance(mixer, GatedDelta):
-            self.rule = DeltaRule.of(attn, self.parts.conv)
-            self.input_order, self.gate_order = self.rule.form.orders(mixer.by_key_head)
-            order = getattr(self.parts.out, "head_order", None)
-            self.head_order = torch.arange(self.rule.form.n_heads) if order is None else order
-        self.device = next(attn.parameters()).device
+
+    def _mixer_modules(
+        self, layer: nn.Module, family: Family, mixer: ShortConv | GatedDelta | Selective
+    ) -> LayerModules:
+        module = layer.get_submodule(mixer.module)
+        return LayerModules(
+            attn_norm=submodule(layer, family.attn_norm),
+            qkv=tuple(module.get_submodule(name) for name in mixer.into),
+            inner_norm=submodule(module, mixer.norm),
+            out=module.get_submodule(mixer.out),
+            attn_post=submodule(layer, family.attn_post_norm),
+            conv=module.get_submodule(mixer.conv),
+            mixer=None if isinstance(mixer, ShortConv) else module,
+        )
 
     def attention(self, normed: Tensor, rows: LayerRows, parts: LayerModules | None = None) -> Tensor:
         """Return what attention adds to states, given their norm (rows, hidden_size); write the rows' keys and values.
@@ -257,7 +340,7 @@ class Block:
         Args: parts: a quantised copy's modules, None for the layer's own.
         """
         parts = parts or self.parts
-        if self.n_taps:
+        if not self.has_attention:
             mix = convolved if self.rule is None else recalled
             return self.added(mix(self, parts, normed, rows))
         projected = [project(normed) for project in parts.qkv]
@@ -266,7 +349,9 @@ class Block:
         if self.heads.gated:
             gates = split_gates(self.heads, projected)
             mixed = mixed * torch.sigmoid(gates)
-        return self.added(attention_out(parts, mixed))
+        out = attention_out(parts, mixed)
+        out = out if self.attn_scale == 1.0 else out * self.attn_scale
+        return self.added(out if parts.beside is None else out + recalled(self, parts.beside, normed, rows))
 
     def mlp(self, normed: Tensor, parts: LayerModules | None = None) -> Tensor:
         return self.added(mlp_out(parts or self.parts, normed))

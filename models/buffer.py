@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +27,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class KVBuffer:
-    """Keys and values of every layer by slot, or of layers with a short convolution its inputs.
+    """Keys and values of every layer with attention by slot, or of layers with a short convolution its inputs.
 
     Slot i holds position i of the committed text. After the committed slots a draft writes its chain, the target
     overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
@@ -36,7 +36,7 @@ class KVBuffer:
     never written must not hold a NaN.
 
     Args: conv_inputs: per layer the values of a convolution's input, 0 for others; of one size (default: all 0).
-          states: of recurrent layers, which have no slots.
+          states: of recurrent layers. without_slots: layers that keep nothing by slot.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class KVBuffer:
         dtype: torch.dtype,
         conv_inputs: Sequence[int] = (),
         states: RecurrentStates | None = None,
+        without_slots: Collection[int] = (),
     ) -> None:
         self.capacity, self.head_stride, self.states = capacity, capacity * head_dim, states
         conv_inputs = conv_inputs or (0,) * len(devices)
-        is_recurrent = [states is not None and layer in states.states for layer in range(len(devices))]
         self._blocks: dict[torch.device, Tensor] = {}
         self._inputs: dict[torch.device, Tensor] = {}
-        # One tensor (kv_heads, capacity, head_dim) per layer; of a convolution twice its (1, capacity, values); of a
-        # recurrent layer the inputs that it keeps, and its states.
+        # One tensor (kv_heads, capacity, head_dim) per layer; of a convolution twice its (1, capacity, values); empty
+        # ones of a layer without slots.
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         for device in dict.fromkeys(devices):
-            layers_here = zip(conv_inputs, devices, is_recurrent, strict=True)
-            widths = [width for width, place, recurrent in layers_here if place == device and not recurrent]
+            layers_here = enumerate(zip(conv_inputs, devices, strict=True))
+            widths = [width for at, (width, place) in layers_here if place == device and at not in without_slots]
             shape = (2, widths.count(0), kv_heads, capacity, head_dim)
             self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
             if any(widths):
@@ -69,12 +69,10 @@ class KVBuffer:
                 self._inputs[device] = torch.zeros((n_convolutions, capacity, max(widths)), dtype=dtype, device=device)
         layers = {device: iter(block.transpose(0, 1)) for device, block in self._blocks.items()}
         convolutions = {device: iter(inputs[:, None]) for device, inputs in self._inputs.items()}
-        self._has_keys = [
-            not width and not recurrent for width, recurrent in zip(conv_inputs, is_recurrent, strict=True)
-        ]
+        self._has_keys = [not width and layer not in without_slots for layer, width in enumerate(conv_inputs)]
         for layer, (device, has_keys) in enumerate(zip(devices, self._has_keys, strict=True)):
-            if states is not None and is_recurrent[layer]:
-                keys, values = states.inputs[layer], states.states[layer]
+            if layer in without_slots:
+                keys, values = [torch.empty((1, 0, 0), dtype=dtype, device=device)] * 2
             else:
                 keys, values = next(layers[device]) if has_keys else [next(convolutions[device])] * 2
             self.keys.append(keys)
@@ -107,10 +105,14 @@ class KVBuffer:
         return self._blocks[device].data_ptr()
 
     @cached_property
-    def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
-        """Memory addresses of each layer's keys and values."""
-        pointers = ctypes.c_void_p * len(self.keys)
-        return pointers(*(part.data_ptr() for part in self.keys)), pointers(*(part.data_ptr() for part in self.values))
+    def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ...]:
+        """Memory addresses of each layer's keys and values, and of a recurrent layer's inputs and states."""
+        pointers, layers = ctypes.c_void_p * len(self.keys), range(len(self.keys))
+        by_slot = [pointers(*(part.data_ptr() for part in parts)) for parts in (self.keys, self.values)]
+        if self.states is None:
+            return (*by_slot, pointers(), pointers())
+        kept = (self.states.inputs, self.states.states)
+        return *by_slot, *(pointers(*(one[at].data_ptr() if at in one else None for at in layers)) for one in kept)
 
     @property
     def state_bytes(self) -> int:
@@ -132,17 +134,10 @@ class KVBuffer:
         """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states, other.states.reachable(n))
-            self._point_at_inputs()
         for device, block in self._blocks.items():
             block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
         for device, inputs in self._inputs.items():
             inputs[:, :n] = other._inputs[device][:, :n]
-
-    def _point_at_inputs(self) -> None:
-        """Use the rings of recurrent layers' inputs as they are now: one may have been replaced by a longer one."""
-        if self.states is not None:
-            for layer, inputs in self.states.inputs.items():
-                self.keys[layer] = inputs
 
     def places(self, n_slots: int) -> list[int]:
         """Return behind which numbers of slots, up to `n_slots`, only states tell where a text can go on."""
@@ -157,7 +152,6 @@ class KVBuffer:
         """Go on from what `saved_states` returned; before the first pass. Raises: ValueError: it is damaged."""
         assert self.states is not None
         self.states.restore(n_slots, saved)
-        self._point_at_inputs()
 
     @property
     def _stored(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from ..core.errors import ModelNotFound
 from .config_layout import heads_of, windows_of
 from .families import family_of
+from .family import Selective
 
 DEEPEST = 16  # Levels of objects and lists in a config.
 ADVICE = "copy or download it again"
@@ -62,6 +63,10 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("conv_L_cache", "linear_conv_kernel_dim"), TAPS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), WIDTH),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "num_heads", "mamba_n_groups", "n_groups"), HEADS),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_ssm", "mamba_head_dim"), WIDTH),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel", "mamba_expand", "expand"), TAPS),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "moe_shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
     "block_multiple_of": WIDTH,
     **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS), EXPERTS),
@@ -82,6 +87,9 @@ BOUNDS: dict[str, Bounds] = {
     ),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "activation_dropout", "layerdrop", "dropout"), EPSILON),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), AMOUNT),
+    **dict.fromkeys(("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"), AMOUNT),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "ssm_multipliers"), AMOUNT),
+    "lm_head_multiplier": CAP,
     **dict.fromkeys(("logits_scaling", "logit_scale", "clip_qkv", "swiglu_limit"), CAP),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), CAP),
 }
@@ -124,8 +132,9 @@ def _numbers(
         yield name, values
 
 
-UNBOUNDED = "time_step_limit"  # Infinite in configs of Granite 4, whose layers with a state are not computed here.
-LISTS = ("short_factor", "long_factor")  # Fields of `BOUNDS` that have a number for each rotary frequency.
+UNBOUNDED = "time_step_limit"  # Infinite in configs of models with state spaces.
+FACTORS = ("short_factor", "long_factor")  # Fields that have a number for each rotary frequency.
+LISTS = (*FACTORS, "mlp_multipliers", "ssm_multipliers")  # Fields of `BOUNDS` that may have several numbers.
 # Fields of `BOUNDS` that may have a number for each layer, and the types of model whose configs have them so.
 PER_LAYER = {"moe_topk": ("hunyuan_v1_moe",), "moe_intermediate_size": ("hunyuan_v1_moe",)}
 
@@ -159,14 +168,16 @@ def check_together(config: Any, path: Path) -> None:
         raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
     if 0 in windows_of(config, family_of(config), layers):
         raise ModelNotFound(f"{path} has a sliding window of 0 tokens: {ADVICE}")
-    shared, key_heads = (getattr(config, f"linear_num_{kind}_heads", 1) for kind in ("value", "key"))
+    mixer = family_of(config).mixer
+    of_state = mixer.sizes[::2] if isinstance(mixer, Selective) else ("linear_num_value_heads", "linear_num_key_heads")
+    shared, key_heads = (getattr(config, name, 1) for name in of_state)
     if shared % key_heads:
         raise ModelNotFound(f"{path} has {shared} heads of a state for {key_heads} key heads, no multiple: {ADVICE}")
     for parameters in rotations(config):
         width = int(heads.width * (parameters.get("partial_rotary_factor") or 1.0))
         if width < 2:
             raise ModelNotFound(f"{path} rotates {width} values of a head, and a pair is the least: {ADVICE}")
-        for name in LISTS:
+        for name in FACTORS:
             factors = parameters.get(name)
             if factors is not None and (not isinstance(factors, list) or len(factors) != width // 2):
                 n_factors = len(factors) if isinstance(factors, list) else shown(factors)

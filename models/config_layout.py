@@ -10,6 +10,8 @@ from ..core.errors import UnsupportedModel
 from .families import FAMILIES
 from .family import Family, ShortConv
 
+MOST_POSITIONS = 1 << 20  # Of models whose configs have no limit.
+
 
 def is_parallel(config: Any) -> bool:
     """Tell whether attention and MLP of a layer read the same residual."""
@@ -37,7 +39,9 @@ class HeadLayout:
 
 
 def heads_of(config: Any) -> HeadLayout:
-    """Return the layout of a config's heads."""
+    """Return the layout of a config's heads; of a model without attention, one of one value."""
+    if getattr(config, "num_attention_heads", None) is None:
+        return HeadLayout(1, 1, 1, grouped=False)
     family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
     if family.projection == "multi_query":
@@ -51,12 +55,16 @@ def heads_of(config: Any) -> HeadLayout:
 def slot_values(config: Any) -> list[int]:
     """Return per layer how many values each slot of a sequence has.
 
-    They are a key and a value, or a convolution's input; recurrent layers have none.
+    They are a key and a value, or a convolution's input; recurrent layers without attention have none.
     """
     heads, family, n_layers = heads_of(config), FAMILIES[config.model_type], int(config.num_hidden_layers)
     keys_and_values = 2 * heads.n_kv_heads * heads.width
-    others = int(config.hidden_size) if isinstance(family.mixer, ShortConv) else 0
-    return [others if family.mixes_otherwise(config, layer) else keys_and_values for layer in range(n_layers)]
+    return [
+        keys_and_values
+        if family.has_attention(config, layer)
+        else int(config.hidden_size) * isinstance(family.mixer_of(config, layer), ShortConv)
+        for layer in range(n_layers)
+    ]
 
 
 def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
@@ -77,9 +85,7 @@ def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) ->
     heads, family = heads_of(config), FAMILIES[config.model_type]
     windows = windows_of(config, family, int(config.num_hidden_layers))
     n_seen = sum(
-        min(n_slots, window or n_slots)
-        for layer, window in enumerate(windows)
-        if not family.mixes_otherwise(config, layer)
+        min(n_slots, window or n_slots) for layer, window in enumerate(windows) if family.has_attention(config, layer)
     )
     of_attention = 2 * heads.n_heads * heads.width * n_seen
     affordable = n_rows * n_parameters // max(1, n_parameters + of_attention)
@@ -117,9 +123,12 @@ def context_limit(config: Any) -> int:
     length only: a position must have one rotation, whenever it is reached. "yarn" reaches its factor times the trained
     length: it is switched on by adding it to a config, whose own number stays.
 
+    A state has no limit of its own.
+
     Raises: UnsupportedModel: there are none.
     """
-    limit = int(config.max_position_embeddings)
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = MOST_POSITIONS if positions is None else int(positions)
     rope = getattr(config, "rope_parameters", None) or {}
     per_type = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     for parameters in per_type:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import GATED_SHARED, Experts, Family, differences
+from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, differences
 from .gguf_forms import FORMS
 from .hybrids import HYBRIDS
 from .mtp_names import NAMED, NUMBERED
@@ -63,7 +63,6 @@ _COHERE: dict[str, Any] = dict(
     logit_scale="logit_scale",
 )
 
-_SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
 _MIXTRAL: dict[str, Any] = dict(stored=("w1", "w3", "w2"), renamed={".block_sparse_moe.": ".mlp."})
 
 FAMILIES: dict[str, Family] = {
@@ -273,24 +272,24 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         models="GLM-4.5, GLM-4.6, GLM-4.7",
         head_norms=("q_norm?", "k_norm?"),
-        experts=_SIGMOID_EXPERTS,
+        experts=SIGMOID_EXPERTS,
         mtp=NUMBERED,
     ),
-    "dots1": Family(models="dots.llm1", sliding="by_layer", head_norms=_HEAD_NORMS, experts=_SIGMOID_EXPERTS),
-    "solar_open": Family(models="Solar Open", experts=_SIGMOID_EXPERTS),
+    "dots1": Family(models="dots.llm1", sliding="by_layer", head_norms=_HEAD_NORMS, experts=SIGMOID_EXPERTS),
+    "solar_open": Family(models="Solar Open", experts=SIGMOID_EXPERTS),
     "exaone_moe": Family(
         models="K-EXAONE",
         head_norms=_HEAD_NORMS,
         sliding="by_layer",
         unrotated="beside_windows",
-        experts=replace(_SIGMOID_EXPERTS, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}),
+        experts=replace(SIGMOID_EXPERTS, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}),
         mtp=NAMED,
     ),
     "hy_v3": Family(
         models="Hy3",
         head_norms=_HEAD_NORMS,
         experts=replace(
-            _SIGMOID_EXPERTS,
+            SIGMOID_EXPERTS,
             normalised=True,
             renamed={
                 "mlp.router.gate.weight": "mlp.gate.weight",
@@ -418,7 +417,7 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: use one of those that `swiftopt models --types` lists"
         )
     row = FAMILIES[model_type]
-    types = ATTENTION_TYPES | ({row.mixer.layer_type} if row.mixer else set())
+    types = ATTENTION_TYPES | set(row.alone) | ({row.mixer.layer_type} if row.mixer else set())
     known_types = {"layer_types": (lambda kinds: set(kinds or ()) - types, "a layer of another type than attention")}
     for name, (is_refused, words) in {**REFUSED, **known_types}.items():
         if is_refused(value := getattr(config, name, None)):

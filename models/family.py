@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..core.types import Kind
+from ..core.types import KINDS, Kind
 from .mtp_names import Mtp
 
 
@@ -29,6 +29,9 @@ class Experts:
     With `alternating` maps are (experts, inputs, outputs) with biases, a gate's output and the other half's by turns.
     With `clamped` both halves are bounded, the gate is x · sigmoid(alpha x), and one is added to the other half; the
     module's `limit` and `alpha` are the numbers (gpt-oss).
+
+    With `beside` the layer has the router and the experts in a module of this name, and the family's MLP beside it is
+    the shared one.
     """
 
     router: str = "gate"
@@ -42,9 +45,11 @@ class Experts:
     renamed: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
     clamped: bool = False
+    beside: str | None = None
 
 
 GATED_SHARED = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
+SIGMOID_EXPERTS = Experts(shared="shared_experts", scores="sigmoid", rounds_logits=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,30 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Selective:
+    """A selective state space, Mamba-2's, in place of attention in layers of `layer_type`: its names in the layer.
+
+    `into` maps a row to gates, values, keys, queries and a step for each head; values, keys and queries go through the
+    convolution `conv`. `norm` is of what the heads read, and has the gate as its second input; without one what they
+    read is multiplied by the gate alone.
+
+    `beside`: in these layers it stands beside attention; both read the same norm, and the sum of what they give is
+    added. `out_scale` is the config's multiplier of what it gives, and `sizes` are the config's fields with the number
+    of heads, their width, the number of key heads, and the width of a key.
+    """
+
+    layer_type: str = "linear_attention"
+    module: str = "mamba"
+    into: tuple[str, ...] = ("in_proj",)
+    conv: str = "conv1d"
+    norm: str = "norm"
+    out: str = "out_proj"
+    beside: bool = False
+    out_scale: str | None = None
+    sizes: tuple[str, str, str, str] = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
@@ -115,8 +144,11 @@ class Family:
     `transposed` are stored as (inputs, outputs).
 
     With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies after its query. `mixer` is
-    what layers of its type have in place of attention. `hidden_act`: the activation, where configs do not
-    name it.
+    what layers of its type have in place of attention, or beside it. Layers of a type in `alone` are one sub-layer of
+    this kind. `hidden_act`: the activation, where configs do not name it.
+
+    `attn_scales` are fields of the config: multipliers of what attention reads, of its keys, and of what it gives.
+    `mlp_scales` are names in the MLP's module: multipliers of the gate and of the output.
 
     `embed_norm` is of embeddings. `embed_scale`, `residual_scale`, `logit_scale` and `logit_divisor` are fields of the
     config: multipliers of embeddings, of what a sub-layer adds, and of logits. `fields` has the config's own names of
@@ -164,12 +196,15 @@ class Family:
     sinks: str | None = None
     inner_norm: str | None = None
     out: str = "o_proj"
-    mixer: ShortConv | GatedDelta | None = None
+    attn_scales: tuple[str, str, str] | None = None
+    mixer: ShortConv | GatedDelta | Selective | None = None
+    alone: Mapping[str, Kind] = field(default_factory=dict)
     gated_heads: bool = False
     experts: Experts | None = None
     hidden_act: str | None = None
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     mlp_inner_norm: str | None = None
+    mlp_scales: tuple[str, str] | None = None
     activation: str | None = None
     mlp_out: str = "down_proj"
     gated: bool = True
@@ -183,14 +218,27 @@ class Family:
         """Return a field of a config by its usual name; None: the config has none."""
         return getattr(config, self.fields.get(name, name), None)
 
-    def mixes_otherwise(self, config: Any, layer: int) -> bool:
-        """Tell whether a layer has the family's other mixer in place of attention."""
-        return self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
+    def mixer_of(self, config: Any, layer: int) -> ShortConv | GatedDelta | Selective | None:
+        """Return what a layer has in place of attention, or beside it; None: nothing."""
+        is_mixed = self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
+        return self.mixer if is_mixed else None
+
+    def kinds_of(self, config: Any, layer: int) -> tuple[Kind, ...]:
+        """Return the sub-layers that a layer has, in their order."""
+        kind = self.alone.get(config.layer_types[layer]) if self.alone else None
+        return tuple(KINDS) if kind is None else (kind,)
+
+    def has_attention(self, config: Any, layer: int) -> bool:
+        """Tell whether a layer has attention, alone or with another mixer beside it."""
+        mixer = self.mixer_of(config, layer)
+        is_beside = isinstance(mixer, Selective) and mixer.beside
+        return "attn" in self.kinds_of(config, layer) and (mixer is None or is_beside)
 
     def modules_of(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of a sub-layer's modules in a decoder layer. A norm that both read is attention's."""
         attn = (self.attn, self.attn_norm, self.attn_post_norm, self.mixer and self.mixer.module)
-        mlp = (*((self.mlp,) if self.mlp else (*self.mlp_in, self.mlp_out)), self.mlp_norm, self.mlp_post_norm)
+        maps = (self.mlp, self.experts and self.experts.beside) if self.mlp else (*self.mlp_in, self.mlp_out)
+        mlp = (*maps, self.mlp_norm, self.mlp_post_norm)
         names = tuple(one for name in {"attn": attn, "mlp": mlp}[kind] if name for one in names_in(name))
         return names if kind == "attn" else tuple(name for name in names if name not in self.modules_of("attn"))
 
@@ -228,6 +276,9 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: not row.gated, "ungated MLP"),
     (lambda row: row.gated_heads, "gated heads"),
     (lambda row: isinstance(row.mixer, GatedDelta), "layers with a gated delta rule in place of attention"),
+    (lambda row: isinstance(row.mixer, Selective) and not row.mixer.beside, "layers with a state space (Mamba-2)"),
+    (lambda row: isinstance(row.mixer, Selective) and row.mixer.beside, "a state space (Mamba-2) beside attention"),
+    (lambda row: bool(row.alone), "layers of one sub-layer"),
     (lambda row: isinstance(row.mixer, ShortConv), "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),

@@ -44,8 +44,8 @@ _IGNORED = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
     }
 )
-# Base model prefixes, removed because files of GPT-2 on the hub lack them.
-_PREFIXES = ("model.", "transformer.", "gpt_neox.")
+# Base model prefixes, removed because files of GPT-2 on the hub lack them, and those of Nemotron-H have another.
+_PREFIXES = ("model.", "transformer.", "gpt_neox.", "backbone.")
 _HEAD = "lm_head.weight"
 OF_GGUF = "gguf.json"  # The file's fingerprint, and `OF_WEIGHTS`, in a folder that a GGUF file was converted to.
 OF_ADAPTER = "merged.json"  # The fingerprint of base and adapter, in a folder of merged weights.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .family import GatedDelta
 from .gguf_forms import GgufForm
-from .recurrent import DeltaForm
+from .state_rules import StateForm, orders_of_delta
 
 # The parameters that a file keeps under other names, and the names of these.
 RENAMED = {".dt_bias": ".dt_proj.bias"}
@@ -29,7 +29,7 @@ class DeltaTensors:
     def __init__(self, mixer: GatedDelta, form: GgufForm, config: Any) -> None:
         self.mixer, self.form = mixer, form
         names = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        self.sizes = DeltaForm(*(int(getattr(config, f"linear_{name}")) for name in names))
+        self.sizes = StateForm(*(int(getattr(config, f"linear_{name}")) for name in names))
 
     def name_of(self, module_name: str) -> str | None:
         """Return a module's name within the rule, "" for the rule itself; None: it is not in one."""
@@ -73,7 +73,7 @@ class DeltaTensors:
         name = self.name_of(module_name)
         if name not in self.mixer.into:
             return None
-        inputs, gates = self.sizes.orders(by_key_head=True)
+        inputs, gates = orders_of_delta(self.sizes, by_key_head=True)
         mixed, numbers = inputs.tensor_split([self.sizes.n_convolved])
         amounts, steps = (numbers - len(mixed) - len(gates)).chunk(2)
         places = (("ssm_in", mixed), ("ssm_in", gates), ("ssm_ba", amounts), ("ssm_ba", steps))

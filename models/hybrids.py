@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .family import GATED_SHARED, Experts, Family, GatedDelta, ShortConv
+from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, GatedDelta, Selective, ShortConv
 from .mtp_names import NAMED
 
 _LFM2: dict[str, Any] = dict(
@@ -21,18 +21,57 @@ _LFM2: dict[str, Any] = dict(
     mlp_out="w2",
 )
 _QWEN_HYBRID: dict[str, Any] = dict(head_norms=("q_norm", "k_norm"), gated_heads=True, mtp=NAMED)
+_NORM_BEFORE_MLP: dict[str, Any] = dict(norm="model.final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm")
 
 HYBRIDS: dict[str, Family] = {
     "granitemoehybrid": Family(
-        models="Granite 4 without experts and states",
+        models="Granite 4",
         embed_scale="embedding_multiplier",
         residual_scale="residual_multiplier",
         logit_divisor="logits_scaling",
         rotary="model.rotary_emb?",
+        mixer=Selective(),
         mlp="shared_mlp",
         mlp_in=("input_linear",),
         mlp_out="output_linear",
+        experts=Experts(router="router", shared="shared_mlp", normalised=True, beside="block_sparse_moe"),
         fields={"intermediate_size": "shared_intermediate_size"},
+    ),
+    "bamba": Family(models="Bamba", **_NORM_BEFORE_MLP, mixer=Selective()),
+    "falcon_h1": Family(
+        models="Falcon-H1",
+        **_NORM_BEFORE_MLP,
+        embed_scale="embedding_multiplier",
+        logit_scale="lm_head_multiplier",
+        attn_scales=("attention_in_multiplier", "key_multiplier", "attention_out_multiplier"),
+        mixer=Selective(layer_type="hybrid", beside=True, out_scale="ssm_out_multiplier"),
+        mlp_scales=("gate_multiplier", "down_multiplier"),
+    ),
+    "nemotron_h": Family(
+        models="Nemotron-H, Nemotron 3 Nano",
+        embed="model.embeddings",
+        norm="model.norm_f",
+        rotary=None,
+        attn="mixer",
+        attn_norm="norm",
+        mixer=Selective(module="mixer", sizes=("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")),
+        mlp="mixer",
+        mlp_norm="norm",
+        mlp_in=("up_proj",),
+        gated=False,
+        experts=SIGMOID_EXPERTS,
+        alone={"linear_attention": "attn", "full_attention": "attn", "mlp": "mlp", "moe": "mlp"},
+        fields={"hidden_act": "mlp_hidden_act"},
+    ),
+    "mamba2": Family(
+        models="Mamba-2, Codestral Mamba",
+        layers="backbone.layers",
+        embed="backbone.embeddings",
+        norm="backbone.norm_f",
+        rotary=None,
+        attn_norm="norm",
+        mixer=Selective(module="mixer", sizes=("num_heads", "head_dim", "n_groups", "state_size")),
+        alone={"linear_attention": "attn"},
     ),
     "qwen3_5_text": Family(models="Qwen3.5, Qwen3.6, Qwen3.8 of text alone", **_QWEN_HYBRID, mixer=GatedDelta()),
     "qwen3_5_moe_text": Family(

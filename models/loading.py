@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -452,9 +451,6 @@ def de_quantise(runtime: Runtime) -> None:
 def _replace_map(runtime: Runtime, name: str, module: nn.Module, plain: nn.Module) -> None:
     cast(Any, runtime.hf_model).set_submodule(name, plain)
     for block in runtime.blocks:
-        if any(one is module for one in (*block.parts.qkv, block.parts.out)):
-            qkv = tuple(plain if one is module else one for one in block.parts.qkv)
-            out = plain if block.parts.out is module else block.parts.out
-            block.parts = replace(block.parts, qkv=qkv, out=out)
+        block.parts = block.parts.with_map(module, plain)
     if runtime.head_module(None) is module:
         runtime.take_head(plain)

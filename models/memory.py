@@ -16,7 +16,7 @@ from .config_bounds import ADVICE
 from .config_layout import heads_of, slot_values
 from .expert_checkpoints import BLOCKS
 from .families import family_of
-from .family import Family, GatedDelta
+from .family import Family, GatedDelta, Selective
 from .fingerprint import plain_name
 from .gguf_model import held_bytes, loaded_tensors
 from .gguf_reader import GgufFile
@@ -131,7 +131,7 @@ def memory_plan(
         n_stored = stored_bytes // stored.itemsize
         sizes = [(n_stored * dtype_asked.itemsize, n_stored)]
     _refuse_more_values(config, sum(n_values for _, n_values in sizes), folder)
-    slot_bytes = sum(slot_values(config)) * dtype_asked.itemsize
+    slot_bytes = max(1, sum(slot_values(config)) * dtype_asked.itemsize)  # As `Runtime.slot_bytes`.
     n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
     weights = sum(n_bytes for n_bytes, _ in sizes)
     return MemoryPlan(folder, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)
@@ -179,7 +179,7 @@ def _refuse_other_shapes(config: Any, shapes: Mapping[str, StoredShape], folder:
 
 
 def _values_beside(config: Any, family: Family) -> int:
-    """Return how many values layers have at least for experts, or for a gated delta rule in place of attention."""
+    """Return how many values layers have at least for experts, or for a recurrence in place of attention."""
     n_layers, hidden = config.num_hidden_layers, config.hidden_size
     n_experts, inner = (getattr(config, name, None) or 0 for name in ("num_experts", "moe_intermediate_size"))
     n_sparse = n_layers // 2 if family.experts else 0  # Configs say in several ways which layers have experts.
@@ -187,18 +187,23 @@ def _values_beside(config: Any, family: Family) -> int:
     if isinstance(family.mixer, GatedDelta):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
-        n_mixers = sum(family.mixes_otherwise(config, layer) for layer in range(n_layers))
-        n_values += n_mixers * (2 * keys + 3 * values) * hidden
-    return int(n_values)
+    elif isinstance(family.mixer, Selective):
+        heads, width, key_heads, key_width = (int(getattr(config, name)) for name in family.mixer.sizes)
+        keys, values = key_heads * key_width, heads * width
+    else:
+        return int(n_values)
+    n_mixers = sum(family.mixer_of(config, layer) is not None for layer in range(n_layers))
+    return int(n_values + n_mixers * (2 * keys + 3 * values) * hidden)
 
 
 def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
     """Raises: ModelNotFound: a model of the config is much larger than what the files hold."""
     family, hidden, heads = family_of(config), config.hidden_size, heads_of(config)
     inner = family.setting(config, "intermediate_size") or 4 * hidden
-    by_layer = hidden * (2 * (heads.n_heads + heads.n_kv_heads) * heads.width + (2 + family.gated) * inner)
+    kinds = [kind for layer in range(config.num_hidden_layers) for kind in family.kinds_of(config, layer)]
+    by_kind = {"attn": 2 * (heads.n_heads + heads.n_kv_heads) * heads.width, "mlp": (2 + family.gated) * inner}
     n_rows = config.vocab_size + (config.max_position_embeddings if family.positions else 0)
-    n_values = config.num_hidden_layers * by_layer + n_rows * hidden + _values_beside(config, family)
+    n_values = hidden * (sum(by_kind[kind] for kind in kinds) + n_rows) + _values_beside(config, family)
     if n_values > MOST_TIMES * n_stored + SMALL:
         raise ModelNotFound(
             f"{folder / 'config.json'} describes a model of {n_values:,} parameters, and its files hold {n_stored:,}:"

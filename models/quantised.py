@@ -388,7 +388,7 @@ class QuantisedCopies:
         """Return the linear maps that the copy of a part has in fewer bits; [] where it has none."""
         part, layer, _ = key
         modules = self._modules(key)
-        if part == "mlp" and has_experts(modules.mlp):
+        if part == "mlp" and modules.mlp is not None and has_experts(modules.mlp):
             # Only our C++ kernels read the codes of experts; elsewhere a copy keeps a mixture as it is.
             named = self._blocks[layer].experts
             stacks = stacks_of(modules.mlp, named) if self.packed is True and named is not None else []
@@ -398,8 +398,8 @@ class QuantisedCopies:
             return [*stacks, *(() if shared is None else _linears(shared))]
         if part == "head":
             return _linears(modules)
-        of_part = [modules.mlp] if part == "mlp" else [*modules.qkv, modules.out]
-        return [module for one in of_part for module in _linears(one)]
+        of_part = [modules.mlp] if part == "mlp" else modules.maps()
+        return [module for one in of_part if one is not None for module in _linears(one)]
 
     def _copy(self, key: Key) -> _Copy:
         if key not in self._made:
@@ -422,7 +422,7 @@ class QuantisedCopies:
         if part == "head":
             return _Copy(one([modules]), maps)
         if part == "attn":
-            return _Copy(replace(modules, qkv=(one(modules.qkv),), out=one([modules.out])), maps)
+            return _Copy(_mixers_by(modules, one), maps)
         if isinstance(self._maps(key)[0], ExpertStack):
             named = self._blocks[key[1]].experts
             assert named is not None
@@ -448,6 +448,16 @@ def _bits_of(maps: Sequence[nn.Module]) -> int:
     if any(is_by_library(module) for module in maps):
         return 0
     return max(module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps)
+
+
+def _mixers_by(modules: LayerModules, make: Callable[[Sequence[nn.Module]], QuantisedLinear]) -> LayerModules:
+    """Copy a layer's modules, with maps of what mixes tokens made by `make(maps of one input)`."""
+    changed: dict[str, Any] = {}
+    if modules.out is not None:
+        changed |= {"qkv": (make(modules.qkv),), "out": make([modules.out])}
+    if modules.beside is not None:
+        changed["beside"] = _mixers_by(modules.beside, make)
+    return replace(modules, **changed)
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:

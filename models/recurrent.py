@@ -1,4 +1,4 @@
-"""Recurrent states of a sequence, and the gated delta rule, by which rows change them.
+"""Recurrent states of a sequence; `state_rules.py` has the rules by which rows change them.
 
 A state lies at its root, behind committed text only. The rows of a pass are computed from there and leave it as it is:
 of the latest rows the inputs are kept, and when rows have been accepted, the next pass through a layer takes theirs
@@ -11,58 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.errors import UnsupportedModel
+from .state_rules import StateForm, StateRule
 
 MOST_SNAPSHOTS = 4  # Most snapshots per text; a further one replaces the second oldest.
 
 
-class DeltaForm(NamedTuple):
-    """Sizes of a layer's gated delta rule; several of its heads share a key head."""
-
-    n_heads: int
-    n_key_heads: int
-    key_width: int
-    value_width: int
-    n_taps: int
-
-    @property
-    def n_convolved(self) -> int:
-        """Values of a row's query, key and value, which go through the convolution."""
-        return 2 * self.n_key_heads * self.key_width + self.n_heads * self.value_width
-
-    @property
-    def n_inputs(self) -> int:
-        """Values that a row's update is made of: those, and two numbers per head."""
-        return self.n_convolved + 2 * self.n_heads
-
-    def orders(self, by_key_head: bool) -> tuple[Tensor, Tensor]:
-        """Return where the inputs of an update and the gates lie in the projections' outputs: int64 (n,) each.
-
-        Args: by_key_head: each key head's query, key, values and gates lie together, then its two numbers per head.
-        """
-        n_keys, n_values = self.n_key_heads * self.key_width, self.n_heads * self.value_width
-        if not by_key_head:
-            at = torch.arange(2 * n_keys + 2 * n_values + 2 * self.n_heads)
-            mixed, gates, numbers = torch.split(at, [2 * n_keys + n_values, n_values, 2 * self.n_heads])
-            return torch.cat((mixed, numbers)), gates
-        shared = self.n_heads // self.n_key_heads
-        sizes = [self.key_width, self.key_width, shared * self.value_width, shared * self.value_width]
-        by_head = torch.arange(2 * n_keys + 2 * n_values).view(self.n_key_heads, -1)
-        *parts, gate_part = torch.split(by_head, sizes, dim=1)
-        numbers = torch.arange(2 * self.n_heads).view(self.n_key_heads, -1) + by_head.numel()
-        parts += torch.split(numbers, shared, dim=1)
-        return torch.cat([part.flatten() for part in parts]), gate_part.flatten()
-
-
-def state_bytes(forms: Sequence[DeltaForm], dtype: torch.dtype, n_rows: int, lag: int) -> int:
+def state_bytes(forms: Sequence[StateForm], dtype: torch.dtype, n_rows: int, lag: int) -> int:
     """Return the bytes of a sequence's `RecurrentStates`, of layers of these forms."""
     wide = torch.promote_types(dtype, torch.float32).itemsize
     return sum(
@@ -70,54 +30,6 @@ def state_bytes(forms: Sequence[DeltaForm], dtype: torch.dtype, n_rows: int, lag
         + (n_rows + form.n_taps - 1 + lag) * form.n_inputs * dtype.itemsize
         for form in forms
     )
-
-
-class DeltaRule(NamedTuple):
-    """The gated delta rule of a layer (arXiv:2412.06464), with a short convolution before it."""
-
-    form: DeltaForm
-    taps: Tensor  # (n_convolved, n_taps), the newest token's last.
-    log_decay: Tensor  # (heads,), the module's A_log.
-    step_bias: Tensor  # (heads,), the module's dt_bias.
-
-    @classmethod
-    def of(cls, module: Any, conv: Any) -> DeltaRule:
-        """Return the rule of a layer's module, with its convolution.
-
-        Raises: UnsupportedModel: the convolution is of another kind.
-        """
-        sizes = (module.num_v_heads, module.num_k_heads, module.head_k_dim, module.head_v_dim, conv.kernel_size[0])
-        form = DeltaForm(*(int(size) for size in sizes))
-        shape = tuple(conv.weight.shape)
-        if conv.bias is not None or shape != (form.n_convolved, 1, form.n_taps):
-            raise UnsupportedModel(f"this model has a convolution of {shape} before its state, which is not supported")
-        return cls(form, conv.weight.detach()[:, 0], module.A_log.detach(), module.dt_bias.detach())
-
-    def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state (heads, key_width, value_width) after a row, and what it gives, (heads, value_width).
-
-        Args: inputs: (n, n_inputs) of the row's last tokens, its own last; fewer than there are taps begin a text.
-        """
-        form, wide = self.form, state.dtype
-        taps = self.taps[:, self.taps.shape[1] - len(inputs) :].t().to(wide)
-        mixed = F.silu((inputs[:, : form.n_convolved].to(wide) * taps).sum(dim=0).to(inputs.dtype)).to(wide)
-        n_keys = form.n_key_heads * form.key_width
-        query, key, value = torch.split(mixed, [n_keys, n_keys, form.n_heads * form.value_width])
-        query, key = self._unit(query), self._unit(key)
-        amount, step_size = torch.split(inputs[-1, form.n_convolved :], form.n_heads)
-        decay = (-self.log_decay.to(wide).exp() * F.softplus(step_size.to(wide) + self.step_bias.to(wide))).exp()
-        state = state * decay[:, None, None]
-        recalled = (state * key[:, :, None]).sum(dim=1)
-        change = (value.view(form.n_heads, -1) - recalled) * amount.sigmoid().to(wide)[:, None]
-        state = state + key[:, :, None] * change[:, None]
-        out = (state * (query * form.key_width**-0.5)[:, :, None]).sum(dim=1)
-        return state, out.to(inputs.dtype)
-
-    def _unit(self, part: Tensor) -> Tensor:
-        """Return queries or keys for each head, (heads, key_width), of length 1."""
-        by_head = part.view(self.form.n_key_heads, -1)
-        unit = by_head * (by_head.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
-        return unit.repeat_interleave(self.form.n_heads // self.form.n_key_heads, dim=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +65,7 @@ class RecurrentStates:
         self,
         devices: Mapping[int, torch.device],
         n_layers: int,
-        form: DeltaForm,
+        form: StateForm,
         dtype: torch.dtype,
         n_rows: int,
         lag: int = 0,
@@ -197,9 +109,9 @@ class RecurrentStates:
         self.roots[:] = n_slots
 
     def advance(
-        self, layer: int, rule: DeltaRule, inputs: Tensor, slots: Sequence[int], seen: Tensor | None, is_text: bool
+        self, layer: int, rule: StateRule, inputs: Tensor, slots: Sequence[int], seen: Tensor | None, is_text: bool
     ) -> Tensor:
-        """Return what rows give by their `inputs` (rows, n_inputs): (rows, heads, value_width).
+        """Return what rows give by their `inputs` (rows, n_inputs): (rows, heads * value_width).
 
         Args: seen: bool (rows, slots), the slots that each row sees; None: all before its own.
         """
@@ -248,7 +160,7 @@ class RecurrentStates:
         self.roots[layer, : len(roots)] = torch.tensor(roots)
         for slot in slots[-self.n_kept :] if is_kept else ():
             self.inputs[layer][slot % self.n_kept] = new_inputs[slot]
-        return torch.stack(outs)
+        return torch.stack(outs).flatten(1)
 
     def move(self, source: int | Sequence[int], target: int) -> None:
         """Copy a slot's inputs of all layers to another slot; of several, to consecutive ones."""

@@ -167,7 +167,7 @@ class PassPlan:
         return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        key = (block.window, block.layer_type, block.n_taps, block.device, variants)
+        key = (block.window, block.layer_type, block.n_taps, block.has_attention, block.device, variants)
         if key not in self._groups:
             self._groups[key] = self._make_group(block, variants)
         return self._groups[key]
@@ -181,7 +181,7 @@ class PassPlan:
                 slice(first, self.end) if self.rows.positions is None else self.positions(block.device)
             )
         spans: tuple[tuple[int, int, int], ...] = ((0, first, self.n),)
-        start, mask = (0, None) if block.n_taps else self._mask(block)
+        start, mask = self._mask(block) if block.has_attention else (0, None)
         before = self.slots_before(block.n_taps, block.device) if block.n_taps and block.rule is None else None
         seen = self.rows.seen() if block.rule is not None else None
         if variants != self.every:
@@ -247,7 +247,7 @@ class BufferPlan:
     def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
         """Return the rows of `members` as `block` sees them."""
         some = tuple((plan.first, variants) for plan, variants in members)
-        key = (some, block.window, block.layer_type, block.device)
+        key = (some, block.window, block.layer_type, block.n_taps, block.has_attention, block.device)
         if key not in self._rows:
             groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)

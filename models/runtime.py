@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.costs import ExpertCounts
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
-from ..core.types import KINDS, LayerSet
+from ..core.types import LayerSet
 from .blocks import Block, Residual, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
@@ -35,7 +35,7 @@ from .families import family_of
 from .parts import refuse_unnamed
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
-from .recurrent import DeltaForm, RecurrentStates, state_bytes
+from .recurrent import RecurrentStates, state_bytes
 from .rotation import TablesByType, rotation_tables
 from .rows import (
     BufferPlan,
@@ -51,6 +51,7 @@ from .rows import (
     rows_of,
     uploaded,
 )
+from .state_rules import StateForm
 
 PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
 # Snapshots of recurrent states: every so many tokens, and so many before a prompt's end, for the marks with which a
@@ -172,13 +173,16 @@ class Runtime:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one KV buffer slot: per layer a key and a value, or a convolution's input."""
-        return sum(self._slot_values) * self.dtype.itemsize
+        """Bytes of one KV buffer slot: per layer a key and a value, or a convolution's input; 1 at least.
+
+        A model of states alone keeps nothing by slot, and memory is shared out by slots.
+        """
+        return max(1, sum(self._slot_values) * self.dtype.itemsize)
 
     @property
     def has_only_attention(self) -> bool:
-        """Whether attention mixes the tokens in every layer."""
-        return not any(block.n_taps for block in self.blocks)
+        """Whether every layer has attention, nothing else that mixes tokens, and an MLP."""
+        return all(block.has_attention and not block.n_taps and "mlp" in block.kinds for block in self.blocks)
 
     def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
         """Return a buffer for a sequence.
@@ -187,15 +191,17 @@ class Runtime:
               rows of a search may leave unread. Both cost memory where layers are recurrent.
         """
         heads, sizes = self.blocks[0].heads, zip(self.blocks, self._slot_values, strict=True)
-        conv_inputs = [size if block.n_taps else 0 for block, size in sizes]
+        conv_inputs = [0 if block.has_attention else size for block, size in sizes]
+        without_slots = [block.index for block, size in zip(self.blocks, self._slot_values, strict=True) if not size]
         devices, states = [block.device for block in self.blocks], None
         if self.recurrent:
             form, places = self.recurrent[0], {block.index: block.device for block in self.blocks if block.rule}
             states = RecurrentStates(places, self.n_layers, form, self.dtype, n_rows or capacity, lag)
-        return KVBuffer(devices, heads.n_kv_heads, heads.width, capacity, self.dtype, conv_inputs, states)
+        sizes_of_head = heads.n_kv_heads, heads.width
+        return KVBuffer(devices, *sizes_of_head, capacity, self.dtype, conv_inputs, states, without_slots)
 
     @cached_property
-    def recurrent(self) -> list[DeltaForm]:
+    def recurrent(self) -> list[StateForm]:
         """The sizes of each recurrent layer's rule; of one model they are the same."""
         return [block.rule.form for block in self.blocks if block.rule is not None]
 
@@ -489,7 +495,7 @@ class Runtime:
     def _layer(self, block: Block, hidden: Residual, plans: Sequence[PassPlan], shared: SharedRows) -> Residual:
         """Run one decoder layer: each sub-layer only on rows whose layer set keeps it, in that layer set's form."""
         source = hidden
-        for kind in KINDS:
+        for kind in block.kinds:
             if kind == "mlp" and not self.parallel:
                 source = hidden
             for form, members in by_form(plans, block.index, kind).items():

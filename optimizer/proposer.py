@@ -201,6 +201,8 @@ class StudyPass:
         """
         kind, layer = sub_layer
         block = self.runtime.blocks[layer]
+        if kind not in block.kinds:
+            return torch.zeros_like(hidden)
         self.n_rows += len(positions) / self._n_sub_layers  # Whole, though some take fewer experts.
         if kind == "attn":
             group = self._plan_pass(positions).group(block, frozenset({0}))

@@ -242,6 +242,11 @@ class StackedLayers:
             raise UnsupportedModel(
                 "layers of different devices cannot be stacked: load the model on one device to decode with paradecode"
             )
+        if not runtime.has_only_attention:
+            raise UnsupportedModel(
+                "layers without attention, or with a state beside it, cannot be stacked: decode with another method"
+                " than paradecode"
+            )
         if len({block.layer_type is None for block in runtime.blocks}) > 1:
             raise UnsupportedModel(
                 "layers with and without a rotation by position cannot be stacked: decode with another method than"
@@ -252,17 +257,18 @@ class StackedLayers:
         if runtime.exact:
             # `step` runs exact runtimes layer by layer, which gives the same bits as a pass and needs no stacks.
             return
-        modules = {
+        modules: dict[str, list[Any]] = {
             field.name: [getattr(block.parts, field.name) for block in runtime.blocks] for field in fields(LayerModules)
         }
+        modules.pop("beside")
         qkv = tuple(
             _stack_modules(layer_modules, self._chosen_layers)
             for layer_modules in zip(*modules.pop("qkv"), strict=True)
         )
-        self._parts = LayerModules(
-            qkv=qkv,
-            **{name: _stack_modules(layer_modules, self._chosen_layers) for name, layer_modules in modules.items()},
-        )
+        stacked: dict[str, Any] = {
+            name: _stack_modules(layer_modules, self._chosen_layers) for name, layer_modules in modules.items()
+        }
+        self._parts = LayerModules(qkv=qkv, **stacked)
         runtime.weights_moved()
 
     @torch.inference_mode()

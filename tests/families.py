@@ -81,12 +81,34 @@ _MULTIPLIERS = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 _OLMO3_ROPE = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+# Heads of a state space as wide as a vector and a half of our kernels, and chunks shorter than a prompt.
+_SPACE: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_head": 24,
+    "mamba_expand": 3,
+    "mamba_chunk_size": 8,
+}
 _GRANITE_4: dict[str, Any] = {
     **_MULTIPLIERS,
-    "num_local_experts": 0,
-    "mamba_n_heads": 4,
+    **_SPACE,
     "shared_intermediate_size": 48,
-    "layer_types": ["full_attention"] * 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_STATELESS: dict[str, Any] = {**_GRANITE_4, "num_local_experts": 0, "layer_types": ["full_attention"] * 4}
+_FALCON_H1: dict[str, Any] = {
+    **_SPACE,
+    "mamba_d_ssm": 96,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.4,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 1.3, 0.9],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
 }
 
 DELTA: dict[str, Any] = {
@@ -127,8 +149,17 @@ DENSE: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, **_WINDOWS},
     "smollm3:whole": {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
     "granite": {**_MULTIPLIERS, "attention_bias": True},
-    "granitemoehybrid": {**_GRANITE_4, "position_embedding_type": "rope"},
-    "granitemoehybrid:nope": {**_GRANITE_4, "position_embedding_type": "nope"},
+    "granitemoehybrid:dense": {**_GRANITE_4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    "granitemoehybrid:attention": {**_STATELESS, "position_embedding_type": "rope"},
+    "granitemoehybrid:nope": {**_STATELESS, "position_embedding_type": "nope"},
+    "bamba": {**_SPACE, "attn_layer_indices": [1]},
+    "falcon_h1": {**_FALCON_H1, "mamba_rms_norm": False},
+    "falcon_h1:norm": {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "falcon_h1:gate": {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "mamba2": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
+        **{"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 12, "expand": 3, "chunk_size": 8},
+    },
     "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
     "hyperclovax:plain": {"use_post_norm": False},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
@@ -195,6 +226,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16},
     "mellum": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE, "mlp_layer_types": _SPARSE, "head_dim": 16},
     "granitemoe": _MULTIPLIERS,
+    "granitemoehybrid": _GRANITE_4,
+    "nemotron_h": {
+        **_GROUPS,
+        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8},
+        "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention"],
+        "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 40,
+    },
     "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 40},
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "use_expert_bias": True},
@@ -279,6 +318,9 @@ def tiny_model(
                 parameter.mul_(scale)
             elif family in DENSE and "alpha" not in name:  # Norms and biases that nothing else would tell from ones.
                 parameter.add_(torch.randn(parameter.shape) * 0.2)
+        for module in model.modules():  # Else a state would be small beside what a state space reads past it.
+            if hasattr(module, "ssm_state_size"):
+                module.conv1d.weight.mul_(0.6 / module.conv1d.weight.std())
     return model.to(dtype).eval().requires_grad_(False)
 
 

@@ -35,7 +35,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3:whole", {}),
     "granite": ("granite", {"mlp_bias": True}),
-    "granitehybrid": ("granitemoehybrid", NO_STATES),
+    "granitehybrid": ("granitemoehybrid:attention", NO_STATES),
     "granitehybrid, without positions": ("granitemoehybrid:nope", NO_STATES),
     "ernie4_5": ("ernie4_5", {}),
     "chatglm": ("glm", {"head_dim": 8}),

@@ -96,7 +96,9 @@ template <class T> void normed(const Norm& norm, const T* x, int n, T* y) {
 // The activation of `n` values, times what stands beside them.
 template <class T> inline void gated(const Mlp& mlp, const float* gate, const float* up, int n, T* to) {
     for (int at = 0; at < n; at += LANES) {
-        vf a = as_stored<T>(activated(as_stored<T>(part_of(gate, at, n)), mlp));
+        vf before = as_stored<T>(part_of(gate, at, n));
+        if (mlp.gate_scale != 1) before = as_stored<T>(before * mlp.gate_scale);
+        vf a = as_stored<T>(activated(before, mlp));
         if (up) {
             vf beside = as_stored<T>(part_of(up, at, n));
             if (mlp.activation == CLAMPED)  // gpt-oss: one more than the other half, bounded

@@ -12,9 +12,10 @@ from ..block_experts import PARTS, BlockExperts, biases_of
 from ..coded import GROUPS, CodedLinear
 from ..expert_choice import NoExperts
 from ..family import Experts
+from ..quantised import QuantisedLinear
 from ..quantised_experts import PackedMaps, QuantisedExperts
 from . import layout
-from .layout import Unsupported
+from .layout import ROWS, Unsupported
 
 CORRECTIONS = ("correction_bias", "expert_bias")  # Names of what is added to scores where experts are chosen.
 MOST_EXPERTS = 1024  # Most experts per layer, shared ones among them.
@@ -40,6 +41,22 @@ def _maps_in(packed: PackedMaps, n_maps: int, n_out: int) -> list[layout.Map]:
     ]
 
 
+def halves_of(module: Any) -> list[layout.Map]:
+    """Describe a map of a gate and then of the other half as two.
+
+    Raises: Unsupported: its weights are coded, or its bias or its form is of another kind.
+    """
+    is_plain = type(module) is nn.Linear
+    n_out = module.out_features if is_plain else getattr(module, "n_out", 0)
+    # Each half fills whole blocks of packed weights, so that copies in fewer bits can be described, too.
+    if getattr(module, "bias", None) is None and n_out % (2 * ROWS) == 0:
+        if is_plain:
+            return [_map_of(half) for half in module.weight.detach().chunk(2)]
+        if isinstance(module, QuantisedLinear):
+            return _maps_in(module, 2, n_out // 2)
+    raise Unsupported(f"a joint gate of shared experts such as {type(module).__name__} is computed by torch")
+
+
 def _by_turns(*halves: Sequence[layout.Map]) -> list[layout.Map]:
     return [one for pair in zip(*halves, strict=True) for one in pair]
 
@@ -55,16 +72,16 @@ def _refuse_other_input(gate: Any, up: Any) -> None:
 
 
 def maps_of(
-    experts: Any, named: Experts, dtype: torch.dtype, halves: bool, keep: Callable[[Tensor], Tensor]
+    experts: Any, named: Experts, dtype: torch.dtype, halves: bool, keep: Callable[[Tensor], Tensor], gated: bool = True
 ) -> tuple[list[layout.Map], list[layout.Map]]:
     """Describe the maps of each expert: gate and up as one, or with `halves` one after the other, and the output's.
 
-    Maps of codes, and those with a gate by turns, are always two.
+    Maps of codes, and those with a gate by turns, are always two. Experts that are not `gated` have no gate.
 
     Args: keep: keeps a tensor alive as long as what is described, and returns it.
     """
     if isinstance(experts, NoExperts):
-        return maps_of(experts.whole, named, dtype, halves, keep)
+        return maps_of(experts.whole, named, dtype, halves, keep, gated)
     if isinstance(experts, QuantisedExperts):
         packed_into = _maps_in(experts.gate_up, 2 * experts.n_experts, experts.n_inner)
         return packed_into, _maps_in(experts.down, experts.n_experts, experts.n_hidden)
@@ -77,7 +94,7 @@ def maps_of(
         for one, other in zip(experts.maps["gate"], experts.maps["up"], strict=True):
             _refuse_other_input(one, other)
         return _by_turns(gate, up), down
-    into, out = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    into, out = (getattr(experts, name, None) for name in ("gate_up_proj" if gated else "up_proj", "down_proj"))
     if named.alternating and into is not None and out is not None:
         both, down = (weights.detach().transpose(1, 2) for weights in (into, out))
         if not _is_stack(both, dtype) or not _is_stack(down, dtype):
@@ -89,9 +106,9 @@ def maps_of(
     if named.clamped or not _is_stack(into, dtype) or not _is_stack(out, dtype):
         raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
     n_experts, n_hidden, n_inner = out.shape
-    if into.shape != (n_experts, 2 * n_inner, n_hidden):
+    if into.shape != (n_experts, (1 + gated) * n_inner, n_hidden):
         raise Unsupported("experts of such a form are computed by torch")
-    parts = into.detach().view(2 * n_experts, n_inner, n_hidden) if halves else into.detach()
+    parts = into.detach().view(2 * n_experts, n_inner, n_hidden) if halves and gated else into.detach()
     return [_map_of(one) for one in parts], [_map_of(one) for one in out.detach()]
 
 

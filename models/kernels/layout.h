@@ -39,18 +39,24 @@ struct Convolution {  // gated and short, in place of attention; `mixers.h`
     float added_scale;
 };
 
-struct Delta {  // a gated delta rule in place of attention; `mixers.h`
+// How what heads read of a state is normed and gated: each head, or group of values, normed and then gated; or the other way
+// round; or gated alone.
+enum Gating : int32_t { GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE };
+struct Recurrence {  // a gated delta rule, or a state space, in place of attention or beside it; `mixers.h`
     Norm before, after;
     Map projections[4], out;
-    const int32_t *inputs, *gates, *places;    // where the first two lie in the projections' outputs, and heads in `out`'s
-    const float *taps, *decay, *step_bias;     // (n_taps, convolved), the newest token's last; (n_heads,), (n_heads,)
-    const void* norm;                          // (value_width,)
-    float norm_eps;
+    const int32_t *inputs, *gates, *places;  // where the first two lie in the projections' outputs, and heads in `out`'s
+    const float *taps, *taps_bias;           // (n_taps, convolved), the newest token's last; (convolved,) or null: none
+    const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space
+    const void* norm;                        // (value_width,) of a delta rule's heads, else of all values
+    float norm_eps, least_step, largest_step, step_scale, gate_scale;
+    float added_scale;  // of what the residual stream gets
     int32_t n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
-    float added_scale;
+    int32_t n_numbers;  // of a head in a row's inputs, after what goes through the convolution
+    int32_t gating, norm_width;
 
     int n_convolved() const { return 2 * n_key_heads * key_width + n_heads * value_width; }
-    int n_inputs() const { return n_convolved() + 2 * n_heads; }
+    int n_inputs() const { return n_convolved() + n_numbers * n_heads; }
 };
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };
@@ -61,7 +67,7 @@ struct Mlp {
     // Of XIELU: factors of the squares and of the exponentials, of x, and the largest exponent. Of CLAMPED: the bound of both
     // halves, and the factor in the sigmoid.
     float curve[4];
-    float added_scale;
+    float gate_scale, added_scale;  // of the gate, before the activation; of what the residual stream gets
 };
 
 struct Mixture {  // experts, of which each row takes some, in place of an MLP
@@ -77,12 +83,12 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA };
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE };
 struct Step {
-    const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Delta
+    const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Recurrence
     int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
     int32_t rotation;                   // which of the pass's tables, -1: none
-    int32_t from_kept;                  // an MLP that reads what KEEP kept
+    int32_t from_kept;                  // a part that reads what KEEP kept; of an MLP, a mixture or a recurrence
 };
 
 struct Rotation {
@@ -99,8 +105,8 @@ struct RowList {
 
 struct Sequence {  // consecutive rows of a pass that have keys and values of their own
     const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
-    // Per layer (kv_heads, capacity, width), inputs of a convolution, or the inputs and states of a recurrent layer.
-    void *const *keys, *const *values;
+    void *const *keys, *const *values;    // per layer (kv_heads, capacity, width), or inputs of a convolution
+    void *const *inputs, *const *states;  // per recurrent layer
     int32_t* roots;  // of states, (layers, 2); null: there are none
     int64_t head_stride;                // between the key/value heads of its buffer
     int32_t n_rows, first_slot;

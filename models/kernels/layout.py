@@ -9,7 +9,8 @@ NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer")  # How experts are scored.
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
-ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, DELTA = range(7)
+ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE = range(7)
+GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How what heads read of a state is normed and gated.
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
 SUPER_PAIRS, SUPER_CENTRED = range(7, 9)
@@ -61,15 +62,14 @@ class Convolution(Structure):
     ]
 
 
-class Delta(Structure):
+class Recurrence(Structure):
     _fields_ = [
         *_fields(Norm, "before after"),
         ("projections", Map * 4),
         ("out", Map),
-        *_fields(c_void_p, "inputs gates places taps decay step_bias norm"),
-        ("norm_eps", c_float),
-        *_fields(c_int32, "n_projections n_heads n_key_heads key_width value_width n_taps"),
-        ("added_scale", c_float),
+        *_fields(c_void_p, "inputs gates places taps taps_bias decay step_bias skip norm"),
+        *_fields(c_float, "norm_eps least_step largest_step step_scale gate_scale added_scale"),
+        *_fields(c_int32, "n_projections n_heads n_key_heads key_width value_width n_taps n_numbers gating norm_width"),
     ]
 
 
@@ -80,7 +80,7 @@ class Mlp(Structure):
         ("out", Map),
         *_fields(c_int32, "n_in_maps gated n_inner activation"),
         ("curve", c_float * 4),
-        ("added_scale", c_float),
+        *_fields(c_float, "gate_scale added_scale"),
     ]
 
 
@@ -120,7 +120,7 @@ class Sequence(Structure):
     """Consecutive rows of a pass that belong to one sequence, with its own KV buffer."""
 
     _fields_ = [
-        *_fields(c_void_p, "visible keys values roots"),
+        *_fields(c_void_p, "visible keys values inputs states roots"),
         ("head_stride", c_int64),
         *_fields(c_int32, "n_rows first_slot committed n_kept lag is_text"),
     ]
@@ -148,4 +148,4 @@ class Call(Structure):
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution, Delta)
+STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution, Recurrence)

@@ -44,19 +44,22 @@ void Runner<T>::convolution(const Step& step, const Convolution& part, const Row
     leave(part.out, part.after, part.added_scale, taken(mixed_, part.out, list.n, thread), list, thread);
 }
 
-// The gated delta rule (arXiv:2412.06464). A head's state, (key_width, value_width), is taken along from row to row by one
+// The gated delta rule (arXiv:2412.06464), and the state space of Mamba-2 (arXiv:2405.21060), which corrects nothing: a row adds
+// to a decayed state whatever this recalls. A head's state, (key_width, value_width), is taken along from row to row by one
 // order of operations, wherever a row's inputs come from: this pass, or the ring of an earlier one's.
 
-static constexpr int WIDEST_DELTA = 256;
+static constexpr int WIDEST_STATE = 256;
 
 // One head's part in a row's update, rounded where transformers' modules round it.
 struct Update {
-    float query[WIDEST_DELTA], key[WIDEST_DELTA], value[WIDEST_DELTA];
+    float query[WIDEST_STATE], key[WIDEST_STATE], value[WIDEST_STATE];
     float decay, amount;
+    float skip;  // of a state space: what of the value is read past the state
+    bool corrects;
 };
 
 // `n` channels from `first` on of the last `n_read` rows, the newest last, through the convolution and its activation.
-template <class T> static void convolve(const Delta& part, const T* const* rows, int n_read, int first, int n, float* to) {
+template <class T> static void convolve(const Recurrence& part, const T* const* rows, int n_read, int first, int n, float* to) {
     const int n_all = part.n_convolved();
     for (int at = 0; at < n; at += LANES) {
         vf mixed = {};
@@ -64,6 +67,7 @@ template <class T> static void convolve(const Delta& part, const T* const* rows,
             const float* weights = part.taps + int64_t(part.n_taps - n_read + r) * n_all + first;
             mixed = fma(part_of(rows[r] + first, at, n), part_of(weights, at, n), mixed);
         }
+        if (part.taps_bias) mixed += part_of(part.taps_bias + first, at, n);
         mixed = as_stored<T>(mixed);
         const vf out = as_stored<T>(mixed / (exp(-mixed) + 1.0f));
         float lanes[LANES];
@@ -79,25 +83,32 @@ static inline void to_unit(float* x, int n, float scale) {
     for (int i = 0; i < n; i++) x[i] *= by;
 }
 
-template <class T> static void update_of(const Delta& part, int head, const T* const* rows, int n_read, Update& to) {
+template <class T> static void update_of(const Recurrence& part, int head, const T* const* rows, int n_read, Update& to) {
     const int keys = part.n_key_heads * part.key_width, key_head = head / (part.n_heads / part.n_key_heads);
     convolve(part, rows, n_read, key_head * part.key_width, part.key_width, to.query);
     convolve(part, rows, n_read, keys + key_head * part.key_width, part.key_width, to.key);
     convolve(part, rows, n_read, 2 * keys + head * part.value_width, part.value_width, to.value);
-    to_unit(to.query, part.key_width, 1.0f / std::sqrt(float(part.key_width)));
-    to_unit(to.key, part.key_width, 1.0f);
     const T* numbers = rows[n_read - 1] + part.n_convolved();
-    to.amount = as_stored<T>(1.0f / (1.0f + std::exp(-to_float(numbers[head]))));
-    const float step = to_float(numbers[part.n_heads + head]) + part.step_bias[head];
-    to.decay = std::exp(part.decay[head] * (step > 20.0f ? step : std::log1p(std::exp(step))));
+    to.corrects = !part.skip;
+    if (to.corrects) {
+        to_unit(to.query, part.key_width, 1.0f / std::sqrt(float(part.key_width)));
+        to_unit(to.key, part.key_width, 1.0f);
+        to.amount = as_stored<T>(1.0f / (1.0f + std::exp(-to_float(numbers[head]))));
+        numbers += part.n_heads;
+    }
+    const float before = to_float(numbers[head]) * part.step_scale + part.step_bias[head];
+    const float step = before > 20.0f ? before : std::log1p(std::exp(before));
+    const float bounded = std::min(std::max(step, part.least_step), part.largest_step);
+    to.decay = std::exp(part.decay[head] * bounded);
+    if (!to.corrects) to.amount = bounded, to.skip = part.skip[head];
 }
 
 // Take a row's update into a state; `read`, null or (value_width,): what the row's query reads of it then.
-template <int D> static inline void update_columns(
+template <int D, bool CORRECTS> static inline void update_columns(
     const Update& by, float* state, int n_keys, int n_values, int first, float* read) {
     vf recalled[D] = {}, out[D] = {}, change[D];
     const vf decay = splat(by.decay);
-    for (int k = 0; k < n_keys; k++) {
+    for (int k = 0; CORRECTS && k < n_keys; k++) {
         float* row = state + int64_t(k) * n_values + first;
         for (int d = 0; d < D; d++) {
             const vf v = load((const float*)row + d * LANES) * decay;
@@ -105,29 +116,39 @@ template <int D> static inline void update_columns(
             recalled[d] = fma(v, splat(by.key[k]), recalled[d]);
         }
     }
-    for (int d = 0; d < D; d++) change[d] = (load(by.value + first + d * LANES) - recalled[d]) * by.amount;
+    for (int d = 0; d < D; d++) {
+        const vf value = load(by.value + first + d * LANES);
+        change[d] = (CORRECTS ? value - recalled[d] : value) * by.amount;
+    }
     for (int k = 0; k < n_keys; k++) {
         float* row = state + int64_t(k) * n_values + first;
         for (int d = 0; d < D; d++) {
-            const vf v = fma(splat(by.key[k]), change[d], load((const float*)row + d * LANES));
+            const vf before = load((const float*)row + d * LANES);
+            const vf v = fma(splat(by.key[k]), change[d], CORRECTS ? before : before * decay);
             store(row + d * LANES, v);
             out[d] = fma(v, splat(by.query[k]), out[d]);
         }
     }
     if (read)
-        for (int d = 0; d < D; d++) store(read + first + d * LANES, out[d]);
+        for (int d = 0; d < D; d++) {
+            const vf value = load(by.value + first + d * LANES);
+            store(read + first + d * LANES, CORRECTS ? out[d] : fma(value, splat(by.skip), out[d]));
+        }
 }
 
+template <bool CORRECTS>
 static inline void update_state(const Update& by, float* state, int n_keys, int n_values, float* read) {
     int first = 0;
-    for (; first + 4 * LANES <= n_values; first += 4 * LANES) update_columns<4>(by, state, n_keys, n_values, first, read);
-    for (; first + LANES <= n_values; first += LANES) update_columns<1>(by, state, n_keys, n_values, first, read);
+    for (; first + 4 * LANES <= n_values; first += 4 * LANES)
+        update_columns<4, CORRECTS>(by, state, n_keys, n_values, first, read);
+    for (; first + LANES <= n_values; first += LANES)
+        update_columns<1, CORRECTS>(by, state, n_keys, n_values, first, read);
     for (int v = first; v < n_values; v++) {
-        float recalled = 0, out = 0;
+        float recalled = 0, out = CORRECTS ? 0 : by.value[v] * by.skip;
         for (int k = 0; k < n_keys; k++) {
             float& at = state[int64_t(k) * n_values + v];
             at *= by.decay;
-            recalled = std::fma(at, by.key[k], recalled);
+            if (CORRECTS) recalled = std::fma(at, by.key[k], recalled);
         }
         const float change = (by.value[v] - recalled) * by.amount;
         for (int k = 0; k < n_keys; k++) {
@@ -139,17 +160,28 @@ static inline void update_state(const Update& by, float* state, int n_keys, int 
     }
 }
 
+static inline void update_state(const Update& by, float* state, int n_keys, int n_values, float* read) {
+    if (by.corrects) update_state<true>(by, state, n_keys, n_values, read);
+    else update_state<false>(by, state, n_keys, n_values, read);
+}
+
 template <class T>
-void Runner<T>::delta(const Step& step, const Delta& part, const RowList& list, int thread) {
-    const Input input = enter(part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
+void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowList& list, int thread) {
+    const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
+    const Input input = enter(part.before, list, from, part.projections, part.n_projections, thread);
     const int total = project(part.projections, part.n_projections, input, list, thread), n_inputs = part.n_inputs();
     each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
         for (int at = 0; at < n_inputs; at++) updates_[i * n_inputs + at] = inner_[i * total + part.inputs[at]];
     });
     const List<Part>& parts = parts_[step.rows];
     each(SLOTS, thread, parts.n * part.n_heads, 1, [&](int64_t item, int64_t) {
-        delta_head(step, part, list, parts[item / part.n_heads], int(item % part.n_heads), thread);
+        take_head(step, part, list, parts[item / part.n_heads], int(item % part.n_heads), thread);
     });
+    const int n_groups = part.n_heads * part.value_width / part.norm_width;
+    if (part.skip)
+        each(REST, thread, list.n * n_groups, 1, [&](int64_t item, int64_t) {
+            gate(part, int(item % n_groups), item / n_groups, total);
+        });
     each(REST, thread, parts.n, 1, [&](int64_t item, int64_t) {
         const Part& rows = parts[item];
         const Sequence& own = pass_.sequences[rows.sequence];
@@ -161,7 +193,7 @@ void Runner<T>::delta(const Step& step, const Delta& part, const RowList& list, 
                 is_kept &= !memchr(own.visible + row * (own.first_slot + own.n_rows), 0, own.committed);
             }
         for (int64_t i = std::max(rows.first, rows.first + rows.n - own.n_kept); is_kept && i < rows.first + rows.n; i++)
-            memcpy((T*)own.keys[step.layer] + int64_t(places_[row_of(list, i)].slot % own.n_kept) * n_inputs,
+            memcpy((T*)own.inputs[step.layer] + int64_t(places_[row_of(list, i)].slot % own.n_kept) * n_inputs,
                    updates_ + i * n_inputs, n_inputs * sizeof(T));
         roots[0] = own.is_text ? own.first_slot + own.n_rows : own.committed;
         if (own.lag) roots[1] = std::max(roots[1], roots[0] - own.lag);
@@ -170,15 +202,15 @@ void Runner<T>::delta(const Step& step, const Delta& part, const RowList& list, 
 }
 
 template <class T>
-void Runner<T>::delta_head(const Step& step, const Delta& part, const RowList& list, const Part& rows, int head, int thread) {
+void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread) {
     const Sequence& own = pass_.sequences[rows.sequence];
     const int n_keys = part.key_width, n_values = part.value_width, n_inputs = part.n_inputs();
     const int64_t size = int64_t(n_keys) * n_values, end = own.first_slot + own.n_rows;
     int total = 0;
     for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
-    float* state = (float*)own.values[step.layer] + head * size;
+    float* state = (float*)own.states[step.layer] + head * size;
     float* older = own.lag ? state + part.n_heads * size : state;
-    const T* ring = (const T*)own.keys[step.layer];
+    const T* ring = (const T*)own.inputs[step.layer];
     const int32_t* roots = own.roots + 2 * step.layer;
     const int before_all = row_of(list, rows.first) - (places_[row_of(list, rows.first)].slot - own.first_slot);
     // The inputs of a slot: of a row of this pass, else of one before it.
@@ -247,16 +279,17 @@ void Runner<T>::delta_head(const Step& step, const Delta& part, const RowList& l
     }
 }
 
-// The norm of what a row's head has read, times its gate, to `mixed_`.
-template <class T> void Runner<T>::recall(const Delta& part, int head, const float* read, int64_t i, int total) {
+// What a row's head has read, to `mixed_`: of a delta rule its norm, times its gate.
+template <class T> void Runner<T>::recall(const Recurrence& part, int head, const float* read, int64_t i, int total) {
     const int n = part.value_width;
+    if (part.skip) return round_to(mixed_ + (i * part.n_heads + head) * n, read, n);
     vf squares = {};
     for (int at = 0; at < n; at += LANES) {
         const vf v = as_stored<T>(part_of(read, at, n));
         squares = fma(v, v, squares);
     }
     const float scale = 1.0f / std::sqrt(sum(squares) / float(n) + part.norm_eps);
-    T gates[WIDEST_DELTA], *to = mixed_ + (i * part.n_heads + part.places[head]) * n;
+    T gates[WIDEST_STATE], *to = mixed_ + (i * part.n_heads + part.places[head]) * n;
     for (int at = 0; at < n; at++) gates[at] = inner_[i * total + part.gates[head * n + at]];
     for (int at = 0; at < n; at += LANES) {
         const vf unit = as_stored<T>(as_stored<T>(part_of(read, at, n)) * scale), gate = part_of((const T*)gates, at, n);
@@ -265,6 +298,36 @@ template <class T> void Runner<T>::recall(const Delta& part, int head, const flo
         store(lanes, normed * (gate / (exp(-gate) + 1.0f)));
         memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(T));
     }
+}
+
+// What a group of a row's heads has read of a state space, normed and gated in `mixed_`.
+template <class T> void Runner<T>::gate(const Recurrence& part, int group, int64_t i, int total) {
+    const int n = part.norm_width, first = group * n;
+    T* values = mixed_ + i * part.n_heads * part.value_width + first;
+    const T* projected = inner_ + i * total;
+    auto gate_at = [&](int at) {
+        T lanes[LANES] = {};
+        for (int lane = 0; lane < std::min(LANES, n - at); lane++) lanes[lane] = projected[part.gates[first + at + lane]];
+        vf gate = load((const T*)lanes);
+        if (part.gate_scale != 1) gate = as_stored<T>(gate * part.gate_scale);
+        return gate / (exp(-gate) + 1.0f);
+    };
+    auto before_norm = [&](vf v, int at) { return part.gating == GATED_BEFORE_NORM ? v * gate_at(at) : v; };
+    float scale = 1;
+    if (part.gating != GATED_ALONE) {
+        vf squares = {};
+        for (int at = 0; at < n; at += LANES) {
+            const vf v = before_norm(part_of((const T*)values, at, n), at);
+            squares = fma(v, v, squares);
+        }
+        scale = 1.0f / std::sqrt(sum(squares) / float(n) + part.norm_eps);
+    }
+    const T* norm = part.norm ? (const T*)part.norm + first : nullptr;
+    along(n, values, values, [&](vf v, int at) {
+        if (part.gating == GATED_ALONE) return v * gate_at(at);
+        if (part.gating == GATED_BEHIND_NORM) return v * scale * part_of(norm, at, n) * gate_at(at);
+        return as_stored<T>(before_norm(v, at) * scale) * part_of(norm, at, n);
+    });
 }
 
 }  // namespace

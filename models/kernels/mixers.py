@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from ..blocks import Block
 from ..rows import Pass
+from ..state_rules import StateRule, StateSpace
 from . import layout
 from .layout import Unsupported
 
 MOST_TAPS = 64  # Most tokens that a short convolution reads.
-WIDEST_DELTA = 256  # Largest head dimension of a gated delta rule.
+WIDEST_STATE = 256  # Largest head dimension of a recurrence.
 Keep = Callable[[Any], Any]  # Returns a tensor, which lives as long as what describes the model.
 
 
@@ -47,45 +49,78 @@ def convolution_of(
     return layout.Convolution(*norms, *maps, taps.data_ptr(), bias_at, block.n_taps, block.added_scale)
 
 
-def delta_of(
+def recurrence_of(
     block: Block,
     norm: Any,
-    norm_at: int,
+    norm_at: int | None,
     norms: Sequence[layout.Norm],
     maps: Sequence[layout.Map],
     out: layout.Map,
     keep: Keep,
-) -> layout.Delta:
-    """Describe a gated delta rule. Args: norm: of what heads read, whose weight lies at `norm_at`."""
+) -> layout.Recurrence:
+    """Describe a gated delta rule or a state space.
+
+    Args: norm: of what heads read, whose weight lies at `norm_at`; None: this is gated alone.
+    """
     rule = block.rule
     assert rule is not None
     form = rule.form
     widest = max(form.key_width, form.value_width)
-    if form.n_taps > MOST_TAPS or widest > WIDEST_DELTA or form.n_heads % form.n_key_heads:
-        raise Unsupported(f"a gated delta rule of {form} is computed by torch")
-    if not _is_gated_norm(norm, form.value_width):
-        raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")
-    tensors: list[Tensor] = [block.input_order.int(), block.gate_order.int(), block.head_order.argsort().int()]
-    tensors += [rule.taps.t().float(), -rule.log_decay.float().exp(), rule.step_bias.float()]
-    return layout.Delta(
+    if form.n_taps > MOST_TAPS or widest > WIDEST_STATE or form.n_heads % form.n_key_heads:
+        raise Unsupported(f"a recurrence of {form} is computed by torch")
+    space = rule if isinstance(rule, StateSpace) else None
+    if space is not None and not torch.equal(block.head_order, torch.arange(form.n_heads)):
+        raise Unsupported("a state space whose heads lie in another order is computed by torch")
+    gating = _gating_of(norm, rule, 1 if space is None else form.n_heads * form.value_width // rule.norm_width)
+    least, largest = (0.0, math.inf) if space is None else space.step_limits
+    taps = rule.taps.t().float()
+    decay, bias = -rule.log_decay.float().exp(), rule.step_bias.float()
+    skip = None if space is None else space.skip.float()
+    taps_bias = None if rule.taps_bias is None else rule.taps_bias.float()
+    orders = (rule.input_order.int(), rule.gate_order.int(), block.head_order.argsort().int())
+    tensors = (*orders, taps, taps_bias, decay, bias, skip)
+    kept = [None if one is None else keep(one.contiguous()) for one in tensors]
+    return layout.Recurrence(
         *norms,
         (layout.Map * 4)(*maps),
         out,
-        *(keep(tensor.contiguous()).data_ptr() for tensor in tensors),
+        *(None if one is None else one.data_ptr() for one in kept),
         norm_at,
-        float(norm.variance_epsilon),
+        0.0 if norm is None else float(norm.variance_epsilon),
+        least,
+        largest,
+        1.0 if space is None else space.step_scale,
+        1.0 if space is None else space.gate_scale,
+        rule.out_scale * block.added_scale,
         len(maps),
         *form,
-        block.added_scale,
+        gating,
+        rule.norm_width,
     )
 
 
-def _is_gated_norm(module: Any, width: int) -> bool:
-    """Tell by a probe whether a norm is the kernels': of the values alone, times its weight and the gate's silu."""
-    weight, eps = module.weight.detach(), getattr(module, "variance_epsilon", None)
-    if eps is None or weight.shape != (width,):
-        return False
-    x, gate = torch.linspace(-1.5, 1.5, 2 * width).reshape(2, width).to(weight.dtype)
-    unit = x.float() * (x.float().square().mean() + eps).rsqrt()
-    expected = weight.float() * unit * F.silu(gate.float())
-    return bool(torch.allclose(module(x[None], gate[None])[0].float(), expected, rtol=2e-2, atol=2e-2))
+def _gating_of(norm: Any, rule: StateRule, n_norms: int) -> int:
+    """Tell by a probe how a module norms what heads read and gates it: as one of the kernels' ways.
+
+    Args:   n_norms: groups of values that are normed each by itself, with weights of their own.
+    Raises: Unsupported: it computes something else.
+    """
+    if norm is None:
+        return layout.GATED_ALONE
+    weight: Tensor = norm.weight.detach()
+    eps, width = getattr(norm, "variance_epsilon", None), rule.norm_width
+    if eps is not None and weight.shape == (n_norms * width,):
+        x = torch.linspace(-1.5, 1.5, 4 * n_norms * width).reshape(2, 2, n_norms * width).to(weight.dtype)
+        given = norm(x[0], x[1]).float()
+        value, gate = x[0].float(), F.silu(x[1].float())
+
+        def unit(values: Tensor) -> Tensor:
+            grouped = values.view(2, n_norms, width)
+            scale: Tensor = (grouped.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+            return (grouped * scale).flatten(1) * weight.float()
+
+        ways = {layout.GATED_BEHIND_NORM: unit(value) * gate, layout.GATED_BEFORE_NORM: unit(value * gate)}
+        for way, expected in ways.items():
+            if torch.allclose(given, expected, rtol=2e-2, atol=2e-2):
+                return way
+    raise Unsupported(f"a norm such as {type(norm).__name__} is computed by torch")

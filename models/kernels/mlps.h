@@ -126,7 +126,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     prepare_shares(taken_.rows, thread, in_of);
     const int most_inner = std::max(part.n_inner, part.n_shared_inner);
     const int64_t panels = (most_inner + PANEL - 1) / PANEL;
-    const bool joint = part.n_in_maps == 1;
+    const bool is_gated = part.mlp.gated, joint = is_gated && part.n_in_maps == 1;
     const int64_t out_panels = (n_hidden + PANEL - 1) / PANEL, n_items = shares_.n * panels;
     // Where the thread of an item goes on, if all are as fast: at another expert's map at times.
     auto onward_in = [&](int64_t item, int half) -> Output {
@@ -149,10 +149,11 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         float *gate = tile.items, *up = gate + whole_sides(share.n) * PANEL;
         const int64_t next = item + n_threads_;
         outputs(maps[0], input, share.n, first, last, gate, PANEL, thread, onward_in(next, 0));
-        outputs(maps[joint ? 0 : 1], input, share.n, first + joint * inner, last + joint * inner, up, PANEL, thread,
-                onward_in(next, 1));
+        if (is_gated)
+            outputs(maps[joint ? 0 : 1], input, share.n, first + joint * inner, last + joint * inner, up, PANEL, thread,
+                    onward_in(next, 1));
         for (int r = 0; r < share.n; r++)
-            gated(part.mlp, gate + r * PANEL, up + r * PANEL, last - first, to + int64_t(r) * inner);
+            gated(part.mlp, gate + r * PANEL, is_gated ? up + r * PANEL : nullptr, last - first, to + int64_t(r) * inner);
     });
     prepare_shares(inner_of_, thread, out_of);
     each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {

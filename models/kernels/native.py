@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...core.costs import ExpertCounts
 from ...core.errors import SettingsError
 from ...core.settings import THREADS
-from ...core.types import KINDS, Kind, LayerSet, PartForm
+from ...core.types import Kind, LayerSet, PartForm
 from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
 from ..coded import GROUPS, CodedLinear
 from ..norms import NormForm
@@ -27,10 +27,10 @@ from ..quantised import QuantisedLinear, weight_of
 from ..rows import Pass, keepers
 from . import layout
 from .build import Kernels
-from .experts import choosing_of, correction_of, is_mean, maps_of
+from .experts import choosing_of, correction_of, halves_of, is_mean, maps_of
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
-from .mixers import convolution_of, delta_of, sequence_of
+from .mixers import convolution_of, recurrence_of, sequence_of
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -49,8 +49,8 @@ ACTIVATIONS = {
 }
 HEAD_NORMS = {"by_head": layout.BY_HEAD, "whole": layout.WHOLE, "rotated": layout.ROTATED}
 STEPS: dict[type[ctypes.Structure], int] = {
-    **{layout.Attention: layout.ATTENTION, layout.Convolution: layout.CONVOLUTION, layout.Delta: layout.DELTA},
-    **{layout.Mlp: layout.MLP, layout.Mixture: layout.MIXTURE},
+    **{layout.Attention: layout.ATTENTION, layout.Convolution: layout.CONVOLUTION},
+    **{layout.Recurrence: layout.RECURRENCE, layout.Mlp: layout.MLP, layout.Mixture: layout.MIXTURE},
 }
 MOST_PROGRAMS = 64
 WIDEST_HEAD = 1024  # Largest supported head dimension of attention.
@@ -94,26 +94,32 @@ class NativePasses:
     def forget(self) -> None:
         """Describe the model to the library again, after weights have moved in memory."""
         self._program = lru_cache(maxsize=MOST_PROGRAMS)(self._made)
-        self._parts: dict[tuple[str, int, PartForm | None], ctypes.Structure] = {}
+        self._parts: dict[tuple[str, int, PartForm | None], list[ctypes.Structure]] = {}
         self._norms: list[NormForm] = []
         self._held: list[Any] = []  # Tensors and arrays that parts point to.
         for block in self.runtime.blocks:
-            for kind in KINDS:
-                self._part(kind, block.index, None)
+            for kind in block.kinds:
+                self._parts_of(kind, block.index, None)
         self._norm = self._norm_of(self.runtime.final_norm)
         self._head = self._map_of(self.runtime.head_module(None))
 
     # -- Describing the model to the library ---------------------------------------------------------------------------
 
-    def _part(self, kind: Kind, layer: int, form: PartForm | None) -> ctypes.Structure:
+    def _parts_of(self, kind: Kind, layer: int, form: PartForm | None) -> list[ctypes.Structure]:
+        """Describe a sub-layer: one structure, or two where a mixer stands beside attention."""
         key = (kind, layer, form)
         if key not in self._parts:
             block = self.runtime.blocks[layer]
             parts = block.parts if form is None else self.runtime.copies.parts(kind, layer, form)
-            if kind == "attn":
-                self._parts[key] = (self._mixer_of if block.n_taps else self._attention_of)(block, parts)
+            described: list[ctypes.Structure]
+            if kind == "mlp":
+                described = [(self._mixture_of if has_experts(parts.mlp) else self._mlp_of)(block, parts)]
+            elif not block.has_attention:
+                described = [self._mixer_of(block, parts)]
             else:
-                self._parts[key] = (self._mixture_of if has_experts(parts.mlp) else self._mlp_of)(block, parts)
+                described = [self._attention_of(block, parts)]
+                described += [] if parts.beside is None else [self._mixer_of(block, parts.beside)]
+            self._parts[key] = described
         return self._parts[key]
 
     def _attention_of(self, block: Block, parts: LayerModules) -> layout.Attention:
@@ -150,19 +156,20 @@ class NativePasses:
             block.scaling,
             block.softcap or 0.0,
             block.clip or 0.0,
-            block.added_scale,
+            block.attn_scale * block.added_scale,
             None if block.sinks is None else self._address(self._kept(block.sinks)),
         )
 
-    def _mixer_of(self, block: Block, parts: LayerModules) -> layout.Convolution | layout.Delta:
+    def _mixer_of(self, block: Block, parts: LayerModules) -> layout.Convolution | layout.Recurrence:
         for module in filter(None, (parts.conv, parts.inner_norm)):
             refuse_hooks(module)
         norms = [self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)]
         maps, out = self._maps_of(parts.qkv), self._map_of(parts.out)
         if block.rule is None:
             return convolution_of(block, parts.conv, norms, (*maps, out), self._kept)
-        norm_at = self._address(self._kept(parts.inner_norm.weight))
-        return delta_of(block, parts.inner_norm, norm_at, norms, maps, out, self._kept)
+        norm = parts.inner_norm
+        norm_at = None if norm is None else self._address(self._kept(norm.weight))
+        return recurrence_of(block, norm, norm_at, norms, maps, out, self._kept)
 
     def _mlp_of(self, block: Block, parts: LayerModules) -> layout.Mlp:
         mlp, family = parts.mlp, self.runtime.family
@@ -173,6 +180,7 @@ class NativePasses:
         # A quantised copy stores blocks of ROWS outputs, so each half of a joint gate must fill whole blocks.
         if family.gated and len(maps) == 1 and out.n_in % ROWS:
             raise Unsupported(f"a joint gate of width {out.n_in} is computed by torch")
+        gate_scale, out_scale = [float(getattr(mlp, name)) for name in family.mlp_scales or ()] or (1.0, 1.0)
         return layout.Mlp(
             *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
             self._norm_of(submodule(mlp, family.mlp_inner_norm), out.n_in),
@@ -183,7 +191,8 @@ class NativePasses:
             out.n_in,
             self._activation,
             self._curve(mlp),
-            block.added_scale,
+            gate_scale,
+            out_scale * block.added_scale,
         )
 
     def _mixture_of(self, block: Block, parts: LayerModules) -> layout.Mixture:
@@ -194,14 +203,17 @@ class NativePasses:
         router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
         shared = submodule(mlp, named.shared)
         # Shared experts have gate and up as two maps, so that these are described as two of all others, too.
-        into, out = maps_of(experts, named, self.runtime.dtype, shared is not None, self._kept)
+        family = self.runtime.family
+        into, out = maps_of(experts, named, self.runtime.dtype, shared is not None, self._kept, family.gated)
         n_experts, n_inner = len(out), out[0].n_in
-        activation = layout.Mlp(gated=1, activation=self._activation)
+        activation = layout.Mlp(gated=family.gated, activation=self._activation, gate_scale=1.0)
         if named.clamped:
             activation.activation, activation.curve[:2] = layout.CLAMPED, (experts.limit, experts.alpha)
         if shared is not None:
-            into += [self._map_of(getattr(shared, name)) for name in self.runtime.family.mlp_in]
-            out.append(self._map_of(getattr(shared, self.runtime.family.mlp_out)))
+            own_into = [getattr(shared, name) for name in family.mlp_in]
+            joint = family.gated and len(own_into) == 1
+            into += halves_of(own_into[0]) if joint else [self._map_of(one) for one in own_into]
+            out.append(self._map_of(getattr(shared, family.mlp_out)))
         gate = submodule(mlp, named.shared_gate)
         choosing = choosing_of(self.runtime.config, mlp, named, n_experts)
         share = 0.5 if is_mean(self.runtime.config) else 1.0  # Of a layer's output, for chosen and for shared experts.
@@ -404,11 +416,13 @@ class NativePasses:
             from_kept = runtime.parallel and bool(members_by_kind["attn"])
             if from_kept and members_by_kind["mlp"]:
                 add(layout.KEEP, block, None, everyone)
-            for kind in KINDS:
+            if block.parts.beside is not None and members_by_kind["attn"]:
+                add(layout.KEEP, block, None, everyone)
+            for kind in block.kinds:
                 for form, members in members_by_kind[kind]:
-                    part = self._part(kind, block.index, form)
-                    add(STEPS[type(part)], block, part, members)
-                    steps[-1].from_kept = from_kept and kind == "mlp"
+                    for number, part in enumerate(self._parts_of(kind, block.index, form)):
+                        add(STEPS[type(part)], block, part, members)
+                        steps[-1].from_kept = number > 0 or (from_kept and kind == "mlp")
         return Program((layout.Step * len(steps))(*steps), lists, held)
 
 

@@ -122,5 +122,5 @@ extern "C" void swiftopt_likeliest(
 extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
-    sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Delta);
+    sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Recurrence);
 }

@@ -74,8 +74,8 @@ template <class T> class Runner {
             } else if (steps[s].kind == CONVOLUTION) {
                 const auto& part = *(const Convolution*)steps[s].part;
                 widest(part.into), widest(part.out), inner = std::max<size_t>(inner, part.into.n_out);
-            } else if (steps[s].kind == DELTA) {
-                const auto& part = *(const Delta*)steps[s].part;
+            } else if (steps[s].kind == RECURRENCE) {
+                const auto& part = *(const Recurrence*)steps[s].part;
                 size_t total = 0;
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
@@ -180,7 +180,7 @@ template <class T> class Runner {
             if (step.kind == MLP) mlp(step, *(const Mlp*)step.part, list, thread);
             if (step.kind == LOGITS) logits(*(const Map*)step.part, list, thread);
             if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
-            if (step.kind == DELTA) delta(step, *(const Delta*)step.part, list, thread);
+            if (step.kind == RECURRENCE) recurrence(step, *(const Recurrence*)step.part, list, thread);
             if (step.kind == CONVOLUTION) convolution(step, *(const Convolution*)step.part, list, thread);
             if (step.kind == KEEP)
                 team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
@@ -401,9 +401,10 @@ template <class T> class Runner {
     Split split_of(const List<Part>& parts, int n_kv_heads, int group) const;
 
     void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
-    void delta(const Step& step, const Delta& part, const RowList& list, int thread);
-    void delta_head(const Step& step, const Delta& part, const RowList& list, const Part& rows, int head, int thread);
-    void recall(const Delta& part, int head, const float* read, int64_t i, int total);
+    void recurrence(const Step& step, const Recurrence& part, const RowList& list, int thread);
+    void take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread);
+    void recall(const Recurrence& part, int head, const float* read, int64_t i, int total);
+    void gate(const Recurrence& part, int group, int64_t i, int total);
 
     void mlp(const Step& step, const Mlp& part, const RowList& list, int thread);
     void mixture(const Step& step, const Mixture& part, const RowList& list, int thread);

@@ -31,7 +31,8 @@ def type_of(variant: str) -> str:
 
 
 # Of these a rotation, the exponentials of capped scores, or a router are in float32 whatever a model computes in.
-IN_FLOAT32 = {"qwen3_5_text", "ernie4_5", "cohere", "cohere2", "gemma2", "vaultgemma", *map(type_of, MIXTURES)}
+IN_FLOAT32 = {"ernie4_5", "cohere", "cohere2", "gemma2", "vaultgemma", *map(type_of, MIXTURES)}
+IN_FLOAT32 |= {"qwen3_5_text", "bamba", "falcon_h1", "mamba2"}  # Recurrences.
 each_variant = pytest.mark.parametrize("variant", dense_variants())
 
 
@@ -56,7 +57,7 @@ def test_torchs_way_gives_the_logits_and_tokens_of_transformers(variant: str) ->
     runtime, ids = tiny_runtime(variant), words(5, 40)
     model = cast(Any, runtime.hf_model)
     bound = 1e-5 if type_of(variant) in IN_FLOAT32 else 1e-9
-    expected = model(torch.tensor([ids])).logits[0]
+    expected = model(torch.tensor([ids])).logits[0].double()
     torch.testing.assert_close(
         logits_in_pieces(runtime, ids), expected, rtol=bound, atol=bound * float(expected.abs().max())
     )
@@ -130,6 +131,22 @@ def test_drafts_give_the_tokens_of_plain_decoding(variant: str) -> None:
 def test_every_type_has_a_variant() -> None:
     old = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
     assert {type_of(variant) for variant in DENSE} | old == set(FAMILIES)
+
+
+def test_steps_of_a_state_space_lie_within_the_limits_of_its_config() -> None:
+    """Transformers' prefill keeps to them; its decoding does not."""
+    ids, limits = words(8, 40), {"time_step_limit": (0.9, 1.1), "num_hidden_layers": 2}
+    runtime = tiny_runtime("granitemoehybrid:dense", **limits)
+    model = cast(Any, runtime.hf_model)
+    expected = model(torch.tensor([ids])).logits[0].double()
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(logits_in_pieces(runtime, ids), expected, rtol=1e-5, atol=bound)
+    unlimited = tiny_runtime("granitemoehybrid:dense", num_hidden_layers=2)
+    assert not torch.allclose(logits_in_pieces(unlimited, ids), expected, rtol=1e-2)
+    model.float()
+    passes = Runtime(model, None, runtime.info)
+    passes.native = NativePasses(passes, library())
+    torch.testing.assert_close(logits_in_pieces(passes, ids).double(), expected, rtol=1e-4, atol=10 * bound)
 
 
 @pytest.mark.parametrize("n_chosen", [0, 7])

@@ -28,7 +28,9 @@ TREES = SwiftSettings(stop_threshold=0.02, max_draft_length=5, branching=((0.03,
 VARIANTS = [
     "lfm2",
     "qwen3_5_text",
-    *(pytest.param(name, marks=pytest.mark.families) for name in ("lfm2:longer", "qwen3_next")),
+    "granitemoehybrid:dense",
+    *(pytest.param(name, marks=pytest.mark.families) for name in ("lfm2:longer", "qwen3_next", "granitemoehybrid")),
+    *(pytest.param(name, marks=pytest.mark.families) for name in ("bamba", "falcon_h1", "nemotron_h", "mamba2")),
 ]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -142,7 +144,12 @@ def chat(served: Served, **way: Any) -> list[str]:
     return [message["content"] for message in messages[1::2]]
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.families)])
+OTHERS_OVER_HTTP = ("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS_OVER_HTTP)]
+)
 def test_chat_of_three_turns_has_the_same_bytes_with_drafts_and_without(variant: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", variant, chat_template=CHAT_TEMPLATE)
     options = ["--model", f"tiny={folder}", "--rate", "0", "--threads", "1", "--no-tune", "--dtype", "bfloat16"]
