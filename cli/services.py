@@ -20,10 +20,11 @@ import psutil
 from ..core import logs
 from ..core.errors import SettingsError, SwiftoptError
 from ..core.requests import ServedModel, worker_command
+from ..core.streams import LineWriter
 from ..terminal import commands, inputs, options, value_types
 from ..terminal.commands import ConfiguredGroup, option
 from ..terminal.inputs import database_url, open_store, pick
-from ..terminal.output import Result, emit_json, note
+from ..terminal.output import Result, check_folder, emit_json, note
 from ..terminal.start_report import StartReport
 from ..terminal.value_types import FloatRange, IntRange, natural, positive
 
@@ -181,6 +182,7 @@ def serve(new_key: str | None, as_json: bool, models: tuple[str, ...], **values:
     served_models = _parse_models(models, values)
     if served_models:
         inputs.check_can_decode()
+        _check_kept(values)
     with listen(values["host"], values["port"], settings) as listener, open_store(values["db"]) as store:
         host, port = values["host"], listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -206,14 +208,28 @@ def _parse_models(models: tuple[str, ...], values: dict[str, Any]) -> list[Serve
     memory = None if values["memory_gb"] is None else int(values["memory_gb"] * 1e9 / len(models or "1"))
     for argument in models:
         given_name, equals, path = argument.partition("=")
-        path = path if equals else argument
-        name = given_name if equals else Path(argument).name if os.path.exists(argument) else argument
+        if os.path.exists(argument):  # The path itself may have an equals sign.
+            name, path = Path(argument).name, argument
+        elif equals and not (given_name and path):
+            raise SettingsError(f"--model {argument} lacks a name or a model: give NAME=MODEL, or MODEL alone")
+        else:
+            name, path = (given_name, path) if equals else (argument, argument)
         check_names(path, values["dtype"], values["device"], values["speed"])
         if name in models_by_name:
             raise SettingsError(f"two models are called {name!r}: name one of them, as --model NAME={path}")
         model_fields = {**values, "name": name, "path": path, "memory": memory, "db": database_url(values["db"])}
         models_by_name[name] = pick(ServedModel, model_fields)
     return list(models_by_name.values())
+
+
+def _check_kept(values: dict[str, Any]) -> None:
+    """Raises: OutputError: what is to be kept cannot be written, which engines would find only after loading."""
+    if values["keep_prompts"] is not None:
+        with LineWriter(Path(values["keep_prompts"]), what="prompts", option="--keep-prompts"):
+            pass
+    for name in ("keep_corpus", "keep_prefixes"):
+        if values[name] is not None:
+            check_folder(Path(values[name]), f"--{name.replace('_', '-')}")
 
 
 def _new_key(name: str) -> Result:

@@ -231,10 +231,9 @@ def _load_model(
     scheme = supported_type(folder)[1]
     if scheme is not None and scheme.kind is None:
         if placement == "auto-map":
-            raise SettingsError(
-                f"{folder} is quantised ({scheme.words}), and such a model lies on one device: use --device cpu or"
-                " cuda:N"
-            )
+            named = folder if file is None else file.path
+            advice = "such a model lies on one device: use --device cpu or cuda:N"
+            raise SettingsError(f"{named} is quantised ({scheme.words}), and {advice}")
         with reading(str(folder), folder, placement):
             if scheme.format == "gguf":
                 model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)

@@ -70,14 +70,14 @@ class MemoryPlan:
     @property
     def words(self) -> str:
         """What it needs, to end a sentence that begins "MODEL needs"."""
-        more = f", {_gb(self.workspace)} of workspace" if self.workspace else ""
+        more = f", {_amount(self.workspace)} of workspace" if self.workspace else ""
         return (
-            f"{_gb(self.weights)} for its weights, {_gb(self.context)} for keys and values of {PLANNED_TOKENS:,}"
-            f" tokens{more}"
+            f"{_amount(self.weights)} for its weights, {_amount(self.context)} for keys and values of"
+            f" {PLANNED_TOKENS:,} tokens{more}"
         )
 
     def sentence(self, name: str) -> str:
-        drafts = f", and drafts in int4 up to {_gb(self.copies)} more" if self.copies > TOLD * self.weights else ""
+        drafts = f", and drafts in int4 up to {_amount(self.copies)} more" if self.copies > TOLD * self.weights else ""
         return f"{name} needs {self.words}{drafts}"
 
     def check(self, where: str, free: int) -> None:
@@ -85,13 +85,15 @@ class MemoryPlan:
         if free >= self.needed:
             return
         raise SettingsError(
-            f"{self.folder} needs {self.words}, but {where} ha{'ve' if where.endswith('s') else 's'} {_gb(free)} free:"
-            " use a smaller model, a narrower --dtype or another --device"
+            f"{self.folder} needs {self.words}, but {where} ha{'ve' if where.endswith('s') else 's'} {_amount(free)}"
+            " free: use a smaller model, a narrower --dtype or another --device"
         )
 
 
-def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.1f} GB"
+def _amount(n_bytes: float) -> str:
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.1f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
 
 
 def memory_plan(
@@ -134,7 +136,8 @@ def memory_plan(
     slot_bytes = max(1, sum(slot_values(config)) * dtype_asked.itemsize)  # As `Runtime.slot_bytes`.
     n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
     weights = sum(n_bytes for n_bytes, _ in sizes)
-    return MemoryPlan(folder, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)
+    named = folder if file is None else file.path
+    return MemoryPlan(named, weights, slot_bytes * PLANNED_TOKENS, 0 if on_cpu else WORKSPACE, n_copied)
 
 
 def _size(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -210,6 +211,20 @@ def check_writable(path: Path) -> None:
             target.open("ab").close()
         if is_new:
             target.unlink()
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Check that files can be made in the folder that `option` names; where it is missing, it is made for its owner.
+
+    Raises: OutputError: they can not.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(f"cannot write to {path}: {reason}; choose another {option}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -445,3 +445,35 @@ def test_playground_works_without_scripts_and_stops(browser: Browser, server: Se
             page.click("button:has-text('Decode both ways')")
             page.click("button:has-text('Stop')")
         expect(page.locator("main")).to_contain_text("it was stopped")
+
+
+def test_point_between_two_gaps_is_drawn_where_points_are_too_many_to_be(browser: Browser, server: Served) -> None:
+    """The colour of a chart's first series is the only one of its canvas that is no grey."""
+    with Tab(browser, server, viewport={"width": 360, "height": 900}) as tab:
+        tab.page.goto("/traffic")
+        n_coloured = tab.page.evaluate(
+            """async () => {
+                const figure = document.querySelector("figure.chart").cloneNode(true);
+                figure.querySelector(".plot").replaceChildren();
+                const [body] = figure.querySelector("details table").tBodies;
+                const row = body.rows[0];
+                for (const cell of row.cells) cell.textContent = "";
+                body.replaceChildren(...[...Array(200).keys()].map((at) => {
+                    const another = row.cloneNode(true);
+                    another.cells[0].dataset.x = 60 * at;
+                    return another;
+                }));
+                body.rows[100].cells[1].textContent = "5";
+                document.querySelector("figure.chart").after(figure);
+                document.dispatchEvent(new Event("htmx:sse:after:message"));
+                await new Promise((drawn) => setTimeout(drawn, 200));
+                const canvas = figure.querySelector("canvas");
+                const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                let coloured = 0;
+                for (let i = 0; i < data.length; i += 4) {
+                    coloured += data[i + 3] > 128 && Math.abs(data[i] - data[i + 2]) > 60;
+                }
+                return coloured;
+            }"""
+        )
+    assert n_coloured

@@ -34,6 +34,7 @@ from swiftopt.tasks import generate
 SCRIPT = shutil.which("swiftopt", path=str(Path(sys.executable).parent)) or "swiftopt"
 GENERATE = ["generate", "--prompt", "w1"]
 TUNE = ["tune", "--model", "smollm2-135m", "--stream"]
+SERVE = ["serve", "--port", "0"]
 IMPORT = ["import", "gpt2/t", "--plain", "good.jsonl", "--drafted", "good.jsonl"]
 
 
@@ -59,7 +60,8 @@ def home(tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) ->
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "binary.jsonl").write_bytes(b"\x7fELF\xd0\xff" * 50)
-    for folder, config in {"bert": '{"model_type": "bert"}', "list": "[1]", "broken": "{bad"}.items():
+    bert = '{"model_type": "bert"}'
+    for folder, config in {"bert": bert, "x=y": bert, "list": "[1]", "broken": "{bad"}.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(config)
     return tmp_path
@@ -115,6 +117,13 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--strategy", "swfit"], 2, "nearest: swift"),
     (["tune", "--model", "bert", "--stream", "good.jsonl"], 2, "'bert', which is not supported"),
     (["serve", "--memory-gb", "nan"], 2, "'nan' is not a finite number"),
+    ([*SERVE, "--model", "=gpt2"], 2, "--model =gpt2 lacks a name or a model: give NAME=MODEL"),
+    ([*SERVE, "--model", "a="], 2, "--model a= lacks a name or a model: give NAME=MODEL"),
+    ([*SERVE, "--model", "a=bert"], 2, "'bert', which is not supported"),
+    ([*SERVE, "--model", "x=y"], 2, "'bert', which is not supported"),
+    ([*SERVE, "--model", "gpt2", "--keep-prompts", "bert"], 1, "cannot write prompts to bert: is a directory; choose"),
+    ([*SERVE, "--model", "gpt2", "--keep-corpus", "good.jsonl"], 1, "cannot write to good.jsonl: file exists; choose"),
+    ([*SERVE, "--model", "gpt2", "--keep-prefixes", "/proc/none"], 1, "choose another --keep-prefixes"),
     (["layers", "show", "gpt2/t", "--version", "9" * 20], 2, "99999999999999999999 is too large"),
     ([*GENERATE, "--model", "gpt2", "--concurrency", "1e3"], 2, "'1e3' is not a valid integer (see"),
     ([*GENERATE, "--model", "gpt2", "--stop", ""], 2, "'--stop': a stop string is empty"),

@@ -17,6 +17,13 @@
     return [names, columns];
   }
 
+  // Where points are too many to be drawn, those between two gaps still are: no line leads to them.
+  function alone(plot, number, shown) {
+    const values = plot.data[number];
+    const isAlone = (at) => values[at] != null && values[at - 1] == null && values[at + 1] == null;
+    return shown ? null : [...values.keys()].filter(isAlone);
+  }
+
   function draw(figure) {
     const holder = figure.querySelector(".plot");
     const table = figure.querySelector("details table");
@@ -30,7 +37,7 @@
     const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
     const series = names.map((label, i) => ({
       label, width: 2, stroke: colour(colours[i % colours.length]), dash: i ? [8, 3 * i] : undefined,
-      spanGaps: false, points: { size: 5 },
+      spanGaps: false, points: { size: 5, filter: alone },
     }));
     const size = () => ({ width: Math.max(200, holder.clientWidth), height: 200 });
     const plot = new uPlot({ ...size(), series: [{ label: "Time", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series], axes: [{ ...axis, space: 80, values: (_, ats) => ats.map(clock) }, { ...axis, size: 60 }], scales: { y: { range: figure.dataset.top ? [0, Number(figure.dataset.top)] : { min: { pad: 0, soft: 0, mode: 1 }, max: { pad: 0.1 } } } } }, columns, holder);
