@@ -136,12 +136,17 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     names = {name.removesuffix("_id"): texts[number] for name, number in special.items() if _is_id(number, texts)}
     begins, ends = bool(settings.get("add_bos_token", begins)), bool(settings.get("add_eos_token", False))
     added = [names.get("bos_token") if begins else None, names.get("eos_token") if ends else None]
-    written |= {"added_tokens": _added(file, texts, types, names), "post_processor": _frame(ids, *added)}
+    tokens = _added(file, texts, types, names)
+    written |= {"added_tokens": tokens, "post_processor": _frame(ids, *added)}
     written |= {"version": "1.0", "truncation": None, "padding": None}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+        # Without these, transformers reads the whole of tokenizer.json once more for them.
+        "added_tokens_decoder": {
+            str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in tokens
+        },
     }
     _write(file, folder / "tokenizer.json", json.dumps(written, ensure_ascii=False))
     _write(file, folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=2))

@@ -315,6 +315,9 @@ def supported_config(folder: Path) -> Any:
 
     Raises: as `supported_type`.
     """
+    from .transformers_models import import_models
+
+    import_models()
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     supported_type(folder)

@@ -32,7 +32,7 @@ del own, Told
 
 def test_a_program_collects_seldom_until_its_model_is_there_and_not_at_its_end(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LIFE, save(tmp_path / "tiny")], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["True 50000", "True True", "walked", "collected True"], done.stderr
+    assert done.stdout.splitlines() == ["True 500000", "True True", "walked", "collected True"], done.stderr
 
 
 def test_a_library_leaves_the_times_that_its_user_set(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Imports `transformers.models` in half the time.
+
+transformers lists what its models' files define, some 1,650 of them, when it is imported, and again for the package of
+its models: the cache of that function has places for 128 folders, and there are 550 (transformers 5.23).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+PREFIX = "models."
+
+
+def import_models() -> None:
+    """Import `transformers.models` by the list that transformers has made of its files already."""
+    if "transformers.models" in sys.modules:
+        return
+    import transformers
+    from transformers.utils import import_utils
+
+    utils: Any = import_utils
+    define = utils.define_import_structure
+    folder = Path(transformers.__file__).parent / "models"
+
+    def of_models(path: str, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(path).parent != folder:
+            return define(path, prefix)
+        listed = define(folder, prefix="models")  # As transformers calls it: the result is cached by its arguments.
+        return {
+            backends: {name.removeprefix(PREFIX): names for name, names in files.items() if name.startswith(PREFIX)}
+            for backends, files in listed.items()
+        }
+
+    utils.define_import_structure = of_models
+    try:
+        import transformers.models
+    finally:
+        utils.define_import_structure = define
