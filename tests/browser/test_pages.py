@@ -114,7 +114,9 @@ def axe(page: Page) -> list[tuple[str, str]]:
 ADDRESSES = [*(address for address, _ in PAGES), "/jobs/new", "/terms", OF_PLANS, COMPARED]
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    "address", [*ADDRESSES[:4], *(pytest.param(address, marks=pytest.mark.slow) for address in ADDRESSES[4:])]
+)
 def test_page_is_small_at_first_and_sound_at_every_width_in_both_themes(
     browser: Browser, server: Served, address: str
 ) -> None:

@@ -329,8 +329,8 @@ def test_unexpected_error_is_not_swallowed() -> None:
     ("args", "code"),
     [
         (["serve", "--model", "smollm2-135m"], 2),
-        (["worker", "--redis", "redis://127.0.0.1:1"], 2),
-        (["generate", "--model", "smollm2-135m", "--prompt", "x"], 1),
+        pytest.param(["worker", "--redis", "redis://127.0.0.1:1"], 2, marks=pytest.mark.slow),
+        pytest.param(["generate", "--model", "smollm2-135m", "--prompt", "x"], 1, marks=pytest.mark.slow),
     ],
 )
 def test_installation_without_torch_says_what_it_lacks(args: list[str], code: int) -> None:

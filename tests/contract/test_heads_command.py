@@ -85,6 +85,7 @@ def test_several_streams_give_mixed_heads(model: Path, capsys: pytest.CaptureFix
     assert trained["heads"]["task"] == "mixed" and trained["heads"]["figures"]["prompts"] == 16
 
 
+@pytest.mark.slow
 def test_training_that_was_killed_goes_on_where_it_was(
     model: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,7 @@ def test_child_gives_as_many_tokens_as_asked_and_stands_still_between_its_turns(
         assert monotonic() < until, "it goes on"
 
 
-@pytest.mark.parametrize("name", ["transformers", "swiftopt"])
+@pytest.mark.parametrize("name", [pytest.param("transformers", marks=pytest.mark.slow), "swiftopt"])
 def test_draft_that_is_the_target_is_accepted_whole_at_a_constant_length(
     folder: Path, tmp_path: Path, name: str
 ) -> None:

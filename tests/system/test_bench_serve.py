@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.slow
 def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{n} w3"}) for n in range(4)))
     command = [sys.executable, "-m", "swiftopt", "bench", "serve", "--model", str(folder), "--max-new-tokens", "8"]

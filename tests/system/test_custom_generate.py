@@ -139,7 +139,7 @@ def test_tokens_are_streamed_by_callback() -> None:
     assert ours.sequences[0, 9:].tolist() == seen
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.3])
+@pytest.mark.parametrize("min_p", [pytest.param(0.0, marks=pytest.mark.families), 0.3])
 def test_sampling_preserves_the_target_distribution(min_p: float) -> None:
     """The whole pipeline at temperature 1.3 with top-k, and min-p: 300 seeded samples against exact probabilities.
 

@@ -205,7 +205,11 @@ OF_SEVERAL = ("spectr", "specinfer", "mcss", "mtad", "mtjd")
 
 
 @pytest.mark.parametrize(
-    ("sampling", "graphs"), [(SAMPLINGS[0], True), (PENALISED, False)], ids=["greedy-graphs", "penalised-eager"]
+    ("sampling", "graphs"),
+    [
+        pytest.param(SAMPLINGS[0], True, id="greedy-graphs"),
+        pytest.param(PENALISED, False, id="penalised-eager", marks=pytest.mark.families),
+    ],
 )
 @pytest.mark.parametrize(
     "name",
@@ -366,7 +370,14 @@ OF_ONE_LENGTH = {
 READ_AT_ONCE = {"bild": BildSettings(fallback_threshold=0.023)}
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SAMPLINGS[0], id="greedy", marks=pytest.mark.families),
+        pytest.param(SAMPLINGS[1], id="sampled", marks=pytest.mark.families),
+        pytest.param(PENALISED, id="penalised"),
+    ],
+)
 @pytest.mark.parametrize("name", [*OF_ONE_LENGTH, *OF_SEVERAL, *READ_AT_ONCE])
 def test_drafts_of_one_length_or_that_must_be_read_are_the_same_where_others_are_read_late(
     name: str, sampling: Sampling
@@ -471,7 +482,9 @@ UNSURE = {
     ("source", "branched"),
     [*product(("skipped", "another model"), (False, True)), ("early exit", False), ("probe", False)],
 )
-@pytest.mark.parametrize("kind", ["fixed", "adapted", "never"])
+@pytest.mark.parametrize(
+    "kind", ["adapted", *(pytest.param(kind, marks=pytest.mark.families) for kind in ("fixed", "never"))]
+)
 def test_a_draft_that_is_read_late_has_one_step_more(
     kind: str, source: str, branched: bool, sampling: Sampling
 ) -> None:

@@ -301,6 +301,7 @@ def known(name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder-1.5b", "gemma3-270m"])
 def test_ids_of_real_files_are_those_of_transformers(name: str, new_cache: Path) -> None:

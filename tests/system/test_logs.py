@@ -183,6 +183,7 @@ def test_lines_of_a_worker_and_its_job_are_objects(sqlite_url: str, redis_url: s
     assert any(f"job={job.id}" in message and "state=succeeded" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_format_comes_from_the_environment_and_the_file(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,9 +80,9 @@ def runtime32() -> Runtime:
 def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str, Any]:
     """A short tuning run in a format that is given, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
-    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "24"]
     summary: dict[str, Any] = json.loads(
-        swiftopt(*args, "--max-steps", "24", "--draft-format", "int4", "--json").stdout
+        swiftopt(*args, "--max-steps", "12", "--draft-format", "int4", "--json").stdout
     )
     assert len(out.read_text(encoding="utf-8").splitlines()) == 5
     return summary
@@ -167,6 +167,7 @@ def test_generate_takes_an_exported_set_and_a_stream(tuned: dict[str, Any], shor
     assert [json.loads(line)["method"] for line in lines] == ["adaptive", "adaptive"]
 
 
+@pytest.mark.slow
 def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
     args = ["bench", "decode", *RUN, "--stream", str(EXAMPLES), "--limit", "2", "--max-new-tokens", "12"]
     report = json.loads(swiftopt(*args, "--json").stdout)
@@ -176,6 +177,7 @@ def test_bench_decode_ends_with_one_json_object(tuned: dict[str, Any]) -> None:
     assert report["results"][0]["ratio"] == 1.0
 
 
+@pytest.mark.slow
 def test_interrupting_a_tune_keeps_what_was_finished(
     tuned: dict[str, Any], own_folders: Path, short_stream: Path, tmp_path: Path
 ) -> None:

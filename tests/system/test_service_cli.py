@@ -99,6 +99,7 @@ def test_tuning_through_a_worker_ends_with_the_object_and_file_of_a_local_run(
     assert told("jobs", "outputs", found["job"]) == Path("queued.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_burst_worker_runs_a_detached_job_and_ends(home: Path, tiny: str, told: Callable[..., str]) -> None:
     args = ("tune", "--model", tiny, "--stream", "notes.jsonl", *SHORT, "--detach", "--json")
     submitted = json.loads(told(*args))

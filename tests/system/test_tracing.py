@@ -170,6 +170,7 @@ def test_packages_that_are_missing_are_named_in_a_sentence(
     assert f"{ENDPOINT} is set, but {missing}" in caplog.text and "pip install 'swiftopt[otel]'" in caplog.text
 
 
+@pytest.mark.slow
 def test_spans_reach_a_collector_before_the_server_ends(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk")
     messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

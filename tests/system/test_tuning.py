@@ -155,13 +155,13 @@ def test_prompts_side_by_side_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_phase_of_prompts_side_by_side_changes_as_seldom_as_that_of_one() -> None:
     """A window that fills up beside others that are full is no news: each event is a write to the database."""
-    settings = SwiftSettings(**{**SMALL, "strategy": "random", "max_steps": 400, "target_matchness": 1.0})
+    settings = SwiftSettings(**{**SMALL, "strategy": "random", "max_steps": 200, "target_matchness": 1.0})
     changes = []
     for concurrency in (1, 4):
         tuner = Tuner(
             Session(worded_runtime(), Sampling(), 40), settings, flat_costs(), "tiny", concurrency=concurrency
         )
-        changes.append(sum(isinstance(event, PhaseChanged) for event in tuner.run(stream(16))))
+        changes.append(sum(isinstance(event, PhaseChanged) for event in tuner.run(stream(8))))
     assert changes[1] <= changes[0]
 
 

@@ -227,6 +227,7 @@ def test_jobs_of_one_model_run_in_one_child_that_loads_it_once(here: Site, tmp_p
     assert loads[1] < loads[0]
 
 
+@pytest.mark.slow
 def test_child_killed_in_its_second_job_loses_that_one_alone(here: Site, tmp_path: Path) -> None:
     here.reconcile()
     model = save(tmp_path / "one")
@@ -249,14 +250,14 @@ def engine(here: Site, model: Path) -> Iterator[Served]:
 
 
 def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site, tmp_path: Path) -> None:
-    """Beside requests, and in the next engine after one that was killed; then a worker of that machine takes them."""
+    """While requests are answered; jobs of other models go to the worker."""
     here.reconcile()
     one, other = save(tmp_path / "one"), save(tmp_path / "other")
     body = {"model": "tiny", "prompt": "w3 w5 w7", "max_tokens": 24, "temperature": 0}
     with engine(here, one) as served:
         before = served.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
         worker = here.start()
-        jobs = [tuning(here, one, 24, 60), tuning(here, other, 1)]
+        jobs = [tuning(here, one, 16, 60), tuning(here, other, 1)]
         here.running(jobs[0])
         meanwhile = [served.client.post("/v1/completions", json=body).json() for _ in range(2)]
         assert not here.job(jobs[0]).is_finished
@@ -265,9 +266,16 @@ def test_jobs_of_a_served_model_run_in_its_engine_while_there_is_one(here: Site,
         assert [here.ended(job, 60).state for job in jobs] == ["succeeded"] * 2
         assert "-engine" in here.reasons(jobs[0]) and "-engine" not in here.reasons(jobs[1])
         assert f"job={jobs[0]} attempt=1 state=running" not in worker.text()
-        assert here.job(jobs[0]).n_outputs == 24 and here.job(jobs[0]).attempt == 1
+        assert here.job(jobs[0]).n_outputs == 16 and here.job(jobs[0]).attempt == 1
         assert worker.end() == 0, here.logs()
 
+
+@pytest.mark.slow
+def test_job_of_a_served_model_outlives_its_engines(here: Site, tmp_path: Path) -> None:
+    """It goes on in the next engine after one that was killed; then a worker of that machine takes it."""
+    here.reconcile()
+    one = save(tmp_path / "one")
+    with engine(here, one) as served:
         job = tuning(here, one, 40, 100)
         first = here.running(job)
         here.until(lambda: here.job(job).n_outputs > 1, 60)

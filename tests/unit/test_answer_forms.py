@@ -161,7 +161,7 @@ def test_answer_is_read_token_by_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(cuts=st.lists(st.integers(0, 400)))
 def test_answer_does_not_depend_on_the_pieces(name: str, cuts: list[int]) -> None:
     for thought, text, arguments in answers(name):

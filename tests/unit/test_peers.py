@@ -301,6 +301,7 @@ def wheel(folder: Path, kind: str) -> None:
         file.writestr(f"{name}.dist-info/RECORD", "")
 
 
+@pytest.mark.slow
 def test_wheel_at_hand_is_found_without_a_network_and_one_for_cpus_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

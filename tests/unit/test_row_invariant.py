@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 from swiftopt.models.kernels import device, device_attention
 
 FAMILIES = ["llama", "gemma3", "gpt2"]
-OTHERS = ("glm4", "hunyuan_v1_dense", "stablelm:serial", "bitnet", "granite", "olmo", "falcon", "opt")
+OTHERS = ("gemma2", "olmo2", "glm4", "hunyuan_v1_dense", "stablelm:serial", "bitnet", "granite", "olmo", "falcon", "opt")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,8 +134,8 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
     ("heads", "kv_heads", "width", "dtype", "softcap", "with_sinks"),
     [
         (4, 2, 16, torch.float32, 0.7, True),
-        (4, 2, 16, HALF, None, True),
-        (3, 3, 20, torch.float32, None, False),
+        pytest.param(4, 2, 16, HALF, None, True, marks=pytest.mark.families),
+        pytest.param(3, 3, 20, torch.float32, None, False, marks=pytest.mark.families),
         (17, 1, 16, HALF, None, False),
     ],
 )
@@ -236,7 +236,7 @@ def test_tiles_are_rows_of_one_sequence_that_see_runs_from_one_slot_on() -> None
 
 
 # Types of which each has several mechanisms that the kernels compute, or leave to torch.
-DENSE = ("gemma2", "ministral3", "olmo2", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS))
+DENSE = ("ministral3", *(pytest.param(name, marks=pytest.mark.families) for name in OTHERS))
 
 
 @pytest.mark.usefixtures("few_steps")  # the text fits the first

@@ -250,7 +250,13 @@ def test_process_leaves_out_a_score_that_is_not_finite() -> None:
         assert not process.in_flight  # nothing to learn from
 
 
-@pytest.mark.parametrize(("engine", "library"), [("gp", "sklearn"), ("cube", "bayes_opt"), ("tpe", "optuna")])
+@pytest.mark.parametrize(
+    ("engine", "library"),
+    [
+        ("tpe", "optuna"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("gp", "sklearn"), ("cube", "bayes_opt"))),
+    ],
+)
 def test_suggestion_process_imports_its_library_and_never_torch(engine: str, library: str) -> None:
     """The interpreter lists every import it makes on standard error; the answer shows that the engine ran."""
     scores = [["110000", 0.5], ["011000", 0.7], ["000110", 0.2]]
