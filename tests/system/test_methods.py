@@ -170,11 +170,16 @@ MIN_P = Sampling(
 LETTERS = Grammar.regex("[ab][cd][a-e]*")
 
 
+FURTHER = [(name, False, *changed) for name in LOSSLESS for changed in ((MIN_P, None), (WARM, LETTERS))]
+CHANGED = ("plain", "swift", "adaptive", "spd")  # Tested with a changed distribution by default.
+
+
 @pytest.mark.parametrize(
     ("name", "with_model", "sampling", "grammar"),
-    [(*case, TOP_3, None) for case in cases(LOSSLESS)]
-    + [(name, False, MIN_P, None) for name in LOSSLESS]
-    + [(name, False, WARM, LETTERS) for name in LOSSLESS],
+    [
+        *((*case, TOP_3, None) for case in cases(LOSSLESS)),
+        *(pytest.param(*row, marks=() if row[0] in CHANGED else pytest.mark.families) for row in FURTHER),
+    ],
 )
 def test_sampled_output_has_the_target_distribution(
     name: str, with_model: bool, sampling: Sampling, grammar: Grammar | None
