@@ -34,7 +34,18 @@ pytest.importorskip("triton")
 from swiftopt.models.kernels import device, device_attention
 
 FAMILIES = ["llama", "gemma3", "gpt2"]
-OTHERS = ("gemma2", "olmo2", "glm4", "hunyuan_v1_dense", "stablelm:serial", "bitnet", "granite", "olmo", "falcon", "opt")
+OTHERS = (
+    "gemma2",
+    "olmo2",
+    "glm4",
+    "hunyuan_v1_dense",
+    "stablelm:serial",
+    "bitnet",
+    "granite",
+    "olmo",
+    "falcon",
+    "opt",
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
