@@ -251,6 +251,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 DENSE |= {variant: {**_EXPERTS, **settings} for variant, settings in MIXTURES.items()}
+# Of each type: a head apart from the embedding where its configs tie both, and a tied one where they do not.
+HEADS = {f"{variant}:head": variant for variant in DENSE if ":" not in variant}
+DENSE |= {of_head: DENSE[variant] for of_head, variant in HEADS.items()}
+
+
+def is_mixture(family: str) -> bool:
+    return HEADS.get(family, family) in MIXTURES
 
 
 def dense_config(variant: str) -> PreTrainedConfig:
@@ -258,7 +265,11 @@ def dense_config(variant: str) -> PreTrainedConfig:
     model_type = variant.partition(":")[0]
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no type {model_type}")
-    return AutoConfig.for_model(model_type, **{**GROUPED, **DENSE[variant]})
+    settings = {**GROUPED, **DENSE[variant]}
+    if variant in HEADS:
+        usual = AutoConfig.for_model(model_type, **settings)
+        settings["tie_word_embeddings"] = not usual.tie_word_embeddings
+    return AutoConfig.for_model(model_type, **settings)
 
 
 def dense_variants() -> list[Any]:
@@ -306,12 +317,12 @@ def tiny_model(
     config = type(usual)(**settings)
     # Torch's own attention, transformers' default, leaves caps of scores out.
     how: dict[str, Any] = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    how |= {"experts_implementation": "eager"} if family in MIXTURES else {}  # The default knows no float64.
+    how |= {"experts_implementation": "eager"} if is_mixture(family) else {}  # The default knows no float64.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (
-                family in MIXTURES and parameter.dim() > 1 and not parameter.any()
+                is_mixture(family) and parameter.dim() > 1 and not parameter.any()
             ):  # A router that would tell none apart.
                 parameter.normal_()
             if parameter.dim() > 1 and "embed" not in name and "wte" not in name:

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from schemathesis import GenerationMode
     from schemathesis.checks import CHECKS
 
-N_EXAMPLES = 15  # per operation and kind
+N_EXAMPLES = 10  # per operation and kind
 
 
 def test_document_is_the_snapshot() -> None:

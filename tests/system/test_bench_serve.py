@@ -40,6 +40,7 @@ def test_benchmark_that_stays_shows_its_dashboard(folder: Path, tmp_path: Path) 
     assert refused.returncode == 2 and "choose one" in refused.stderr
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_disturbed_start_serves_all_prompts_and_ends_its_programs(folder: Path) -> None:
     prompts = [Prompt(f"p{n}", "shown", text=f"w{n} w3") for n in range(N_WARM + 2)]
     run = start(str(folder), prompts, 8, is_disturbed=True)

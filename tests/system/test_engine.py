@@ -18,7 +18,7 @@ import pytest
 import torch
 from fakes import results_of
 from families import tiny_runtime
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import native, parts, repeating, words
 from tiny_files import save
@@ -134,6 +134,7 @@ def test_no_method_keeps_others_from_their_rounds(name: str) -> None:
 
 
 @pytest.mark.wing("papers")
+@settings(max_examples=40)
 @given(st.data())
 def test_tokens_do_not_depend_on_arrivals_and_cancels(data: st.DataObject) -> None:
     own = data.draw(st.sampled_from([parts("llama"), parts("gemma3"), in_float64("llama")]))
@@ -641,6 +642,7 @@ def test_state_of_a_prompt_counts_what_another_was_reading(monkeypatch: pytest.M
     torch.testing.assert_close(*states[len(short)], atol=1e-6, rtol=1e-6)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_memory_is_never_exceeded_and_everybody_is_served_in_turn(data: st.DataObject) -> None:
     own = data.draw(st.sampled_from([parts("llama"), in_float64("llama")]))

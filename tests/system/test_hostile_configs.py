@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from converted import write_gguf
 from families import DENSE, tiny_model, variants
 from multimodal import MODELS, whole_model, write
 from tiny_files import edit_config, save
+from transformers import CONFIG_MAPPING, __version__
 
-from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError
+from swiftopt.core.errors import ModelNotFound, SettingsError, SwiftoptError, UnsupportedModel
 from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.gguf_settings import config_of
 from swiftopt.models.loading import load
@@ -125,6 +127,16 @@ def test_what_no_model_has_is_named(case: str, tmp_path: Path) -> None:
     family, changes, words = CASES[case]
     edit_config(save(tmp_path, family), **changes)
     with limited(), pytest.raises(ModelNotFound, match=words):
+        load(str(tmp_path), device="cpu")
+
+
+def test_a_type_that_the_installed_transformers_lacks_is_named_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "qwen2")
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, "qwen2")
+    words = rf"the model type 'qwen2', which transformers {re.escape(__version__)} does not have: pip install --upgrade"
+    with pytest.raises(UnsupportedModel, match=words):
         load(str(tmp_path), device="cpu")
 
 

@@ -80,7 +80,7 @@ def runtime32() -> Runtime:
 def tuned(rough_costs: None, short_stream: Path, own_folders: Path) -> dict[str, Any]:
     """A short tuning run in a format that is given, whose costs all tests share; its JSON summary."""
     out = own_folders / "out.jsonl"
-    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "24"]
+    args = ["tune", *RUN, "--stream", str(short_stream), "--out", str(out), "--max-new-tokens", "40"]
     summary: dict[str, Any] = json.loads(
         swiftopt(*args, "--max-steps", "12", "--draft-format", "int4", "--json").stdout
     )
@@ -220,6 +220,7 @@ def test_peak_rows_of_a_draft_cost_little_memory(runtime32: Runtime) -> None:
     assert isinstance(runtime32.device, torch.device) and extra < 0.05 * weights
 
 
+@pytest.mark.slow
 def test_served_model_keeps_to_schemas_and_calls_the_tool_it_must(
     tuned: dict[str, Any], own_folders: Path, tmp_path: Path
 ) -> None:

@@ -477,6 +477,7 @@ def test_statistics_come_on_request_in_vllms_form(client: openai.OpenAI) -> None
     assert sum(n * sum(rounds) for n, rounds in by_length.items()) == drafts["num_draft_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.wing("engines")
 def test_another_engines_servers_are_tuned_over_http_and_their_plan_is_looked_up(
     server: Served, folder: Path, tmp_path: Path
