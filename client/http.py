@@ -22,7 +22,14 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_exponential_jitter
 
 from ..core import errors
-from ..core.errors import ServiceUnreachable, SettingsError, StoreError, SwiftoptError, safe_url
+from ..core.errors import (
+    ServiceUnreachable,
+    SettingsError,
+    StoreError,
+    SwiftoptError,
+    connection_problem,
+    safe_url,
+)
 from ..core.events import JobState, PromptFinished, Tuning, TuningVerb, Way
 from ..core.records import FoundPlan, LayerSetList, LayerSetRecord, ModelInfo, ModelList
 from ..core.requests import DEFAULT_QUEUE, LINES_FROM, EventPage, Job, JobEvent, JobList, TuneRequest, Verb
@@ -155,7 +162,7 @@ class ServerConnection:
         """Return the error for a server that does not answer."""
         reason = "in time" if isinstance(error, httpx2.TimeoutException) else "properly"
         if isinstance(error, httpx2.ConnectError):
-            reason = f"({error})" if str(error) else "at all"
+            reason = f"({connection_problem(error)})"
         address = safe_url(self.url)
         return ServiceUnreachable(
             f"the server {address} does not answer {reason}: check the URL, and that `swiftopt serve` runs there"

@@ -171,6 +171,16 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip().rstrip(".:")[:160]
 
 
+def connection_problem(error: BaseException) -> str:
+    """Return why a connection failed: in the system's words where it was the one to say so, else in the library's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.lower()
+        cause = cause.__cause__ or cause.__context__
+    return first_line(error)
+
+
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     """Return what the name stands for.
 

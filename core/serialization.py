@@ -35,6 +35,10 @@ WORDS = {  # Regular expressions for pydantic's wording, and what error messages
     "(string|list|tuple) should have (at (least|most) \\d+ \\w+).*": r"use \2",
     r"string should match pattern '\^\[\^/.*": "use a text without '/' and control characters",
     r"string should match pattern '\^\[\^.*": "use a text without control characters",
+    r"string should match pattern '\^\[(.*)\]\{1,(\d+)\}.*": r"use up to \2 of the characters \1",
+    r"string should match pattern '\^\[(.*)\]\{(\d+)\}.*": r"use \2 of the characters \1",
+    r"string should match pattern '\^\(auto\|.*": "use auto, cpu, cuda, cuda:N or auto-map",
+    "a valid date.*": "a day such as 2026-11-01",
     "use (?=greater|less)": "use a number ",
 }
 KEY_ERRORS = ("missing", "unexpected_keyword_argument", "extra_forbidden")

@@ -199,7 +199,8 @@ def _invalid(error: RequestValidationError) -> Refused:
         ]
         problem, path, value_errors = explain_body_error(body_errors, error.body)
         return Refused(422, "invalid-input", problem, param=path or None, code=_code_of(value_errors))
-    field_path = [str(part)[:100] for part in first_error["loc"]]
+    # Behind a parameter's name only pydantic's name of the type that it tried can follow: parameters are scalars.
+    field_path = [str(part)[:100] for part in first_error["loc"][:2]]
     problem = explain_error(field_path, first_error["type"], first_error["msg"], first_error["input"])
     return Refused(422, "invalid-input", problem, code="invalid_value")
 

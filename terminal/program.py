@@ -57,9 +57,11 @@ def run(program: click.Command, args: Sequence[str], name: str | None = None) ->
 
 def _usage(error: click.ClickException) -> str:
     """Return a usage error as one line; for a group called without arguments, return its whole help."""
-    text = error.format_message().replace(". Did you", ": did you")
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        return text
+        return error.format_message()
+    # click lists what may be chosen a line each, and asks in a sentence of its own.
+    text = " ".join(error.format_message().split())
+    text = text.replace(". Did you", ": did you").replace(". Choose from:", ": choose from")
     context = getattr(error, "ctx", None)
     advice = f" (see `{context.command_path} --help`)" if context is not None else ""
     return f"error: {text[:1].lower()}{text[1:].rstrip('.')}{advice}"

@@ -22,7 +22,16 @@ from rq import Queue
 from rq.exceptions import DuplicateJobError
 from rq.worker import Worker as RqWorker
 
-from ..core.errors import Conflict, InvalidInput, NotFound, ServiceUnreachable, SettingsError, StoreError, safe_url
+from ..core.errors import (
+    Conflict,
+    InvalidInput,
+    NotFound,
+    ServiceUnreachable,
+    SettingsError,
+    StoreError,
+    connection_problem,
+    safe_url,
+)
 from ..core.requests import (
     DEFAULT_QUEUE,
     Delivery,
@@ -321,7 +330,5 @@ def _errors(url: str) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise ServiceUnreachable(
-            f"Redis at {safe_url(url)} cannot be used ({reason}): start it, or check the URL"
-        ) from error
+        problem = f"Redis at {safe_url(url)} cannot be used ({connection_problem(error)})"
+        raise ServiceUnreachable(f"{problem}: start it, or check the URL") from error

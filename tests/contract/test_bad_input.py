@@ -134,6 +134,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     ([*TUNE, "good.jsonl", "--db", "bert"], 1, "bert cannot be opened: check"),
     ([*TUNE, "good.jsonl", "--out", "bert"], 1, "cannot write completions to bert: is a directory"),
     (["chat", "--model", "gpt2", "--message", "hello", "--db", "bert"], 1, "bert cannot be opened: check"),
+    (["completion"], 2, "missing argument '{bash|zsh|fish}': choose from bash, zsh, fish (see `"),
     (["genrate"], 2, "no such command 'genrate': did you mean 'generate'?"),
     (["layers", "lst"], 2, "did you mean 'list'?"),
     (["layers", "promote", "smollm2-135m/t", "--version", "7"], 3, "swiftopt tune --model smollm2-135m"),

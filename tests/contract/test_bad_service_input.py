@@ -76,7 +76,13 @@ def test_worker_without_its_device_takes_no_job(
 @pytest.mark.parametrize(
     ("variable", "value", "code", "why"),
     [
-        ("SWIFTOPT_REDIS_URL", "redis://127.0.0.1:1", 6, "Redis at redis://127.0.0.1:1 cannot be used"),
+        ("SWIFTOPT_REDIS_URL", "redis://127.0.0.1:1", 6, "127.0.0.1:1 cannot be used (connection refused): start"),
+        (
+            "SWIFTOPT_REDIS_URL",
+            "unix:///no/where",
+            6,
+            "no/where cannot be used (no such file or directory): start",
+        ),
         ("SWIFTOPT_REDIS_URL", "http://127.0.0.1:1", 2, "http://127.0.0.1:1 names no Redis server"),
         ("SWIFTOPT_DATABASE_URL", "/proc/none/home.db", 1, "the folder /proc/none of the database"),
     ],

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,25 @@ def test_stream_name_without_folders_is_not_found(client: TestClient) -> None:
 )  # fmt: skip
 def test_wrong_value_in_a_job_is_refused_in_a_sentence(client: TestClient, change: dict[str, Any]) -> None:
     answer = client.post("/v1/jobs", json=submission() | change)
-    assert answer.status_code == 422 and answer.json()["detail"], answer.text
+    told = answer.json()["detail"]
+    assert answer.status_code == 422 and told and "pattern" not in told, answer.text
     assert client.get("/v1/jobs").json()["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("/v1/jobs/a%20b", "path.job is 'a b': use up to 64 of the characters 0-9A-Za-z_-"),
+        ("/v1/usage?since=2026-13-45", "query.since is '2026-13-45': use a day such as 2026-11-01"),
+        ("/requests?way=fast", "query.way is 'fast': use 'drafts', 'plain' or 'failed'"),
+        ("/requests?model=%00", r"query.model is '\x00': use a text without control characters"),
+    ],
+)
+def test_wrong_parameter_of_an_address_is_told_without_the_words_of_a_parser(
+    client: TestClient, address: str, words: str
+) -> None:
+    answer = client.get(address)
+    assert answer.status_code == 422 and words in unescape(answer.text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1", "nul", '{"a": 1}}', "\xff", "[" * 200_000, "1" * 5000])
