@@ -46,7 +46,7 @@ def held_bytes(runtime: Runtime) -> int:
 
 
 @pytest.mark.parametrize("family", [*variants(), *dense_variants()])
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("float32", marks=pytest.mark.families)])
 def test_a_plan_counts_weights_and_keys_and_values(family: str, dtype: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", family, torch.bfloat16)
     plan = memory_plan(folder, dtype, on_cpu=True)
