@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..core.costs import ExpertCounts
 from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
 from ..core.records import ModelInfo
 from ..core.types import LayerSet
-from .blocks import Block, Residual, submodule
+from .blocks import Block, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
 from .config_layout import (
@@ -33,9 +33,11 @@ from .config_layout import (
 from .expert_choice import mixtures_of, refuse_experts
 from .families import family_of
 from .parts import refuse_unnamed
+from .passes import CapturedPasses, KernelPasses
 from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
 from .recurrent import RecurrentStates, state_bytes
+from .residual import Residual
 from .rotation import TablesByType, rotation_tables
 from .rows import (
     BufferPlan,
@@ -59,39 +61,6 @@ PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask 
 SNAPSHOT_EVERY = 2048
 SNAPSHOT_BEFORE = 16
 PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are waiting for it to finish.
-
-
-class CapturedPasses(Protocol):
-    """Interface of passes captured as CUDA graphs; implemented in `models.graphs`."""
-
-    n_first: int
-
-    def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None: ...
-
-    def forget(self) -> None: ...
-
-
-class KernelPasses(Protocol):
-    """Interface of passes computed by our C++ kernels; implemented in `models.kernels.native`."""
-
-    level: str
-    library: str  # The library's file name, which contains a digest of its sources.
-
-    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
-
-    def logits(
-        self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
-    ) -> Tensor: ...
-
-    def mapped(self, x: Tensor, module: Any) -> Tensor: ...
-
-    def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
-
-    def best(self, logits: Tensor) -> Tensor: ...
-
-    def taken_experts(self) -> ExpertCounts | None: ...
-
-    def forget(self) -> None: ...
 
 
 class Runtime:

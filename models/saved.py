@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -209,6 +210,33 @@ def check_files(names: Collection[str], where: object) -> None:
             f"{where} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the tokenizer's files from the"
             " model that this one was made of"
         )
+
+
+def check_listed(files: list[str], where: str) -> None:
+    """Raises: ModelNotFound, UnsupportedModel: a repository holds no model, or more than one."""
+    if ADAPTER in files:
+        raise UnsupportedModel(
+            f"{where} holds an adapter ({ADAPTER}): download it by `hf download` with --local-dir, and name that folder"
+        )
+    ggufs = sorted(name for name in files if name.endswith(".gguf"))
+    if "config.json" not in files and ggufs:
+        raise ModelNotFound(f"{where} holds GGUF files: download one, such as {ggufs[0]}, and name that file")
+    if "config.json" not in files:
+        raise ModelNotFound(f"{where} holds no config.json: name the repository of a model")
+    check_files(files, where)
+
+
+def needed_files(files: list[str]) -> list[str]:
+    """Return the files of a repository that transformers reads: settings, tokenizer and one form of the weights."""
+    small = [name for name in files if "/" not in name and name.endswith((".json", ".jinja", ".txt", ".model"))]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if single in files:
+            return [*small, single]
+        stem, suffix = single.split(".")
+        shards = [name for name in files if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", name)]
+        if shards:
+            return [*small, *shards]
+    return small
 
 
 def refuse_unread_files(names: Collection[str], where: object) -> None:

@@ -33,9 +33,11 @@ from .saved import (
     ADAPTER,
     OnStep,
     check_files,
+    check_listed,
     files_of,
     has_tokenizer,
     is_complete,
+    needed_files,
     no_step,
     refuse_incomplete,
     refuse_other_file,
@@ -413,7 +415,7 @@ def hub_folder(
     """
     cached = _cached(hub_id)
     if cached is not None:
-        _check_listed(list(files_of(cached)), f"the hub's {hub_id}")
+        check_listed(list(files_of(cached)), f"the hub's {hub_id}")
         check(cached)
         return cached
     from huggingface_hub import HfApi, snapshot_download
@@ -422,7 +424,7 @@ def hub_folder(
     on_step(f"asking the hub for {hub_id}")
     try:
         listed = [entry.rfilename for entry in HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()]
-        _check_listed(listed, f"the hub's {hub_id}")
+        check_listed(listed, f"the hub's {hub_id}")
         folder = Path(snapshot_download(hub_id, allow_patterns=["config.json"], etag_timeout=HUB_TIMEOUT_S))
         supported_config(folder)
         check(folder)
@@ -437,33 +439,6 @@ def hub_folder(
                 f"{hub_id} cannot be kept in {HF_HUB_CACHE} ({first_line(error)}): make room there or set HF_HOME"
             ) from error
         raise _refused(hub_id, otherwise, error) from error
-
-
-def _check_listed(files: list[str], where: str) -> None:
-    """Raises: ModelNotFound, UnsupportedModel: a repository holds no model, or more than one."""
-    if ADAPTER in files:
-        raise UnsupportedModel(
-            f"{where} holds an adapter ({ADAPTER}): download it by `hf download` with --local-dir, and name that folder"
-        )
-    ggufs = sorted(name for name in files if name.endswith(".gguf"))
-    if "config.json" not in files and ggufs:
-        raise ModelNotFound(f"{where} holds GGUF files: download one, such as {ggufs[0]}, and name that file")
-    if "config.json" not in files:
-        raise ModelNotFound(f"{where} holds no config.json: name the repository of a model")
-    check_files(files, where)
-
-
-def needed_files(files: list[str]) -> list[str]:
-    """Return the files of a repository that transformers reads: settings, tokenizer and one form of the weights."""
-    small = [name for name in files if "/" not in name and name.endswith((".json", ".jinja", ".txt", ".model"))]
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if single in files:
-            return [*small, single]
-        stem, suffix = single.split(".")
-        shards = [name for name in files if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", name)]
-        if shards:
-            return [*small, *shards]
-    return small
 
 
 def _cached(hub_id: str) -> Path | None:

@@ -21,7 +21,8 @@ from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
 from ..core.types import LayerSet, PartForm, SubLayer, n_skipped_for, searchable
 from ..decoding.context import Context
-from ..models.blocks import BufferRows, normed
+from ..models.blocks import BufferRows
+from ..models.residual import normed
 from ..models.rows import PassPlan, Rows
 from .strategies import Proposal, SearchProblem, Study, StudyKind, strategy_info
 from .strategies.base import ExpertLevels

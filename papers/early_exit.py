@@ -33,11 +33,11 @@ from ..models.blocks import (
     attend,
     attention_out,
     mlp_out,
-    normed,
     queries_keys_values,
 )
 from ..models.buffer import KVBuffer
 from ..models.quantised_experts import has_linears, replaced
+from ..models.residual import normed
 from ..models.rotation import joined_rotation
 from ..models.rows import Pass, PassKind, Rows, uploaded
 from ..models.runtime import Runtime

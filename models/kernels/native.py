@@ -339,7 +339,7 @@ class NativePasses:
             n += n_rows_of_pass
         program = self._program(tuple(members), first, last)
         shares = list(members.values())
-        indices = [None if len(some) == len(shares) else _rows_of([shares[i] for i in some]) for some in program.lists]
+        indices = [None if len(some) == len(shares) else _rows_of(shares[i] for i in some) for some in program.lists]
         at = torch.tensor(positions, dtype=torch.int32)
         rotations = self._rotations(max(positions, default=0) + 1)
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
@@ -489,10 +489,7 @@ def run(
 
 
 def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability.
-
-    Reads the logits twice in place, where torch writes and reads float32 copies.
-    """
+    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability; copies nothing."""
     token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
     _likeliest(kernels, logits, token_ids, logprobs)
     return list(token_ids), list(logprobs)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from swiftopt.core.errors import ModelNotFound
-from swiftopt.models.sources import ALIASES, find_alias, nearest, needed_files, resolve
+from swiftopt.models.saved import needed_files
+from swiftopt.models.sources import ALIASES, find_alias, nearest, resolve
 
 
 def test_aliases_are_lower_case_and_lead_to_hub_ids() -> None:

@@ -1,0 +1,44 @@
+"""Interfaces of what a runtime may run passes by, in place of torch's operations one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..core.costs import ExpertCounts
+from .rows import Pass
+
+
+class CapturedPasses(Protocol):
+    """Interface of passes captured as CUDA graphs; implemented in `models.graphs`."""
+
+    n_first: int
+
+    def forward(self, passes: Sequence[Pass]) -> list[Tensor] | None: ...
+
+    def forget(self) -> None: ...
+
+
+class KernelPasses(Protocol):
+    """Interface of passes computed by our C++ kernels; implemented in `models.kernels.native`."""
+
+    level: str
+    library: str  # The library's file name, which contains a digest of its sources.
+
+    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
+
+    def logits(
+        self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True
+    ) -> Tensor: ...
+
+    def mapped(self, x: Tensor, module: Any) -> Tensor: ...
+
+    def likeliest(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
+
+    def best(self, logits: Tensor) -> Tensor: ...
+
+    def taken_experts(self) -> ExpertCounts | None: ...
+
+    def forget(self) -> None: ...
