@@ -1,6 +1,6 @@
 """`bench agents`: recorded conversations of coding agents, each answer written anew by swiftopt and by llama.cpp.
 
-Every way of decoding is a server with its own cache of prompts, in processes of its own, and gets the same token ids.
+Every way of decoding is a server with its own cache of prompts, in its own processes, and gets the same token ids.
 For each answer the ways take turns; while one computes the others are stopped. Prompts hold the recorded answers, so
 that they do not depend on what was written. An answer is cut at the recorded length and does not end before it, so that
 all ways write the same number of tokens.

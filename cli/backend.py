@@ -145,9 +145,7 @@ class Backend:
         named_options = {name for name in ("server", "redis", "db") if on_command_line(name)}
         if "server" in named_options and len(named_options) > 1:
             conflicting = sorted(named_options - {"server"})[0]
-            raise InvalidInput(
-                f"--server keeps its jobs in a database of its own: leave out --{conflicting}, or --server"
-            )
+            raise InvalidInput(f"--server keeps its jobs in its own database: leave out --{conflicting}, or --server")
         return (
             cls(server=server)
             if server and (not named_options or "server" in named_options)

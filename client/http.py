@@ -434,7 +434,7 @@ def error_of(problem: Mapping[str, Any]) -> SwiftoptError:
 def openai_problem(answer: Mapping[str, Any], status: int) -> Mapping[str, Any] | None:
     """Return the problem object for an answer, or a part of a stream, in which OpenAI's form reports an error.
 
-    `status` is used where the error has no number of its own; None: it reports none.
+    `status` is used where the error has no number; None: it reports none.
     """
     error = answer.get("error")
     if not isinstance(error, Mapping):

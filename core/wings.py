@@ -18,7 +18,7 @@ PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True, slots=True)
 class WingCommand:
-    """A command of a group that lists it after another one of its own; the program itself is the group "swiftopt"."""
+    """A command of a group that lists it after another of its commands; the program itself is the group "swiftopt"."""
 
     group: str
     name: str

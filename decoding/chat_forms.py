@@ -287,7 +287,7 @@ def _without_calls(message: Message) -> dict[str, Any]:
 
 
 def _split_calls(messages: Sequence[Message]) -> list[Message]:
-    """Split calls into one message each, with its result behind it, for templates that read one call per message.
+    """Split calls into one message each, with its result after it, for templates that read one call per message.
 
     Such templates may take a result for that of the last call.
     """

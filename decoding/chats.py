@@ -93,7 +93,7 @@ def _left_out_error(chat: Chat, left_out: LeftOut) -> InvalidInput:
     if left_out.part == "role":
         advice = f"what messages[{left_out.message}] says in the role {message['role']!r}: use a role that it knows"
     elif left_out.part == "content":
-        advice = f"{part_name}: " + ("send it in a message of its own" if has_text(message) else "write something")
+        advice = f"{part_name}: " + ("send it as a separate message" if has_text(message) else "write something")
     else:
         advice = f"{part_name}: leave it out, too"
     return InvalidInput(f"this model's chat template leaves out {advice}", part_name)

@@ -48,7 +48,7 @@ class OwnerFolders:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            problem = f"another server keeps files of this model in {root}: give each server a folder of its own"
+            problem = f"another server keeps files of this model in {root}: give each server its own folder"
             raise SettingsError(f"{problem} ({option})") from error
         except OSError as error:
             reason = (error.strerror or str(error)).lower()

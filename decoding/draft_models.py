@@ -48,7 +48,7 @@ class SkippedTarget(DraftModel):
 
 
 class OtherModel(DraftModel):
-    """A smaller model with the target's tokenizer and a key/value buffer of its own (Leviathan et al., Chen et al.)."""
+    """A smaller model with the target's tokenizer and its own key/value buffer (Leviathan et al., Chen et al.)."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.slot_bytes = runtime, runtime.slot_bytes

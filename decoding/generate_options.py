@@ -117,7 +117,7 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
             " pass it without padding, or attention_mask=torch.ones_like(input_ids)"
         )
     if getattr(cache, "_is_user_defined", False):
-        raise SettingsError(f"custom_generate keeps keys and values of its own: leave past_key_values out, {WITHOUT}")
+        raise SettingsError(f"custom_generate keeps its own keys and values: leave past_key_values out, {WITHOUT}")
     if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
         raise SettingsError(f"custom_generate numbers positions from 0 on: leave position_ids out, {WITHOUT}")
 

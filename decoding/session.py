@@ -36,8 +36,8 @@ MAX_CHARS_PER_TOKEN, PIECE_CHARS_PER_TOKEN = 16, 4
 class Session:
     """Decodes prompts on one runtime with one way of sampling; every completion starts from the request's seed.
 
-    Args:   stop_token_ids: tokens that end a completion beside the model's own. ignore_eos: the model's own do not end
-            it. min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
+    Args:   stop_token_ids: tokens that end a completion, too. ignore_eos: the model's own end tokens do not end it.
+            min_new_tokens: before so many no stop token is chosen, and no stop string ends it. grammar: what
             completions keep to, by lossless methods only; where it allows nothing more, they end. shown_marks: special
             tokens that occur in this text stay in the text of completions.
     Raises: SettingsError: a stop string is empty, a number is below 0, or the model has no such token.
@@ -254,7 +254,7 @@ def hf_generate(
 ) -> tuple[int, ...]:
     """Decode with transformers' own greedy `generate`, on the same model object and with the same ends.
 
-    Args: stop: strings that end it beside the session's. options: further ones of `generate`, as `assistant_model`.
+    Args: stop: strings that end it, too. options: further ones of `generate`, as `assistant_model`.
     """
     model: Any = session.runtime.hf_model
     ending = session.ending(max_new_tokens, stop)

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 LONGEST_S = 5.0  # Seconds that a template may run; those of known models take milliseconds.
-MOST_BYTES = 2 << 30  # Memory that the process may take beside what it has while a template runs.
+MOST_BYTES = 2 << 30  # Memory that the process may take while a template runs, in addition to what it has.
 MOST_BITS = 1 << 12  # Largest result of a power: a larger one would be a single step, which nothing can interrupt.
 _RENDERING = threading.Lock()  # Limits of memory are the process's, so templates run one at a time.
 

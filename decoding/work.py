@@ -56,7 +56,7 @@ class Slots:
 
     The answer is a `Granted` buffer. Where memory is bounded it has `first` slots; when they are full, the text frees
     them and asks for more. The text's passes write only after what it has read. Only texts of one `salt` share any.
-    `draft_slot_bytes` are those of drafting beside each slot. The buffer has up to `spare` slots more, for passes that
+    `draft_slot_bytes` are those of drafting for each slot. The buffer has up to `spare` slots more, for passes that
     the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
     others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has after
     committed text, and `lag`, the committed slots that rows of a search may leave unread.

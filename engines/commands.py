@@ -55,7 +55,7 @@ SAME_FILE = ("ggufs", "depths", "at_once", "words", "max_new_tokens", "threads",
 @click.option(
     "--stream",
     type=value_types.FILE,
-    help="Prompts on which the draft's acceptance with keys and values of its own is measured; it then decides.",
+    help="Prompts on which the draft's acceptance with its own keys and values is measured; it then decides.",
 )
 @click.option("--limit", type=positive, default=8, show_default=True, help="Prompts of it to take.")
 @options.store_and_json

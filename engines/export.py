@@ -84,7 +84,7 @@ def _transformers_lines(draft: EngineDraft) -> list[str]:
         given = f"custom_generate=swiftopt.custom_generate, layer_set={SHARED!r}"
         code = "import swiftopt\n" + loading + decoding.format(given=given)
         when = (
-            "With swiftopt beside transformers (`pip install swiftopt`): drafts read the target's keys and values, as"
+            "With swiftopt next to transformers (`pip install swiftopt`): drafts read the target's keys and values, as"
             " they did when the plan was tuned, one sequence at a time; take this where you can"
         )
         lines.append(_lines("python", code, when))
@@ -92,7 +92,7 @@ def _transformers_lines(draft: EngineDraft) -> list[str]:
         loading += 'draft = AutoModelForCausalLM.from_pretrained("draft", dtype="auto")\n'
         loading += "".join(f"draft.generation_config.{name} = {value!r}\n" for name, value in values.items())
         code = loading + decoding.format(given="assistant_model=draft")
-        when = "With transformers alone: the draft has keys and values of its own, and fewer of its tokens are accepted"
+        when = "With transformers alone: the draft has its own keys and values, and fewer of its tokens are accepted"
         lines.append(_lines("python", code, when))
     return lines
 

@@ -92,7 +92,7 @@ class Adapter:
         return self.folder if self.has_tokenizer() else base
 
     def saves(self, module: str) -> bool:
-        """Whether the adapter has weights of its own in place of those in a module, or in one around it."""
+        """Whether the adapter has its own weights in place of those in a module, or in one around it."""
         parts = module.split(".")
         around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return any(name.endswith(self.modules_to_save) for name in around)

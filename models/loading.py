@@ -287,7 +287,7 @@ def load_tokenizer(folder: Path, config: Any = None) -> Any:
     """
     try:
         with reading(f"the tokenizer in {folder}", folder, "cpu"):
-            # For some architectures transformers prefers a class with rules of its own to the tokenizer of a GGUF file.
+            # For some architectures transformers prefers a class with its own rules to the tokenizer of a GGUF file.
             is_gguf = (folder / GGUF_WEIGHTS).exists()
             if is_gguf:
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

@@ -43,7 +43,7 @@ def format_of_costs(cost_name: str) -> str | None:
 
 
 class MtpRuntime(Runtime):
-    """A multi-token-prediction layer as a runtime of one layer; its keys and values are in buffers of its own.
+    """A multi-token-prediction layer as a runtime of one layer; its keys and values are in separate buffers.
 
     `parts` are the modules named in `BESIDE`. The embedding, the head and copies of the head are the target's.
     """

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4  # Well above float32 rounding; a different kind of norm differ
 class NormForm:
     """`kind` is one of `kernels.layout`; `weight` is (n,), ones where there is none, and `bias` (n,) or None.
 
-    Of a norm by head with weights of its own for each, these are (heads, n).
+    Of a norm by head with separate weights for each, these are (heads, n).
 
     `eps` is added to the mean square, or to the variance.
     """

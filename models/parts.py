@@ -36,7 +36,7 @@ def refuse_unnamed(model: nn.Module, parts: Iterable[Any], tensors: Iterable[Any
         if module._forward_hooks or module._forward_pre_hooks:
             raise UnsupportedModel(f"the {kind} has a hook: {ADVICE}")
         if not _is_original(module):
-            raise UnsupportedModel(f"the {kind} has a forward of its own: {ADVICE}")
+            raise UnsupportedModel(f"the {kind} has its own forward: {ADVICE}")
 
 
 def _stored(module: nn.Module) -> list[str]:

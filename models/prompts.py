@@ -33,7 +33,7 @@ def refuse_tokens(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             words = f"{what} names token {token_id}, but this model has tokens 0 to {vocab_size - 1}"
-            raise SettingsError(f"{words}: use ids of its own tokenizer", what)
+            raise SettingsError(f"{words}: use ids of this model's tokenizer", what)
 
 
 def no_template(whose: str) -> InvalidInput:

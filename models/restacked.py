@@ -150,7 +150,7 @@ def check_restackable(config: Any) -> None:
 def takes_no_ops(folder: Path) -> bool:
     """Return whether vLLM's DeciLM computes a saved model's layers.
 
-    A model that names code of its own is left out: --trust-remote-code, which the draft needs, would run that, too.
+    A model that names its own code is left out: --trust-remote-code, which the draft needs, would run that, too.
 
     Raises: as `supported_config`.
     """

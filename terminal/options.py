@@ -252,7 +252,7 @@ def pictures(help: str) -> Decorator[Any]:
         @functools.wraps(command)
         def call(*args: Any, png: Path | None, svg: Path | None, **values: Any) -> Any:
             if png is not None and png == svg:
-                raise click.UsageError(f"--png and --svg both name {png}: give each a file of its own")
+                raise click.UsageError(f"--png and --svg both name {png}: give each its own file")
             pictures = Pictures(png, svg)
             pictures.check()
             code = command(*args, pictures=pictures, **values)

@@ -305,7 +305,7 @@ class NativePasses:
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.dtype != self.runtime.dtype or not tensor.is_contiguous():
-            types = f"a parameter of {tensor.dtype} beside weights of {self.runtime.dtype}"
+            types = f"a parameter of {tensor.dtype} with weights of {self.runtime.dtype}"
             raise Unsupported(f"{types} is computed by torch")
         return tensor.data_ptr()
 
@@ -485,7 +485,7 @@ def run(
     if failed == 1:
         raise MemoryError(f"a pass over {n} rows needs more memory than there is")
     if failed:
-        raise SettingsError(f"no thread could be started beside this one: lower {THREADS}")
+        raise SettingsError(f"no further thread could be started: lower {THREADS}")
 
 
 def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:

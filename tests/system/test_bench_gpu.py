@@ -17,6 +17,7 @@ from swiftopt.core.types import LayerSet
 from swiftopt.models.quantised import cpu_multiplies_fp8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rough_costs")
 def test_tiny_shape_on_a_cpu_reports_every_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -77,8 +77,8 @@ def _subclass(model: Any) -> None:
         (_renamed_norm, r"LayerNorm at model\.layers\.0\.self_attn\.q_layernorm has a weight"),
         (_hook, r"LlamaDecoderLayer at model\.layers\.2 has a hook"),
         (_root_hook, "LlamaForCausalLM at its root has a hook"),
-        (_replaced, r"LlamaAttention at model\.layers\.1\.self_attn has a forward of its own"),
-        (_subclass, r"Steered at model\.layers\.0 has a forward of its own"),
+        (_replaced, r"LlamaAttention at model\.layers\.1\.self_attn has its own forward"),
+        (_subclass, r"Steered at model\.layers\.0 has its own forward"),
     ],
 )
 def test_a_model_with_something_that_no_row_names_is_refused(change: Callable[[Any], None], sentence: str) -> None:
