@@ -48,22 +48,24 @@ def deepened(profile: CostProfile, context_bucket: int, added_s: float, row_shar
     that is no format are those of a single layer.
     """
 
+    n_attn = max(1, profile.n_parts("attn"))
+
     def added(n_rows: int) -> float:
         return added_s * (1 + row_share * (n_rows - 1))
 
     def deeper(name: str, costs: FormatCosts) -> FormatCosts:
-        n_layers = profile.n_layers if name in FORMATS else 1
-        share = n_layers / profile.n_layers
-        pass_s = costs.fixed_s + costs.head_s + n_layers * (costs.attn_s + costs.mlp_s)
+        n_own_attn, n_own_mlp = (n_attn, profile.n_parts("mlp")) if name in FORMATS else (1, 1)
+        share = n_own_attn / n_attn
+        pass_s = costs.fixed_s + costs.head_s + n_own_attn * costs.attn_s + n_own_mlp * costs.mlp_s
         wider = {
             n: (pass_s * times + share * added(n)) / (pass_s + share * added_s) for n, times in costs.wider.items()
         }
-        return replace(costs, attn_s=costs.attn_s + added_s / profile.n_layers, wider=wider)
+        return replace(costs, attn_s=costs.attn_s + added_s / n_attn, wider=wider)
 
     return replace(
         profile,
         context_bucket=context_bucket,
-        attn_s=profile.attn_s + added_s / profile.n_layers,
+        attn_s=profile.attn_s + added_s / n_attn,
         pass_s={n: seconds + added(n) for n, seconds in profile.pass_s.items()},
         formats={name: deeper(name, costs) for name, costs in profile.formats.items()},
     )

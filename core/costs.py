@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol, Self, get_args
 
 from .serialization import BY_NUMBER, Record
 from .settings import STORED
-from .types import WHERE_ANY, Completion, LayerSet
+from .types import WHERE_ANY, Completion, Kind, LayerSet
 
 SMALLEST_BUCKET = 256  # Smallest context length, in tokens, for which costs are measured.
 
@@ -105,7 +105,8 @@ class CostProfile(Record):
     rest of a one-row pass; `pass_s[n]`: a whole target pass over n rows, n ascending; `formats[name]`: the parts of a
     draft in that format, or of another draft model by the name of its costs; `software`: what computed them, empty
     where it is not known. `quality`: how far the figures can be trusted, with the reason in `remark`, empty for
-    "quiet". `experts`: None for a model without mixtures.
+    "quiet". `experts`: None for a model without mixtures. `absent`: sub-layers that layers do not have, such as
+    "mlp:3", where layers are one sub-layer alone; None: there are none.
     """
 
     fingerprint: str
@@ -123,6 +124,11 @@ class CostProfile(Record):
     quality: Quality = "quiet"
     remark: str = ""
     experts: ExpertCosts | None = field(default=None, metadata={"exclude_if": lambda experts: experts is None})
+    absent: tuple[str, ...] | None = field(default=None, metadata={"exclude_if": lambda absent: absent is None})
+
+    def n_parts(self, kind: Kind) -> int:
+        """Return how many layers have a sub-layer of this kind."""
+        return self.n_layers - sum(part.startswith(f"{kind}:") for part in self.absent or ())
 
     def at(self, n_positions: int | None = None) -> Self:
         """Return the profile itself, which holds for one context."""
@@ -148,7 +154,7 @@ class CostProfile(Record):
 
     def draft_pass_s(self, layer_set: LayerSet) -> float:
         """Seconds of a one-row draft pass; KeyError if the draft uses a format that is `missing`."""
-        if not layer_set.formats and not layer_set.experts:
+        if not layer_set.formats and not layer_set.experts and not self.absent:
             kept_attn = self.n_layers - len(layer_set.skip_attn)
             kept_mlp = self.n_layers - len(layer_set.skip_mlp)
             return self.fixed_s + self.head_s + kept_attn * self.attn_s + kept_mlp * self.mlp_s
@@ -169,6 +175,8 @@ class CostProfile(Record):
         """Seconds of one part of a draft, in its format by the layer set; KeyError if that is `missing`."""
         format_name = layer_set.format_of(kind, layer)
         costs = self if format_name is None else self.formats[format_name]
+        if self.absent and f"{kind}:{layer}" in self.absent:
+            return 0.0
         if kind == "mlp" and layer_set.experts and self.experts is not None:
             expert_s = self.experts.expert_s if format_name is None else self.formats[format_name].expert_s
             return max(0.0, costs.mlp_s - self.experts.saved_s(layer_set, layer, expert_s))

@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from ..core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts
 from ..core.settings import STORED, cpu_words, measures_alone
-from ..core.types import LayerSet
+from ..core.types import KINDS, LayerSet
 from .buffer import KVBuffer, free_bytes
 from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn
 from .mtp import MTP_COSTS, MtpRuntime, format_of_costs
@@ -107,7 +107,13 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         quality="disturbed" if doubts else "quiet",
         remark="; ".join(doubts),
         experts=_experts_of(runtime, measured),
+        absent=_absent_of(runtime),
     )
+
+
+def _absent_of(runtime: Runtime) -> tuple[str, ...] | None:
+    absent = tuple(f"{kind}:{block.index}" for block in runtime.blocks for kind in KINDS if kind not in block.kinds)
+    return absent or None
 
 
 def _experts_of(runtime: Runtime, measured: _Measurement) -> ExpertCosts | None:
@@ -266,7 +272,8 @@ def _measured(
     bucket = min(bucket, runtime.max_positions - widths[-1])
     timed = partial(_pass, runtime, _buffer_at(runtime, bucket, widths[-1]), bucket)
     inner = frozenset(range(1, runtime.n_layers - 1))
-    unseen = replace(layer_set, skip_attn=frozenset(sorted(inner)[::2]), skip_mlp=frozenset(sorted(inner)[1::2]))
+    of_kind = {kind: [layer for layer in sorted(inner) if kind in runtime.blocks[layer].kinds] for kind in KINDS}
+    unseen = replace(layer_set, skip_attn=frozenset(of_kind["attn"][::2]), skip_mlp=frozenset(of_kind["mlp"][1::2]))
     runs = {f"rows {n}": timed(n, layer_set) for n in widths}
     # The cost of attention, of the MLPs or of the logits is the time that a pass saves by leaving them out.
     runs["no attention"] = timed(1, replace(layer_set, skip_attn=inner))
@@ -288,11 +295,12 @@ def _measured(
             taken[name] = counts
     meter = DisturbanceMeter()
     seconds, bases = _beside(base, runs, on_step)
-    one, n_inner = seconds["rows 1"], max(1, len(inner))
-    attn = max(0.0, (one - seconds["no attention"]) / n_inner)
-    mlp = max(0.0, (one - seconds["no mlp"]) / n_inner)
+    one = seconds["rows 1"]
+    attn = max(0.0, (one - seconds["no attention"]) / max(1, len(of_kind["attn"])))
+    mlp = max(0.0, (one - seconds["no mlp"]) / max(1, len(of_kind["mlp"])))
     head = max(0.0, one - seconds["no head"])
-    rest = one - head - runtime.n_layers * (attn + mlp)
+    n_attn, n_mlp = (sum(kind in block.kinds for block in runtime.blocks) for kind in KINDS)
+    rest = one - head - n_attn * attn - n_mlp * mlp
     # A wider pass cannot be cheaper than a narrower one: if measured so, the narrower one was disturbed. Take the
     # running maximum.
     wider = dict(zip(widths, accumulate((seconds[f"rows {n}"] / one for n in widths), max), strict=True))

@@ -98,10 +98,16 @@ def _add_experts(op: Operations) -> None:
     op.add_column("swiftopt_cost_profiles", Column("experts", JSON, nullable=True))
 
 
+def _add_absent(op: Operations) -> None:
+    """Cost profiles say which sub-layers a model's layers do not have."""
+    op.add_column("swiftopt_cost_profiles", Column("absent", JSON, nullable=True))
+
+
 # Migration steps by the schema that they lead to, oldest first. The first schema needs no step.
 STEPS: Mapping[str, Callable[[Operations], None]] = {
     "0.1.0.1": _add_what_fleets_need,
     "0.1.0.2": _add_experts,
+    "0.1.0.3": _add_absent,
 }
 REVISIONS = (FIRST, *STEPS)
 HEAD = REVISIONS[-1]

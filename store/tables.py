@@ -348,6 +348,7 @@ class CostProfileRow(Base):
     pass_s: Mapped[dict[str, float]] = mapped_column(JSON)
     formats: Mapped[dict[str, Any]] = mapped_column(JSON)
     experts: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    absent: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     software: Mapped[str]
     quality: Mapped[str]
     remark: Mapped[str]

@@ -430,6 +430,7 @@ def test_cost_profile_is_replaced_by_a_newer_one_of_the_same_key(store: Store) -
         1e-5,
         {1: 0.004, 2: 0.0041, 16: 0.005},
         {"int4": FormatCosts(1e-6, 2e-6, 3e-6, 4e-6, {1: 1.0, 4: 1.5})},
+        absent=("mlp:3",),
     )
     assert store.cost_profile("f", H200, "bfloat16", 2048) is None
     store.save_cost_profile(profile)

@@ -19,6 +19,7 @@ from swiftopt.decoding.events import Round
 from swiftopt.decoding.loop import decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.work import Work
+from swiftopt.models.costs import measure_costs
 from swiftopt.optimizer.evaluation import score_window
 
 N_NEW, PLENTY = 24, 1 << 30
@@ -128,6 +129,14 @@ def test_candidate_that_leaves_nothing_out_predicts_every_token_of_a_window(vari
                 return found
 
     assert alone(scored()) == [1.0]
+
+
+def test_costs_are_those_of_the_sub_layers_that_there_are() -> None:
+    runtime = native("nemotron_h")
+    costs = measure_costs(runtime, 256)
+    assert costs.absent == ("attn:0", "mlp:1", "attn:2", "mlp:3")
+    assert costs.draft_pass_s(LayerSet(4, frozenset({2}), frozenset({1}))) == costs.draft_pass_s(LayerSet(4))
+    assert measure_costs(native("falcon_h1"), 256).absent is None
 
 
 def chat(served: Served, **way: Any) -> list[str]:

@@ -10,7 +10,8 @@ from fakes import cheap_draft_costs, flat_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftopt.core.costs import CostProfile
+from swiftopt.core.context_costs import deepened
+from swiftopt.core.costs import CostProfile, FormatCosts
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.draft_worth import (
     MAX_OBSERVATIONS,
@@ -41,6 +42,22 @@ def test_prices_are_those_of_the_profile_in_plain_passes() -> None:
     assert own.draft(1) == pytest.approx(0.25) and own.draft(3) == pytest.approx(0.25 * 1.3)
     assert [own.verify(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1.0, 1.1, 1.2, 1.6, 2.4])
     assert PassCosts(flat_costs(), None).draft(1) == float("inf")
+
+
+def test_sub_layers_that_layers_do_not_have_cost_nothing_and_save_nothing() -> None:
+    int4 = FormatCosts(1.0, 1.0, 0.5, wider={1: 1.0, 2: 1.5})
+    alone = CostProfile(
+        "f", "d", "t", 256, 4, 2.0, 3.0, 1.0, 0.0, {1: 16.0}, {"int4": int4}, absent=("mlp:1", "attn:2")
+    )
+    assert (alone.n_parts("attn"), alone.n_parts("mlp")) == (3, 3)
+    whole, formatted = LayerSet(4), LayerSet(4).filled("int4")
+    assert alone.draft_pass_s(whole) == pytest.approx(3 * 2 + 3 * 3 + 1)
+    assert alone.draft_pass_s(formatted) == pytest.approx(3 + 3 + 0.5)
+    assert alone.draft_pass_s(LayerSet(4, frozenset({2}), frozenset({1}))) == alone.draft_pass_s(whole)
+    assert alone.draft_pass_s(LayerSet(4, frozenset({1}), frozenset({2}))) == pytest.approx(16 - 2 - 3)
+    deeper = deepened(alone, 1024, added_s=6.0, row_share=0.5)
+    for layer_set in (whole, formatted):
+        assert deeper.draft_pass_s(layer_set) == pytest.approx(alone.draft_pass_s(layer_set) + 6)
 
 
 def test_prices_beside_other_sequences_are_those_of_the_rows_of_all() -> None:
