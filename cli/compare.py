@@ -55,7 +55,7 @@ def _use_sampling(context: click.Context, parameter: click.Parameter, names: tup
 @options.model_and_stream
 @options.task("result", "Whose plan this makes.  [default: the stream's task; default, if it holds several]")
 @option(PROMPTS, "--limit", type=positive, help="Compare on the first prompts of the stream only.")
-@option(DRAFTING, "--methods", default="all", help="all, or names from the list below, by commas.")
+@option(DRAFTING, "--methods", default="all", help="all, or names of those above, by commas.")
 @option(
     DRAFTING,
     "--preset",

@@ -50,6 +50,7 @@ MOST_RESTARTS = 2  # Crashes that a request survives: after more, it is failed a
 LOG_S = 30.0  # Seconds between two log lines about the same phase of loading a model.
 END_S = 5.0  # Seconds for a process to exit before it is killed.
 KEYS_S = 5.0  # Seconds between two looks at the API keys in force.
+MOST_NAMED = 8  # Models that an error names.
 STEADY_S = 60.0  # Uptime after which the restart delay is reset to its minimum.
 
 # What usually ends a process by a signal.
@@ -389,12 +390,13 @@ class Engines:
     def find(self, name: str) -> EngineProcess:
         """Return the engine that serves a model.
 
-        Raises: ModelNotFound: none does; it names the nearest.
+        Raises: ModelNotFound: none does; it names the one of a similar name, else those that are served.
         """
         names = [engine.served.name for engine in self.all()]
         if name not in names:
-            closest_name = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            raise ModelNotFound(f"no model {name!r} is served here: did you mean {closest_name!r}?", "model")
+            similar_names = get_close_matches(name, names, n=1)
+            advice = f"did you mean {similar_names[0]!r}?" if similar_names else f"use {', '.join(names[:MOST_NAMED])}"
+            raise ModelNotFound(f"no model {name!r} is served here: {advice}", "model")
         return self.of[name]
 
     def give_up(self) -> None:

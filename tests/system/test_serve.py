@@ -295,6 +295,8 @@ def test_bad_requests_are_refused_in_openais_form(server: Served) -> None:
     assert "did you mean 'tiny'?" in refused(
         post("/v1/chat/completions", json={**chat, "model": "tinny"}), 404, "model"
     )
+    told = refused(post("/v1/chat/completions", json={**chat, "model": "gpt-4o"}), 404, "model")
+    assert told.endswith("is served here: use tiny")
     refused(post("/v1/chat/completions", json={**chat, "temperature": 3}), 400, "temperature")
     refused(post("/v1/chat/completions", json={**chat, "stream_options": {}}), 400, "stream_options")
     refused(post("/v1/chat/completions", json={"model": "tiny"}), 400, "messages")
@@ -819,7 +821,7 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
         assert not ours.steer_tuning("resume", "tiny").models["tiny"].paused
         with pytest.raises(InvalidInput, match="pin is for one task"):
             ours.steer_tuning("pin")
-        with pytest.raises(NotFound, match="did you mean 'tiny'"):
+        with pytest.raises(NotFound, match="no model .other. is served here: use tiny"):
             ours.steer_tuning("pause", "other")
 
 
