@@ -32,6 +32,9 @@ class AnswerForm:
     `thought_ends`; where the form `rethinks`, it may come again after other text. With `calls_in_thoughts` a call ends
     it, too. `hidden` marks are no part of the answer's text.
 
+    `answer_begin` is what an answer begins with that has no thought before it; models expect it before a text held to
+    JSON, too.
+
     A call begins with one of `calls` and ends with `calls_end` ("": with its body). A mark with a tool's name is part
     of the body. `items` show how a named call is written, the likeliest first. `turn_ends` are tokens that end a turn
     although the template does not write them after an answer.
@@ -44,6 +47,7 @@ class AnswerForm:
     rethinks: bool = False
     calls_in_thoughts: bool = False
     hidden: tuple[str, ...] = ()
+    answer_begin: str = ""
     calls: tuple[str, ...] = ()
     calls_end: str = ""
     body: Body = "json"
@@ -92,6 +96,7 @@ FORMS: Mapping[str, AnswerForm] = {
             *("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
             *("<|end|>", "<|return|>", "<|call|>"),
         ),
+        answer_begin="<|channel|>final<|message|>",
         calls=("<|channel|>commentary to=", "<|channel|>analysis to=", " to=functions."),
         body="named",
         items=(
@@ -362,6 +367,7 @@ def merged(names: Iterable[str]) -> AnswerForm:
         thought_ends=thoughts.thought_ends,
         rethinks=thoughts.rethinks,
         calls_in_thoughts=thoughts.calls_in_thoughts,
+        answer_begin=thoughts.answer_begin,
         hidden=tuple(dict.fromkeys((*thoughts.hidden, *calls.hidden))),
         turn_ends=tuple(dict.fromkeys((*thoughts.turn_ends, *calls.turn_ends))),
     )

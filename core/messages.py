@@ -21,8 +21,10 @@ from .rounds import NO_ROUNDS, RequestRounds
 from .serialization import Record, adapter, kinds_by_name
 from .types import Completion, TokenSource, VerdictWord
 
-VERSION = 5  # Protocol version. Increase it when a message changes: both sides must have the same one.
+VERSION = 6  # Protocol version. Increase it when a message changes: both sides must have the same one.
 MISMATCH = "server and engine do not understand each other, as when swiftopt was exchanged meanwhile"
+
+TEMPLATE_FIELDS = ("reasoning_effort",)  # Fields of chats that a template obeys, if it reads them.
 
 # A token's text, its log probability (None: not available), and texts and log probabilities of the likeliest tokens
 # at that position.
@@ -110,7 +112,10 @@ class Loading(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Record):
-    """The model is loaded: how many positions it has, and whether its drafted outputs are exact and it has chats."""
+    """The model is loaded: how many positions it has, and whether its drafted outputs are exact and it has chats.
+
+    `template_fields`: those of `TEMPLATE_FIELDS` that its chat template reads.
+    """
 
     max_positions: int
     fingerprint: str
@@ -118,6 +123,7 @@ class Ready(Record):
     device: str
     dtype: str
     has_chats: bool
+    template_fields: tuple[str, ...] = ()
     version: int = VERSION
 
 

@@ -15,12 +15,14 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from ..core.json_schemas import Place
+from ..core.messages import TEMPLATE_FIELDS
 from ..core.serialization import schemas_in, to_javascript_path
 
 PROMPT_FIELDS = frozenset(  # Fields that determine a prompt's tokens.
     [
         *("model", "prompt", "messages", "tools", "tool_choice"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *TEMPLATE_FIELDS,
     ]
 )
 NAMES = {  # Field of the engine's request -> field in the client's request.

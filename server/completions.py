@@ -78,7 +78,7 @@ class Exchange(ABC):
         self.body, self._request, self._app, self._caller = body, http_request, app, scope_state["caller"]
         self.engine, self._metrics = app.engines.find(body.model), app.engines.metrics
         self._check_places(len(self._requests))
-        self.ignored = body.ignored
+        self.ignored = [*body.ignored, *self.engine.unread(body)]
         self.id, self.created = f"{self.ID_PREFIX}-{secrets.token_hex(12)}", int(time.time())
         self._arrived_s = time.monotonic()
         self._deadline_s, self._answers = self._arrived_s + app.settings.timeout_s, Answers()
@@ -476,7 +476,8 @@ async def tokenize(app: Shared, request: Request, body: AskedTokens) -> Response
         "count": len(prompt_tokens.token_ids),
         "max_model_len": prompt_tokens.max_positions,
     }
-    return JSONResponse(values, headers=ignored_header(list(dict.fromkeys([*body.ignored, *body.beside_prompt]))))
+    fields = [*body.ignored, *body.beside_prompt, *app.engines.find(body.model).unread(body)]
+    return JSONResponse(values, headers=ignored_header(list(dict.fromkeys(fields))))
 
 
 @router.post("/detokenize", operation_id="detokenize", response_class=Response)

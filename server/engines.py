@@ -21,6 +21,7 @@ from ..core import logs
 from ..core.errors import Busy, EngineGone, ModelNotFound, SettingsError, SwiftoptError
 from ..core.events import ModelTuning, phase_of
 from ..core.messages import (
+    TEMPLATE_FIELDS,
     Answer,
     AnswerDone,
     Cancel,
@@ -141,6 +142,11 @@ class EngineProcess:
             "device": about and about.device,
             "dtype": about and about.dtype,
         }
+
+    def unread(self, body: object) -> list[str]:
+        """Return a request's fields that only a chat template could obey, and that the model's does not read."""
+        read = () if self.about is None else self.about.template_fields
+        return [name for name in TEMPLATE_FIELDS if getattr(body, name, None) is not None and name not in read]
 
     @property
     def n_places(self) -> int:

@@ -20,11 +20,11 @@ from .bodies import Lenient
 from .completions import Exchange, Pieces
 from .middleware import Shared, State, sse
 from .response_tools import CALLS, ResponseTools, chat_call, chat_name
-from .schemas import MOST_MESSAGES, AskedChat, CommonFields
+from .schemas import MOST_EFFORT, MOST_MESSAGES, AskedChat, CommonFields
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
-UNSUPPORTED_FIELDS = ("previous_response_id", "reasoning", "max_tool_calls", "safety_identifier", "prompt_cache_key")
+UNSUPPORTED_FIELDS = ("previous_response_id", "max_tool_calls", "safety_identifier", "prompt_cache_key")
 ONLY_VALUES = {
     "truncation": "disabled",
     "store": False,
@@ -38,6 +38,7 @@ RESPONSE_PATHS = {  # Pattern of a field's path in a chat -> its path in a reque
     r"max_tokens\b": "max_output_tokens",
     r"response_format(\.json_schema)?\b": "text.format",
     r"(tool_choice)\.function\b": r"\1",
+    r"reasoning_effort\b": "reasoning.effort",
 }
 REASONING_TYPES = {"reasoning_text": "text"}  # Part types of reasoning items.
 
@@ -46,6 +47,12 @@ class TextOptions(Lenient):
     """What the text of a response is to be."""
 
     format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(Lenient):
+    """How long the model is to think."""
+
+    effort: str | None = Field(default=None, max_length=MOST_EFFORT)
 
 
 class AskedResponse(CommonFields):
@@ -63,6 +70,7 @@ class AskedResponse(CommonFields):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     _places: dict[str, str] = PrivateAttr(default_factory=dict)  # Path in the chat -> path in the request.
     _left_out: list[str] = PrivateAttr(default_factory=list)  # Places of tools and items that the chat does not have.
     _offered: ResponseTools = PrivateAttr(default_factory=lambda: ResponseTools(()))
@@ -114,6 +122,7 @@ class AskedResponse(CommonFields):
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "reasoning": self.reasoning and {"effort": self.reasoning.effort, "summary": None},
             "metadata": self.extra.get("metadata") or {},
             **ONLY_VALUES,
         }
@@ -145,6 +154,7 @@ class AskedResponse(CommonFields):
             **self.model_dump(include={*CommonFields.model_fields, "parallel_tool_calls"}),
             **{"messages": messages.found, "max_tokens": self.max_output_tokens, "response_format": self._format()},
             **{"tools": self._offered.functions or None, "tool_choice": choice},
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         try:
             return AskedChat.model_validate(values)

@@ -21,6 +21,7 @@ from pydantic import (
 
 from ..core.errors import InvalidInput, SwiftoptError, UnsupportedField, UnsupportedValue
 from ..core.json_schemas import list_not_enforced, relax
+from ..core.messages import TEMPLATE_FIELDS
 from ..core.requests import CompletionRequest
 from ..core.serialization import LARGEST, to_javascript_path
 from ..core.streams import text_of
@@ -34,6 +35,7 @@ Task = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"
 Depth = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 MOST_CHOICES = 128
+MOST_EFFORT = 64  # Most characters of a word for how long to think.
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1 << 14  # Most messages of a chat. Checking them blocks the event loop.
 MOST_STOPS = 128  # Most stop strings: each is searched for after every token.
@@ -294,6 +296,7 @@ class AskedChat(GenerationFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=MOST_EFFORT)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
@@ -341,11 +344,12 @@ class AskedChat(GenerationFields):
 
     def _template(self) -> dict[str, Any]:
         """Return the values of the template."""
-        template_values = self.chat_template_kwargs or {}
+        fields = {name: getattr(self, name) for name in TEMPLATE_FIELDS if getattr(self, name) is not None}
+        template_values = {**fields, **(self.chat_template_kwargs or {})}
         if self.continue_final_message and self.add_generation_prompt:
             problem = "continue_final_message and add_generation_prompt exclude each other: choose one"
             raise InvalidInput(problem, "continue_final_message")
-        for name in sorted(RESERVED_ARGUMENTS & set(template_values)):
+        for name in sorted(RESERVED_ARGUMENTS & set(self.chat_template_kwargs or {})):
             path = f"chat_template_kwargs.{name}"
             raise InvalidInput(f"{path} is no value of a template: leave it out", path)
         if self.continue_final_message:

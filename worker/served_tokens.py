@@ -14,6 +14,7 @@ from ..core.answer_forms import AnswerForm, forms_of, merged
 from ..core.errors import (
     InvalidInput,
 )
+from ..core.messages import TEMPLATE_FIELDS
 from ..core.requests import CompletionRequest, Piece
 from ..core.types import DEFAULT_TASK, Prompt
 from ..decoding.grammar import Grammar
@@ -68,6 +69,11 @@ class Tokens:
     def forms(self) -> tuple[str, ...]:
         """The names of the rows that the chat template has in the table of answers."""
         return forms_of(template_text(self._tokenizer))
+
+    @property
+    def template_fields(self) -> tuple[str, ...]:
+        """The fields of chats that the chat template reads."""
+        return tuple(name for name in TEMPLATE_FIELDS if name in template_text(self._tokenizer))
 
     @property
     def form(self) -> AnswerForm:
@@ -130,6 +136,11 @@ def token_ids_of(session: Session, request: CompletionRequest) -> list[int]:
             check_vocabulary(ids, session.runtime, prompt_field(request))
         elif request.messages:
             ids = session.encode_chat(request.messages, request.tools, request.template)
+            is_begun = request.template.get("add_generation_prompt", True)
+            if is_begun and (request.forced or request.json_schema is not None):
+                tokenizer = session.runtime.tokenizer
+                begin = Tokens(tokenizer).form.answer_begin
+                ids += tokenizer(begin, add_special_tokens=False)["input_ids"] if begin else []
         else:
             ids = session.encode_text(request.text, request.special_tokens)
         if not ids:

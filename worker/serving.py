@@ -256,6 +256,7 @@ class EngineHost:
                 device=machine_name(runtime),
                 dtype=runtime.dtype_name,
                 has_chats=bool(getattr(runtime.tokenizer, "chat_template", None)),
+                template_fields=self._tokens.template_fields,
             )
         )
         # Traffic looks its own plans up. Do not wait for the database at the end.
