@@ -139,9 +139,10 @@ clients: setup
 # MODEL takes another model; MODEL=small-mixture is the one of bench/small_mixture.py, which is trained at first (minutes).
 demo: setup
 	mkdir -p $(DEMO) && rm -f $(DEMO)/served.db
-	model=$(or $(MODEL),smollm2-135m); \
-	if [ $$model = small-mixture ]; then model=$$($(BIN)/python -m swiftopt.bench.small_mixture) || exit 1; fi; \
-	$(BIN)/swiftopt bench serve --model $$model --stream examples/stream.jsonl --max-new-tokens 64 \
+	model=$(or $(MODEL),smollm2-135m) stream=examples/stream.jsonl; \
+	if [ $$model = small-mixture ]; then stream=$(DEMO)/library.jsonl; \
+	    model=$$($(BIN)/python -m swiftopt.bench.small_mixture --stream $$stream) || exit 1; fi; \
+	$(BIN)/swiftopt bench serve --model $$model --stream $$stream --max-new-tokens 64 \
 	    --db $(DEMO)/served.db --png $(DEMO)/served.png $$(test -t 2 && echo --stay) && \
 	echo "Its dashboard again: $(BIN)/swiftopt serve --model $$model --db $(DEMO)/served.db, then http://127.0.0.1:8000/"
 

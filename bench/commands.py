@@ -250,6 +250,7 @@ def serve(
 
 
 def _serving_table(report: Mapping[str, Any]) -> Table:
+    from ..terminal.charts import model_name
     from .serving import shift_line
 
     summary = f"{report['prompts']} requests of {report['max_new_tokens']} tokens, {report['concurrency']} at once"
@@ -260,7 +261,7 @@ def _serving_table(report: Mapping[str, Any]) -> Table:
     equal = f"equal to plain decoding: {report['equal']} of {report['prompts']}"
     caption = "\n".join([*map(shift_line, report["shifts"]), equal])
     columns = [*numbers("requests", "to plain"), Column("")]
-    return table(columns, rows, title=f"{report['model']}, {summary}", caption=caption)
+    return table(columns, rows, title=f"{model_name(report['model'])}, {summary}", caption=caption)
 
 
 # --- bench tune

@@ -4,7 +4,8 @@ python -m swiftopt.bench.small_mixture
 
 The model is of type qwen3_moe with 20 million parameters: 6 layers of 32 experts, of which a token takes 4. It learns
 the sources of Python's standard library and the prompts of `examples/`, in some minutes on two cores. It is kept in the
-cache and made only once. The last line of output is its folder, which every command takes as a model.
+cache and made only once. The last line of output is its folder, which every command takes as a model. `--stream` writes
+prompts from sources that it did not learn: it continues code, and cannot chat.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import platform
 import random
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +34,8 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from ..core.streams import stream_lines
+from ..core.types import Prompt
 from ..models.cache import cache_root, made_once
 
 # Typed so because transformers gives these no types.
@@ -44,6 +48,11 @@ CHAT_TEMPLATE = (
 )
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGES = ("json", "email", "http", "logging", "collections", "concurrent", "unittest", "xml", "urllib", "asyncio")
+HELD_OUT = ("ctypes", "dbm", "importlib", "multiprocessing", "tomllib", "wsgiref", "zoneinfo")  # Packages not learnt.
+PROMPTS = 16  # Prompts of each task in the stream.
+LINES_BEFORE = 24  # Lines of a source before the line that a prompt ends with.
+# The last line of a prompt, by task: the head of a function, or the first line of a text in three quotes.
+LAST_LINES = {"functions": re.compile(r"\s*def \w+\(.*\):$"), "docstrings": re.compile(r'\s*"""\w[^"]*$')}
 WARMUP = 0.05  # Share of the steps in which the rate rises to its full value.
 CLIP = 1.0  # Largest norm of a step's gradient.
 
@@ -94,6 +103,24 @@ def texts() -> list[str]:
     sources = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(paths)]
     lines = (EXAMPLES / "stream.jsonl").read_text(encoding="utf-8").splitlines()
     return sources + [_text_of(json.loads(line)) for line in lines]
+
+
+def prompts() -> list[Prompt]:
+    """Return prompts from sources that the model did not learn, in two tasks by turns, spread over the sources."""
+    library, found = Path(sysconfig.get_paths()["stdlib"]), {task: list[str]() for task in LAST_LINES}
+    for path in sorted(path for name in HELD_OUT for path in library.glob(f"{name}/**/*.py")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for i, line in enumerate(lines):
+            for task, pattern in LAST_LINES.items():
+                if i >= LINES_BEFORE and pattern.match(line):
+                    # Without the line break, which is one token with the blanks that follow it.
+                    found[task].append("\n".join(lines[i - LINES_BEFORE : i + 1]))
+    spread = {task: texts[:: max(1, len(texts) // PROMPTS)][:PROMPTS] for task, texts in found.items()}
+    return [
+        Prompt(f"{task}-{i}", task, text)
+        for i, of_tasks in enumerate(zip(*spread.values(), strict=True), start=1)
+        for task, text in zip(spread, of_tasks, strict=True)
+    ]
 
 
 def _text_of(prompt: dict[str, Any]) -> str:
@@ -186,9 +213,12 @@ def _rate_share(progress: float) -> float:
 
 @click.command()
 @click.option("--steps", default=Training().steps, show_default=True, type=click.IntRange(min=1))
-def main(steps: int) -> None:
+@click.option("--stream", metavar="FILE", type=click.Path(path_type=Path), help="Write a stream of prompts for it.")
+def main(steps: int, stream: Path | None) -> None:
     """Train the small mixture where it is not in the cache, and print its folder."""
     started = perf_counter()
+    if stream is not None:
+        stream.write_text(stream_lines(prompts()), encoding="utf-8")
 
     def report(step: int, loss: float) -> None:
         if step % 10 == 0 or step == steps:
