@@ -24,7 +24,8 @@ from ..models.block_maps import PackedBlocks
 from ..models.blocks import Block
 from ..models.buffer import KVBuffer
 from ..models.costs import machine_name
-from ..models.kernels.native import NativePasses, linear
+from ..models.kernels.calls import linear
+from ..models.kernels.native import NativePasses
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime

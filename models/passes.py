@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..core.costs import ExpertCounts
-from .rows import Pass
+from .rows import HeadRows, Pass
 
 
 class CapturedPasses(Protocol):
@@ -27,7 +27,9 @@ class KernelPasses(Protocol):
     level: str
     library: str  # The library's file name, which contains a digest of its sources.
 
-    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None: ...
+    def run_layers(
+        self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int, read: HeadRows | None = None
+    ) -> Tensor | None: ...
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True

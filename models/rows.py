@@ -30,6 +30,7 @@ from .rotation import RotaryTables, TablesByType
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
 PassKind = Literal["check", "draft", "beside"]
+HeadRows = tuple[str | None, Tensor | None]  # Format of a head (None: its own), and numbers of its rows (None: all).
 
 
 class PassRunner(Protocol):

@@ -41,6 +41,7 @@ from .residual import Residual
 from .rotation import TablesByType, rotation_tables
 from .rows import (
     BufferPlan,
+    HeadRows,
     Pass,
     PassPlan,
     Rows,
@@ -315,12 +316,17 @@ class Runtime:
         indices = {name: self._index([rows[i] for i in pass_rows]) for name, pass_rows in at.items()}
         hidden = self._begun(passes, plans)
         first, last = passes[0].layers or (0, self.n_layers)
-        hidden = self._between(hidden, passes, plans, first, last)
-        if not rows:
-            return [hidden[:0]] * len(passes)
+        read: HeadRows | None = None
         if len(at) == 1:
             ((name, index),) = indices.items()
-            logits = self.logits(hidden, name, None if of_all else index)
+            read = name, None if of_all else index
+        hidden, computed = self._between(hidden, passes, plans, first, last, read)
+        if not rows:
+            return [hidden[:0]] * len(passes)
+        if computed is not None:
+            logits = self._capped(computed)
+        elif read is not None:
+            logits = self.logits(hidden, *read)
         else:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
@@ -353,24 +359,34 @@ class Runtime:
         return uploaded(rows, self.blocks[-1].device)
 
     def _between(
-        self, hidden: Tensor, passes: Sequence[Pass], plans: Sequence[PassPlan], first: int, last: int
-    ) -> Tensor:
-        """Return the states after layers first … last - 1; record intermediate states that passes ask for."""
+        self,
+        hidden: Tensor,
+        passes: Sequence[Pass],
+        plans: Sequence[PassPlan],
+        first: int,
+        last: int,
+        read: HeadRows | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the states after layers first … last - 1; record intermediate states that passes ask for.
+
+        Our kernels compute the logits of the rows to `read` in the run of the last layers: threads need not wake again.
+        """
         stops = sorted({depth for pass_ in passes for depth in pass_.capture or () if first < depth <= last})
         by_table = self.row_invariant or (self.by_table and len(plans) > 1)
         shared: SharedRows = TablePlan(self) if by_table else BufferPlan()
+        logits: Tensor | None = None
         for stop in dict.fromkeys((*stops, last)):
             if self.native is None:
                 hidden = self.through(hidden, plans, shared, first, stop)
-            else:
-                self.native.run_layers(hidden, passes, first, stop)  # The kernels update `hidden` in place.
+            else:  # The kernels update `hidden` in place.
+                logits = self.native.run_layers(hidden, passes, first, stop, read if stop == last else None)
             first = stop
             if stop not in stops:
                 continue
             for pass_, states in zip(passes, torch.split(hidden, [plan.n for plan in plans]), strict=True):
                 if pass_.capture is not None and stop in pass_.capture:
                     pass_.capture[stop].append(states if self.native is None else states.clone())
-        return hidden
+        return hidden, logits
 
     def taken_experts(self) -> ExpertCounts | None:
         """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""

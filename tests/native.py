@@ -21,8 +21,7 @@ from wings import is_here
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.methods import Resources
 from swiftopt.models.coded import CodedLinear
-from swiftopt.models.kernels import build
-from swiftopt.models.kernels import native as passes
+from swiftopt.models.kernels import build, calls
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear
 from swiftopt.models.runtime import Runtime
@@ -100,4 +99,4 @@ def linear(
 ) -> Tensor:
     """(rows, n_in) by (n_out, n_in); `rows`: those of `x` that are wanted."""
     index = None if rows is None else torch.tensor(rows, dtype=torch.int32)
-    return passes.linear(kernels, passes.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)
+    return calls.linear(kernels, calls.map_of(weight, bias), x.contiguous(), index, n_threads=n_threads)

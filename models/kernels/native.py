@@ -17,16 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.costs import ExpertCounts
-from ...core.errors import SettingsError
-from ...core.settings import THREADS
 from ...core.types import Kind, LayerSet, PartForm
 from ..blocks import LINEAR, PLAIN_LINEAR, Block, LayerModules, has_experts, submodule
 from ..coded import GROUPS, CodedLinear
 from ..norms import NormForm
 from ..quantised import QuantisedLinear, weight_of
-from ..rows import Pass, keepers
+from ..rows import HeadRows, Pass, keepers
 from . import layout
 from .build import Kernels
+from .calls import best_to, likeliest, linear, map_of, run
 from .experts import choosing_of, correction_of, halves_of, is_mean, maps_of
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
@@ -59,11 +58,15 @@ FINEST = min(GROUPS)  # Smallest number of inputs of a row that share an activat
 
 @dataclass(slots=True)
 class Program:
-    """The steps of a pass for some layer sets, and which layer sets' rows each row list holds."""
+    """The steps of a pass for some layer sets, and which layer sets' rows each row list holds.
+
+    `n_out`: of the head that the last step computes, on rows of one more list; 0: it ends with a layer.
+    """
 
     steps: ctypes.Array[layout.Step]
     lists: list[frozenset[int]]
     held: list[Any] = field(default_factory=list)  # Objects that the steps point to, kept alive with them.
+    n_out: int = 0
 
 
 class NativePasses:
@@ -311,8 +314,13 @@ class NativePasses:
 
     # -- Running passes ------------------------------------------------------------------------------------------------
 
-    def run_layers(self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int) -> None:
-        """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1."""
+    def run_layers(
+        self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int, read: HeadRows | None = None
+    ) -> Tensor | None:
+        """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1.
+
+        Returns: the logits (rows, vocab) of the rows to `read`, which the same run computes; None if there are none.
+        """
         self._check(hidden)
         sequences: list[layout.Sequence] = []
         positions: list[int] = []
@@ -337,7 +345,7 @@ class NativePasses:
                 share = n_rows_of_pass // len(sets)
                 members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))
             n += n_rows_of_pass
-        program = self._program(tuple(members), first, last)
+        program = self._program(tuple(members), first, last, None if read is None else (read[0],))
         shares = list(members.values())
         indices = [None if len(some) == len(shares) else _rows_of(shares[i] for i in some) for some in program.lists]
         at = torch.tensor(positions, dtype=torch.int32)
@@ -346,7 +354,13 @@ class NativePasses:
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         call.seconds = self.seconds
         call.experts = ctypes.pointer(self._experts)
+        logits = None
+        if read is not None:
+            indices.append(read[1])
+            logits = torch.empty((n if read[1] is None else len(read[1]), program.n_out), dtype=hidden.dtype)
+            call.logits, call.norm = logits.data_ptr(), ctypes.pointer(self._norm)
         run(self.kernels, call, hidden, program.steps, indices)
+        return logits
 
     def taken_experts(self) -> ExpertCounts | None:
         """Return what the rows of passes since the last call took of mixtures; None without any."""
@@ -372,8 +386,7 @@ class NativePasses:
         Args: normed: the final norm comes first.
         """
         self._check(hidden)
-        head = self._head if name is None else self._map_of(self.runtime.head_module(name))
-        return linear(self.kernels, head, hidden, index, self._norm if normed else None)
+        return linear(self.kernels, self._head_of(name), hidden, index, self._norm if normed else None)
 
     def mapped(self, x: Tensor, module: Any) -> Tensor:
         """Apply a linear map beside the layers to `x` (rows, n_in)."""
@@ -388,14 +401,19 @@ class NativePasses:
         """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,)."""
         self._check(logits)
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        _likeliest(self.kernels, logits, token_ids.data_ptr(), None)
+        best_to(self.kernels, logits, token_ids.data_ptr(), None)
         return token_ids
 
     def _check(self, hidden: Tensor) -> None:
         if hidden.dtype != self.runtime.dtype:
             raise ValueError(f"the states of a pass are {hidden.dtype}, and the model's weights {self.runtime.dtype}")
 
-    def _made(self, variants: tuple[LayerSet, ...], first: int, last: int) -> Program:
+    def _head_of(self, name: str | None) -> layout.Map:
+        return self._head if name is None else self._map_of(self.runtime.head_module(name))
+
+    def _made(
+        self, variants: tuple[LayerSet, ...], first: int, last: int, head: tuple[str | None] | None = None
+    ) -> Program:
         runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants)
         lists: list[frozenset[int]] = []
         steps: list[layout.Step] = []
@@ -423,78 +441,12 @@ class NativePasses:
                     for number, part in enumerate(self._parts_of(kind, block.index, form)):
                         add(STEPS[type(part)], block, part, members)
                         steps[-1].from_kept = number > 0 or (from_kept and kind == "mlp")
-        return Program((layout.Step * len(steps))(*steps), lists, held)
+        if head is not None:
+            held.append(self._head_of(*head))
+            steps.append(layout.Step(ctypes.addressof(held[-1]), layout.LOGITS, 0, 0, len(lists), -1, 0))
+        n_out = 0 if head is None else held[-1].n_out
+        return Program((layout.Step * len(steps))(*steps), lists, held, n_out)
 
 
 def _rows_of(shares: Iterable[Iterable[range]]) -> Tensor:
     return torch.tensor(sorted(row for share in shares for part in share for row in part), dtype=torch.int32)
-
-
-def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
-    """Describe a linear map with contiguous weights (n_out, n_in) or with packed codes."""
-    bias_at = None if bias is None else bias.data_ptr()
-    if isinstance(weight, CodedLinear):
-        return weight.map(bias)
-    if isinstance(weight, QuantisedLinear):
-        assert weight.group is not None  # Packed weights have a group size.
-        form = weight.n_in, weight.n_out, weight.bits, weight.group, layout.ZERO_VALUES
-        return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), None, 0, *form)
-    n_out, n_in = weight.shape
-    return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
-
-
-def linear(
-    kernels: Kernels,
-    by: layout.Map,
-    x: Tensor,
-    index: Tensor | None = None,
-    norm: layout.Norm | None = None,
-    n_threads: int | None = None,
-) -> Tensor:
-    """Apply an optional norm and a linear map to `x` (rows, n_in), or to its rows at `index` (int32)."""
-    out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
-    step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
-    call = layout.Call(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
-    run(kernels, call, x, step, [index], n_threads)
-    return out
-
-
-def run(
-    kernels: Kernels,
-    call: layout.Call,
-    hidden: Tensor,
-    steps: ctypes.Array[layout.Step],
-    indices: Sequence[Tensor | None],
-    n_threads: int | None = None,
-) -> None:
-    """Run steps on the rows of `hidden`; `indices` (int32 each, ascending) are the rows of each list, None for all.
-
-    Raises: MemoryError: the rows need more than there is. SettingsError: no thread could be started.
-    """
-    if not hidden.is_contiguous():
-        raise ValueError("the states of a pass must lie together")
-    n = hidden.shape[0]
-    lists = (layout.RowList * len(indices))(
-        *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
-    )
-    call.hidden, call.lists = hidden.data_ptr(), lists
-    call.n_rows, call.n_hidden, call.n_lists = n, hidden.shape[1], len(indices)
-    call.n_threads = n_threads or torch.get_num_threads()
-    call.is_bf16 = hidden.dtype == torch.bfloat16
-    failed = kernels.run(ctypes.byref(call), steps, len(steps))
-    if failed == 1:
-        raise MemoryError(f"a pass over {n} rows needs more memory than there is")
-    if failed:
-        raise SettingsError(f"no further thread could be started: lower {THREADS}")
-
-
-def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability; copies nothing."""
-    token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
-    _likeliest(kernels, logits, token_ids, logprobs)
-    return list(token_ids), list(logprobs)
-
-
-def _likeliest(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
-    logits = logits.contiguous()
-    kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)

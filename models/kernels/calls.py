@@ -1,0 +1,88 @@
+"""Calls of the kernels' library (`pass.cpp`) with torch's tensors: runs of steps, a linear map, the likeliest tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import SettingsError
+from ...core.settings import THREADS
+from ..coded import CodedLinear
+from ..quantised import QuantisedLinear
+from . import layout
+from .build import Kernels
+
+
+def map_of(weight: Tensor | QuantisedLinear | CodedLinear, bias: Tensor | None = None) -> layout.Map:
+    """Describe a linear map with contiguous weights (n_out, n_in) or with packed codes."""
+    bias_at = None if bias is None else bias.data_ptr()
+    if isinstance(weight, CodedLinear):
+        return weight.map(bias)
+    if isinstance(weight, QuantisedLinear):
+        assert weight.group is not None  # Packed weights have a group size.
+        form = weight.n_in, weight.n_out, weight.bits, weight.group, layout.ZERO_VALUES
+        return layout.Map(weight.codes.data_ptr(), bias_at, weight.scales.data_ptr(), None, 0, *form)
+    n_out, n_in = weight.shape
+    return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
+
+
+def linear(
+    kernels: Kernels,
+    by: layout.Map,
+    x: Tensor,
+    index: Tensor | None = None,
+    norm: layout.Norm | None = None,
+    n_threads: int | None = None,
+) -> Tensor:
+    """Apply an optional norm and a linear map to `x` (rows, n_in), or to its rows at `index` (int32)."""
+    out = torch.empty((x.shape[0] if index is None else len(index), by.n_out), dtype=x.dtype)
+    step = (layout.Step * 1)(layout.Step(ctypes.addressof(by), layout.LOGITS, 0, 0, 0, -1, 0))
+    call = layout.Call(logits=out.data_ptr(), norm=None if norm is None else ctypes.pointer(norm))
+    run(kernels, call, x, step, [index], n_threads)
+    return out
+
+
+def run(
+    kernels: Kernels,
+    call: layout.Call,
+    hidden: Tensor,
+    steps: ctypes.Array[layout.Step],
+    indices: Sequence[Tensor | None],
+    n_threads: int | None = None,
+) -> None:
+    """Run steps on the rows of `hidden`; `indices` (int32 each, ascending) are the rows of each list, None for all.
+
+    Raises: MemoryError: the rows need more than there is. SettingsError: no thread could be started.
+    """
+    if not hidden.is_contiguous():
+        raise ValueError("the states of a pass must lie together")
+    n = hidden.shape[0]
+    lists = (layout.RowList * len(indices))(
+        *(layout.RowList(None, n) if i is None else layout.RowList(i.data_ptr(), len(i)) for i in indices)
+    )
+    call.hidden, call.lists = hidden.data_ptr(), lists
+    call.n_rows, call.n_hidden, call.n_lists = n, hidden.shape[1], len(indices)
+    call.n_threads = n_threads or torch.get_num_threads()
+    call.is_bf16 = hidden.dtype == torch.bfloat16
+    failed = kernels.run(ctypes.byref(call), steps, len(steps))
+    if failed == 1:
+        raise MemoryError(f"a pass over {n} rows needs more memory than there is")
+    if failed:
+        raise SettingsError(f"no further thread could be started: lower {THREADS}")
+
+
+def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most probable token of each row of `logits` (rows, vocab), and its log probability; copies nothing."""
+    token_ids, logprobs = (ctypes.c_int64 * len(logits))(), (ctypes.c_double * len(logits))()
+    best_to(kernels, logits, token_ids, logprobs)
+    return list(token_ids), list(logprobs)
+
+
+def best_to(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
+    """Write the most probable token of each row to int64 (rows,), and its log probability to float64 (rows,) or None."""
+    logits = logits.contiguous()
+    kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)
