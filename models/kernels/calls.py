@@ -1,4 +1,4 @@
-"""Calls of the kernels' library (`pass.cpp`) with torch's tensors: runs of steps, a linear map, the likeliest tokens."""
+"""Calls the kernels' library (`pass.cpp`) with torch's tensors: runs of steps, a linear map, the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def likeliest(kernels: Kernels, logits: Tensor) -> tuple[list[int], list[float]]
 
 
 def best_to(kernels: Kernels, logits: Tensor, token_ids: Any, logprobs: Any) -> None:
-    """Write the most probable token of each row to int64 (rows,), and its log probability to float64 (rows,) or None."""
+    """Write the most probable token of each row to int64 (rows,), and log probabilities to float64 (rows,) or None."""
     logits = logits.contiguous()
     kernels.likeliest(logits.data_ptr(), logits.dtype == torch.bfloat16, *logits.shape, token_ids, logprobs)

@@ -60,7 +60,7 @@ def measured() -> Speeds:
 def _ways() -> dict[str, Way]:
     import torch
 
-    from .native import linear, map_of
+    from .calls import linear, map_of
 
     mkldnn: Any = torch.ops.mkldnn
     backend: Any = torch.backends.mkldnn

@@ -27,8 +27,8 @@ from swiftopt.core.errors import SettingsError
 from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.kernels import build
 from swiftopt.models.kernels.build import Kernels
-from swiftopt.models.kernels.levels import BUILT, library_name, options, variants, zig_cpu
 from swiftopt.models.kernels.calls import likeliest
+from swiftopt.models.kernels.levels import BUILT, library_name, options, variants, zig_cpu
 from swiftopt.models.loading import at_speed, load
 from swiftopt.models.quantised import QuantisedLinear
 
