@@ -32,6 +32,8 @@ TASK_S = 3600  # Seconds after which a task is ended: agents send prompts of 10,
 FILE = "greet.py"
 BUGGY = 'def greet(name):\n    return "Hello " + nam\n'
 ASK = f"{FILE} has a bug: the variable is misspelt. Read the file, fix it, and say in one sentence what you changed."
+# Codex's instructions are long: a small model writes calls of its tools as JSON only where they are simple.
+ASK_TO_RUN = f"Call the tool exec_command with the cmd `cat {FILE}`. Then say in one sentence what the file does."
 
 Environ = Mapping[str, str]
 
@@ -98,7 +100,7 @@ def codex(place: Place, folder: Path) -> tuple[Sequence[object], Environ]:
     )
     program = folder / "node_modules" / ".bin" / "codex"
     options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-    return (program, "exec", *options, ASK), {"CODEX_HOME": str(place.home / ".codex")}
+    return (program, "exec", *options, ASK_TO_RUN), {"CODEX_HOME": str(place.home / ".codex")}
 
 
 def opencode(place: Place, folder: Path) -> tuple[Sequence[object], Environ]:
@@ -149,7 +151,13 @@ def aider(place: Place, folder: Path) -> tuple[Sequence[object], Environ]:
 
 
 CLIENTS = {
-    "codex": Client(("@openai/codex@0.171.0",), codex, 'repairs a file; `wire_api = "responses"`', is_npm=True),
+    "codex": Client(
+        ("@openai/codex@0.171.0",),
+        codex,
+        'runs a command and reads its output; `wire_api = "responses"`',
+        is_npm=True,
+        calls=True,
+    ),
     "opencode": Client(("opencode-ai@1.18.33",), opencode, "repairs a file", is_npm=True),
     "qwen-code": Client(("@qwen-code/qwen-code@0.24.4",), qwen_code, "repairs a file", is_npm=True),
     "aider": Client(("aider-chat==0.86.2",), aider, "repairs a file"),
