@@ -32,8 +32,11 @@ TASK_S = 3600  # Seconds after which a task is ended: agents send prompts of 10,
 FILE = "greet.py"
 BUGGY = 'def greet(name):\n    return "Hello " + nam\n'
 ASK = f"{FILE} has a bug: the variable is misspelt. Read the file, fix it, and say in one sentence what you changed."
-# Codex's instructions are long: a small model writes calls of its tools as JSON only where they are simple.
-ASK_TO_RUN = f"Call the tool exec_command with the cmd `cat {FILE}`. Then say in one sentence what the file does."
+# After Codex's long instructions a small model writes JSON that is a call only where the call is simple.
+ASK_TO_READ = f"Read {FILE} with exec_command and tell me what it does."
+SAMPLING = {
+    "temperature": 0
+}  # Of requests that name no temperature: a small model's calls are then the same each time.
 
 Environ = Mapping[str, str]
 
@@ -100,7 +103,7 @@ def codex(place: Place, folder: Path) -> tuple[Sequence[object], Environ]:
     )
     program = folder / "node_modules" / ".bin" / "codex"
     options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-    return (program, "exec", *options, ASK_TO_RUN), {"CODEX_HOME": str(place.home / ".codex")}
+    return (program, "exec", *options, ASK_TO_READ), {"CODEX_HOME": str(place.home / ".codex")}
 
 
 def opencode(place: Place, folder: Path) -> tuple[Sequence[object], Environ]:
@@ -154,7 +157,7 @@ CLIENTS = {
     "codex": Client(
         ("@openai/codex@0.171.0",),
         codex,
-        'runs a command and reads its output; `wire_api = "responses"`',
+        'reads a file by a command; `wire_api = "responses"`',
         is_npm=True,
         calls=True,
     ),
@@ -214,7 +217,7 @@ def run_client(name: str, client: Client, target: str, where: Path) -> tuple[Out
     place.home.mkdir()
     (place.work / FILE).write_text(BUGGY)
     outcome = Outcome(name, ", ".join(client.packages))
-    with recording(target) as found:
+    with recording(target, SAMPLING) as found:
         command, environ = client.command(Place(found.url, place.work, place.home), folder)
         begun = time.monotonic()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -68,8 +68,8 @@ class Recording:
 
 
 @contextmanager
-def recording(target: str) -> Iterator[Recording]:
-    """Run a proxy before the server at `target` on a free port."""
+def recording(target: str, defaults: Mapping[str, Any] | None = None) -> Iterator[Recording]:
+    """Run a proxy before the server at `target` on a free port; `defaults` are fields of bodies that name none."""
     address = urlsplit(target).netloc
 
     class Handler(BaseHTTPRequestHandler):
@@ -81,6 +81,8 @@ def recording(target: str) -> Iterator[Recording]:
                 body = json.loads(content)
             except ValueError:
                 body = None
+            if defaults and isinstance(body, dict):
+                content = json.dumps(body := {**defaults, **body}).encode()
             exchange = Exchange(self.command, self.path, body)
             found.exchanges.append(exchange)
             upstream = http.client.HTTPConnection(address, timeout=3600)
