@@ -821,7 +821,7 @@ def test_tuning_can_be_seen_paused_and_pinned(server: Served, client: openai.Ope
         assert not ours.steer_tuning("resume", "tiny").models["tiny"].paused
         with pytest.raises(InvalidInput, match="pin is for one task"):
             ours.steer_tuning("pin")
-        with pytest.raises(NotFound, match="no model .other. is served here: use tiny"):
+        with pytest.raises(NotFound, match=r"no model .other. is served here: use tiny"):
             ours.steer_tuning("pause", "other")
 
 
