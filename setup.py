@@ -106,7 +106,7 @@ class BuildWithKernels(build_py):
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         scripts = SCRIPTS.get(package, ())
-        return [found for found in super().find_package_modules(package, package_dir) if found[1] not in scripts]
+        return [module for module in super().find_package_modules(package, package_dir) if module[1] not in scripts]
 
     def run(self) -> None:
         super().run()

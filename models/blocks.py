@@ -116,8 +116,8 @@ class LayerModules:
 
     def maps(self) -> list[Any]:
         """Return the linear maps of what mixes tokens."""
-        own = [] if self.out is None else [*self.qkv, self.out]
-        return own if self.beside is None else [*own, *self.beside.maps()]
+        linear_maps = [] if self.out is None else [*self.qkv, self.out]
+        return linear_maps if self.beside is None else [*linear_maps, *self.beside.maps()]
 
 
 def queries_keys_values(
@@ -398,8 +398,8 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: Ro
         keys[block.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
         values[block.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
     keys, values = buffer.between(group.start, group.end)
-    own = keys[block.index], values[block.index]
-    return attend(query, *own, group.mask, block.scaling, block.softcap, block.sinks)
+    layer_slots = keys[block.index], values[block.index]
+    return attend(query, *layer_slots, group.mask, block.scaling, block.softcap, block.sinks)
 
 
 def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -452,8 +452,8 @@ def attend(
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         scores = scores if mask is None else scores + mask
         if sinks is not None:
-            beside = sinks.to(scores.dtype).view(1, kv_heads, groups, 1).expand(-1, -1, -1, rows)
-            scores = torch.cat((scores, beside.reshape(1, kv_heads, groups * rows, 1)), dim=-1)
+            sink_scores = sinks.to(scores.dtype).view(1, kv_heads, groups, 1).expand(-1, -1, -1, rows)
+            scores = torch.cat((scores, sink_scores.reshape(1, kv_heads, groups * rows, 1)), dim=-1)
         wide = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         mixed = wide[..., : keys.shape[1]].to(query.dtype) @ values
     return mixed.view(kv_heads, groups, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)

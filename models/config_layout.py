@@ -10,7 +10,7 @@ from ..core.errors import UnsupportedModel
 from .families import FAMILIES
 from .family import Family, ShortConv
 
-MOST_POSITIONS = 1 << 20  # Of models whose configs have no limit.
+MOST_POSITIONS = 1 << 20  # Positions of models whose configs have no limit.
 
 
 def is_parallel(config: Any) -> bool:

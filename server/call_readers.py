@@ -103,11 +103,11 @@ def _read_named(text: str, start: int, form: AnswerForm, tools: Schemas) -> tupl
     while (head_and_tail := next(_heads(patterns, text, end), None)) is not None:
         head, tail = head_and_tail
         arguments, end = _unquoted(text, head.end(), form.quote) if form.quote else decoded(text, head.end())
-        behind = tail.match(text, end)
-        if behind is None:
+        ending = tail.match(text, end)
+        if ending is None:
             raise ValueError("the call has no end")
         calls.append((head["name"], arguments))
-        end = behind.end()
+        end = ending.end()
     return (calls, end) if calls else _read_json(text, start, form, tools)
 
 
@@ -158,11 +158,11 @@ def _read_tags(text: str, start: int, form: AnswerForm, tools: Schemas) -> tuple
     calls, end = list[Call](), start
     while (head := _FUNCTION.match(text, end)) is not None:
         arguments, end = _pairs(_PARAMETER, text, head.end(), tools.get(head[1]))
-        behind = _FUNCTION_END.match(text, end)
-        if behind is None:
+        ending = _FUNCTION_END.match(text, end)
+        if ending is None:
             raise Incomplete("the function has no end")
         calls.append((head[1], arguments))
-        end = behind.end()
+        end = ending.end()
     return _some(calls), end
 
 
@@ -178,10 +178,10 @@ def _read_arguments(text: str, start: int, form: AnswerForm, tools: Schemas) -> 
             raise Incomplete("the argument has no end")
         calls.append((head[1], arguments))
         if opening is not None:
-            behind = _CALL_END.match(text, end)
-            if behind is None:
+            ending = _CALL_END.match(text, end)
+            if ending is None:
                 raise ValueError("the call has no end")
-            end = behind.end()
+            end = ending.end()
     return calls, end
 
 
@@ -440,8 +440,8 @@ def _some(calls: list[Call]) -> list[Call]:
 
 
 def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
-    found = pattern.match(text, position)
-    return position if found is None else found.end()
+    match = pattern.match(text, position)
+    return position if match is None else match.end()
 
 
 READERS: Mapping[Body, Reader] = {
