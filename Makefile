@@ -35,7 +35,7 @@ lint: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not families"
 
-# The tests that are left out there: they compile for minutes, or take further variants, of families of models above all.
+# The tests left out there: they compile, wait for servers, or take further variants, of families of models above all.
 slow families: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m $@
 
