@@ -45,13 +45,15 @@ enum Gating : int32_t { GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE };
 struct Recurrence {  // a gated delta rule, or a state space, in place of attention or beside it; `mixers.h`
     Norm before, after;
     Map projections[4], out;
-    const int32_t *inputs, *gates, *places;  // where the first two lie in the projections' outputs, and heads in `out`'s
+    // The runs (place, length) of an update's inputs in the projections' outputs, one after the other; where each gate lies
+    // there; and where each head's values lie in the inputs of `out`.
+    const int32_t *runs, *gates, *places;
     const float *taps, *taps_bias;           // (n_taps, convolved), the newest token's last; (convolved,) or null: none
     const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space
     const void* norm;                        // (value_width,) of a delta rule's heads, else of all values
     float norm_eps, least_step, largest_step, step_scale, gate_scale;
     float added_scale;  // of what the residual stream gets
-    int32_t n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
+    int32_t n_runs, n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
     int32_t n_numbers;  // of a head in a row's inputs, after what goes through the convolution
     int32_t gating, norm_width;
 

@@ -49,6 +49,15 @@ void Runner<T>::convolution(const Step& step, const Convolution& part, const Row
 // order of operations, wherever a row's inputs come from: this pass, or the ring of an earlier one's.
 
 static constexpr int WIDEST_STATE = 256;
+static constexpr int STRETCH = 16;  // rows of text taken into some columns of a state, which then stay in the nearest cache
+
+// The values i, i + 1, … of `n`, as far as there are some.
+template <class T> static inline void store_part(T* x, vf values, int i, int n) {
+    if (i + LANES <= n) return store(x + i, values);
+    T lanes[LANES];
+    store(lanes, values);
+    memcpy(x + i, lanes, (n - i) * sizeof(T));
+}
 
 // One head's part in a row's update, rounded where transformers' modules round it.
 struct Update {
@@ -69,10 +78,7 @@ template <class T> static void convolve(const Recurrence& part, const T* const* 
         }
         if (part.taps_bias) mixed += part_of(part.taps_bias + first, at, n);
         mixed = as_stored<T>(mixed);
-        const vf out = as_stored<T>(mixed / (exp(-mixed) + 1.0f));
-        float lanes[LANES];
-        store(lanes, out);
-        memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(float));
+        store_part(to, as_stored<T>(mixed / (exp(-mixed) + 1.0f)), at, n);
     }
 }
 
@@ -103,66 +109,103 @@ template <class T> static void update_of(const Recurrence& part, int head, const
     if (!to.corrects) to.amount = bounded, to.skip = part.skip[head];
 }
 
-// Take a row's update into a state; `read`, null or (value_width,): what the row's query reads of it then.
-template <int D, bool CORRECTS> static inline void update_columns(
-    const Update& by, float* state, int n_keys, int n_values, int first, float* read) {
-    vf recalled[D] = {}, out[D] = {}, change[D];
-    const vf decay = splat(by.decay);
-    for (int k = 0; CORRECTS && k < n_keys; k++) {
-        float* row = state + int64_t(k) * n_values + first;
-        for (int d = 0; d < D; d++) {
-            const vf v = load((const float*)row + d * LANES) * decay;
-            store(row + d * LANES, v);
-            recalled[d] = fma(v, splat(by.key[k]), recalled[d]);
-        }
-    }
-    for (int d = 0; d < D; d++) {
-        const vf value = load(by.value + first + d * LANES);
-        change[d] = (CORRECTS ? value - recalled[d] : value) * by.amount;
-    }
+// Take the updates of `n` rows into some columns of a state; `read`, null or (n, value_width): what the rows' queries read
+// then. A state is gone through once for a row: what it becomes, and what the next row recalls of it once that has decayed.
+template <int D> static inline void correct_columns(
+    const Update* by, int n, float* state, int n_keys, int n_values, int first, float* read) {
+    vf recalled[D] = {}, change[D];
+    const vf first_decay = splat(by->decay);
     for (int k = 0; k < n_keys; k++) {
         float* row = state + int64_t(k) * n_values + first;
         for (int d = 0; d < D; d++) {
-            const vf before = load((const float*)row + d * LANES);
-            const vf v = fma(splat(by.key[k]), change[d], CORRECTS ? before : before * decay);
+            const vf v = load((const float*)row + d * LANES) * first_decay;
             store(row + d * LANES, v);
-            out[d] = fma(v, splat(by.query[k]), out[d]);
+            recalled[d] = fma(v, splat(by->key[k]), recalled[d]);
         }
     }
-    if (read)
+    for (int i = 0; i < n; i++) {
+        const Update &own = by[i], &next = by[std::min(i + 1, n - 1)];
+        const vf decay = splat(i + 1 < n ? next.decay : 1.0f);
+        vf out[D] = {};
         for (int d = 0; d < D; d++) {
-            const vf value = load(by.value + first + d * LANES);
-            store(read + first + d * LANES, CORRECTS ? out[d] : fma(value, splat(by.skip), out[d]));
+            change[d] = (load(own.value + first + d * LANES) - recalled[d]) * own.amount;
+            recalled[d] = vf{};
         }
+        for (int k = 0; k < n_keys; k++) {
+            float* row = state + int64_t(k) * n_values + first;
+            for (int d = 0; d < D; d++) {
+                vf v = fma(splat(own.key[k]), change[d], load((const float*)row + d * LANES));
+                out[d] = fma(v, splat(own.query[k]), out[d]);
+                v = v * decay;
+                store(row + d * LANES, v);
+                recalled[d] = fma(v, splat(next.key[k]), recalled[d]);
+            }
+        }
+        if (read)
+            for (int d = 0; d < D; d++) store(read + i * n_values + first + d * LANES, out[d]);
+    }
+}
+
+// The same of a state space, whose rows correct nothing.
+template <int D> static inline void add_columns(
+    const Update* by, int n, float* state, int n_keys, int n_values, int first, float* read) {
+    for (int i = 0; i < n; i++) {
+        const Update& own = by[i];
+        const vf decay = splat(own.decay);
+        vf change[D], out[D] = {};
+        for (int d = 0; d < D; d++) change[d] = load(own.value + first + d * LANES) * own.amount;
+        for (int k = 0; k < n_keys; k++) {
+            float* row = state + int64_t(k) * n_values + first;
+            for (int d = 0; d < D; d++) {
+                const vf v = fma(splat(own.key[k]), change[d], load((const float*)row + d * LANES) * decay);
+                store(row + d * LANES, v);
+                out[d] = fma(v, splat(own.query[k]), out[d]);
+            }
+        }
+        for (int d = 0; read && d < D; d++)
+            store(read + i * n_values + first + d * LANES, fma(load(own.value + first + d * LANES), splat(own.skip), out[d]));
+    }
+}
+
+template <int D, bool CORRECTS> static inline void update_columns(
+    const Update* by, int n, float* state, int n_keys, int n_values, int first, float* read) {
+    if constexpr (CORRECTS) correct_columns<D>(by, n, state, n_keys, n_values, first, read);
+    else add_columns<D>(by, n, state, n_keys, n_values, first, read);
 }
 
 template <bool CORRECTS>
-static inline void update_state(const Update& by, float* state, int n_keys, int n_values, float* read) {
-    int first = 0;
-    for (; first + 4 * LANES <= n_values; first += 4 * LANES)
-        update_columns<4, CORRECTS>(by, state, n_keys, n_values, first, read);
-    for (; first + LANES <= n_values; first += LANES)
-        update_columns<1, CORRECTS>(by, state, n_keys, n_values, first, read);
-    for (int v = first; v < n_values; v++) {
-        float recalled = 0, out = CORRECTS ? 0 : by.value[v] * by.skip;
-        for (int k = 0; k < n_keys; k++) {
-            float& at = state[int64_t(k) * n_values + v];
-            at *= by.decay;
-            if (CORRECTS) recalled = std::fma(at, by.key[k], recalled);
-        }
-        const float change = (by.value[v] - recalled) * by.amount;
-        for (int k = 0; k < n_keys; k++) {
-            float& at = state[int64_t(k) * n_values + v];
-            at = std::fma(by.key[k], change, at);
-            out = std::fma(at, by.query[k], out);
-        }
-        if (read) read[v] = out;
+static inline void update_column(const Update& by, float* state, int n_keys, int n_values, int v, float* read) {
+    float recalled = 0, out = CORRECTS ? 0 : by.value[v] * by.skip;
+    for (int k = 0; k < n_keys; k++) {
+        float& at = state[int64_t(k) * n_values + v];
+        at *= by.decay;
+        if (CORRECTS) recalled = std::fma(at, by.key[k], recalled);
     }
+    const float change = (by.value[v] - recalled) * by.amount;
+    for (int k = 0; k < n_keys; k++) {
+        float& at = state[int64_t(k) * n_values + v];
+        at = std::fma(by.key[k], change, at);
+        out = std::fma(at, by.query[k], out);
+    }
+    if (read) read[v] = out;
 }
 
-static inline void update_state(const Update& by, float* state, int n_keys, int n_values, float* read) {
-    if (by.corrects) update_state<true>(by, state, n_keys, n_values, read);
-    else update_state<false>(by, state, n_keys, n_values, read);
+template <bool CORRECTS>
+static inline void update_state(const Update* by, int n, float* state, int n_keys, int n_values, float* read) {
+    int at = 0;
+    for (; at + 4 * LANES <= n_values; at += 4 * LANES)
+        update_columns<4, CORRECTS>(by, n, state, n_keys, n_values, at, read);
+    for (; at + LANES <= n_values; at += LANES)
+        update_columns<1, CORRECTS>(by, n, state, n_keys, n_values, at, read);
+    for (; at < n_values; at++)
+        for (int i = 0; i < n; i++)
+            update_column<CORRECTS>(by[i], state, n_keys, n_values, at, read ? read + i * n_values : nullptr);
+}
+
+// Take the updates of `n` rows, one after the other; `read`, null or (n, value_width). Columns do not depend on one another.
+static inline void update_state(const Update* by, int n, float* state, int n_keys, int n_values, float* read) {
+    if (by->corrects) update_state<true>(by, n, state, n_keys, n_values, read);
+    else update_state<false>(by, n, state, n_keys, n_values, read);
 }
 
 template <class T>
@@ -171,7 +214,9 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
     const Input input = enter(part.before, list, from, part.projections, part.n_projections, thread);
     const int total = project(part.projections, part.n_projections, input, list, thread), n_inputs = part.n_inputs();
     each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-        for (int at = 0; at < n_inputs; at++) updates_[i * n_inputs + at] = inner_[i * total + part.inputs[at]];
+        T* to = updates_ + i * n_inputs;
+        for (const int32_t* run = part.runs; run < part.runs + 2 * part.n_runs; to += run[1], run += 2)
+            memcpy(to, inner_ + i * total + run[0], run[1] * sizeof(T));
     });
     const List<Part>& parts = parts_[step.rows];
     each(SLOTS, thread, parts.n * part.n_heads, 1, [&](int64_t item, int64_t) {
@@ -225,25 +270,31 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
         }
         return updates_ + low * n_inputs;
     };
-    Update by;
-    float* read = on_line(scratch[thread].items) + size;
+    Update by[STRETCH];
+    float read[STRETCH * WIDEST_STATE];
     const T* last[MOST_TAPS];
-    auto take = [&](int64_t slot, float* to, float* out) {  // a slot of text
-        int n_read = 0;
-        for (int64_t s = std::max<int64_t>(0, slot - part.n_taps + 1); s <= slot; s++) last[n_read++] = inputs_at(s);
-        update_of(part, head, last, n_read, by);
-        update_state(by, to, n_keys, n_values, out);
+    // The slots of text from … to - 1; the rows of this pass from `row` on are theirs, and read the state; -1: they do not.
+    auto take = [&](int64_t from, int64_t to, float* into, int64_t row) {
+        for (int n = 0; from < to; from += n) {
+            n = int(std::min<int64_t>(STRETCH, to - from));
+            for (int i = 0; i < n; i++) {
+                int n_read = 0;
+                for (int64_t s = std::max<int64_t>(0, from + i - part.n_taps + 1); s <= from + i; s++)
+                    last[n_read++] = inputs_at(s);
+                update_of(part, head, last, n_read, by[i]);
+            }
+            update_state(by, n, into, n_keys, n_values, row < 0 ? nullptr : read);
+            for (int i = 0; row >= 0 && i < n; i++) recall(part, head, read + i * n_values, row++, total);
+        }
     };
     auto bring_older = [&](int64_t from, int64_t to) {
-        for (int64_t slot = from; own.lag && slot < to; slot++) take(slot, older, nullptr);
+        if (own.lag) take(from, to, older, -1);
     };
-    for (int64_t slot = roots[0]; slot < own.committed; slot++) take(slot, state, nullptr);
+    take(roots[0], own.committed, state, -1);
     bring_older(roots[1], own.committed - own.lag);
     if (own.is_text) {
-        for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
-            take(places_[row_of(list, i)].slot, state, read);
-            recall(part, head, read, i, total);
-        }
+        const int64_t first = places_[row_of(list, rows.first)].slot;
+        take(first, first + rows.n, state, rows.first);
         bring_older(std::max<int64_t>(roots[1], own.committed - own.lag), end - own.lag);
         return;
     }
@@ -256,8 +307,8 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
         const int64_t n_text = std::max<int64_t>(0, part.n_taps - 1 - n);
         for (int64_t s = std::max<int64_t>(0, base - n_text); s < base; s++) last[n_read++] = inputs_at(s);
         for (int64_t p = std::max<int64_t>(0, n - part.n_taps + 1); p <= n; p++) last[n_read++] = inputs_at(path[p]);
-        update_of(part, head, last, n_read, by);
-        update_state(by, work, n_keys, n_values, out);
+        update_of(part, head, last, n_read, by[0]);
+        update_state(by, 1, work, n_keys, n_values, out);
     };
     for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
         const int slot = places_[row_of(list, i)].slot;
@@ -294,9 +345,7 @@ template <class T> void Runner<T>::recall(const Recurrence& part, int head, cons
     for (int at = 0; at < n; at += LANES) {
         const vf unit = as_stored<T>(as_stored<T>(part_of(read, at, n)) * scale), gate = part_of((const T*)gates, at, n);
         const vf normed = as_stored<T>(unit * part_of((const T*)part.norm, at, n));
-        T lanes[LANES];
-        store(lanes, normed * (gate / (exp(-gate) + 1.0f)));
-        memcpy(to + at, lanes, std::min(LANES, n - at) * sizeof(T));
+        store_part(to, normed * (gate / (exp(-gate) + 1.0f)), at, n);
     }
 }
 

@@ -77,7 +77,8 @@ def recurrence_of(
     decay, bias = -rule.log_decay.float().exp(), rule.step_bias.float()
     skip = None if space is None else space.skip.float()
     taps_bias = None if rule.taps_bias is None else rule.taps_bias.float()
-    orders = (rule.input_order.int(), rule.gate_order.int(), block.head_order.argsort().int())
+    runs = runs_of(rule.input_order)
+    orders = (runs.int(), rule.gate_order.int(), block.head_order.argsort().int())
     tensors = (*orders, taps, taps_bias, decay, bias, skip)
     kept = [None if one is None else keep(one.contiguous()) for one in tensors]
     return layout.Recurrence(
@@ -92,11 +93,19 @@ def recurrence_of(
         1.0 if space is None else space.step_scale,
         1.0 if space is None else space.gate_scale,
         rule.out_scale * block.added_scale,
+        len(runs),
         len(maps),
         *form,
         gating,
         rule.norm_width,
     )
+
+
+def runs_of(order: Tensor) -> Tensor:
+    """Return the runs of consecutive numbers in int64 (n,): (runs, 2), the first number and the length of each."""
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), (order.diff() != 1).nonzero()[:, 0] + 1))
+    lengths = torch.cat((starts, torch.tensor([len(order)]))).diff()
+    return torch.stack((order[starts], lengths), dim=1)
 
 
 def _gating_of(norm: Any, rule: StateRule, n_norms: int) -> int:
