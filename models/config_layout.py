@@ -19,6 +19,12 @@ def is_parallel(config: Any) -> bool:
     return parallel if isinstance(parallel, bool) else any(getattr(config, flag, False) for flag in parallel)
 
 
+def mixes_in_turns(config: Any) -> bool:
+    """Tell whether some layers have another mixer of tokens in place of attention."""
+    family = FAMILIES[config.model_type]
+    return any(family.mixes_otherwise(config, layer) for layer in range(int(config.num_hidden_layers)))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
     """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.

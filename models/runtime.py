@@ -24,6 +24,7 @@ from .coded import weight_form
 from .config_layout import (
     context_limit,
     is_parallel,
+    mixes_in_turns,
     query_scales,
     rotation_types,
     rows_as_costly,
@@ -85,7 +86,7 @@ class Runtime:
         self.tokenizer = tokenizer
         self.info = info
         self.n_layers = len(layers)
-        self.parallel = is_parallel(config)
+        self.parallel, self.mixes_in_turns = is_parallel(config), mixes_in_turns(config)
         self.windows = windows_of(config, family, self.n_layers)
         types = rotation_types(config, family, self.windows)
         self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]

@@ -74,6 +74,7 @@ class Proposer:
         base: LayerSet,
         skip_ratio: float,
         project: Callable[[LayerSet], LayerSet] | None = None,
+        whole_layers: bool = False,
     ) -> None:
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
@@ -99,7 +100,9 @@ class Proposer:
             savings=savings,
             project=project,
             experts=experts,
+            whole_layers=whole_layers,
         )
+        self._whole_layers = whole_layers
         self.strategy = info.make(problem)
 
     def n_beside(self, n_finalists: int, batch: int, n_due: int) -> int:
@@ -117,7 +120,9 @@ class Proposer:
         """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            study_result = study(context, kind, self._window, self._savings, self._ratio, self._experts)
+            study_result = study(
+                context, kind, self._window, self._savings, self._ratio, self._experts, self._whole_layers
+            )
             self.rows_run += study_result.rows
             self.strategy.study(prompt_id, study_result)
         return [self.strategy.propose() for _ in range(n)]
@@ -236,11 +241,13 @@ def study(
     savings: Sequence[float],
     skip_ratio: float,
     experts: ExpertLevels | None = None,
+    whole_layers: bool = False,
 ) -> Study:
     """Study the latest `window` generated tokens.
 
     Args: savings: what each bit of a set saves, in any unit: of skipped sub-layers, then of `experts`. skip_ratio:
-          bounds what `clasp` skips. The buffer must have `study_rows` slots behind the committed ones.
+          bounds what `clasp` skips. whole_layers: sets skip both sub-layers of a layer, or none.
+          The buffer must have `study_rows` slots behind the committed ones.
     """
     context.load.n_beside += 1
     study_pass = StudyPass(context, window)
@@ -252,7 +259,7 @@ def study(
         token_indices = sorted(
             {round((i + 1) * window / N_STUDY_TOKENS) - 1 for i in range(min(N_STUDY_TOKENS, window))}
         )
-        programs.append((knapsack_items(n_layers, savings, experts), token_indices))
+        programs.append((knapsack_items(n_layers, savings, experts, whole_layers), token_indices))
     if kind != "similarity":
         programs.append((clasp_items(n_layers, skip_ratio), [window - 1]))
     found_bits = [
@@ -280,8 +287,12 @@ def max_study_rows(kind: StudyKind, window: int, n_layers: int, experts: ExpertL
     return window + sum(max_path_rows[program] for program in programs)
 
 
-def knapsack_items(n_layers: int, savings: Sequence[float], experts: ExpertLevels | None = None) -> Program:
+def knapsack_items(
+    n_layers: int, savings: Sequence[float], experts: ExpertLevels | None = None, whole_layers: bool = False
+) -> Program:
     """Return every sub-layer with its changes by measured costs, in depth order, and the largest weight that is saved.
+
+    With `whole_layers` the items are layers, which are skipped as a whole.
 
     Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
     MLPs, whose costs it fits to the context's length. An MLP that is a mixture may take fewer experts, too.
@@ -297,6 +308,13 @@ def knapsack_items(n_layers: int, savings: Sequence[float], experts: ExpertLevel
     for layer, number, bits in () if experts is None else experts.changes(len(places)):
         changes["mlp", layer].append(change(bits, number))
     sub_layers: list[SubLayer] = [(kind, layer) for layer in range(n_layers) for kind in ("attn", "mlp")]
+    if whole_layers:
+        items = []
+        for layer in range(n_layers):
+            own: tuple[SubLayer, SubLayer] = ("attn", layer), ("mlp", layer)
+            bits = tuple(places[sub_layer] for sub_layer in own if sub_layer in places)
+            items.append(StudyItem(own, (change(bits), *changes[own[1]][1:]) if bits else ()))
+        return items, N_BUCKETS
     return [StudyItem((sub_layer,), tuple(changes.get(sub_layer, ()))) for sub_layer in sub_layers], N_BUCKETS
 
 

@@ -44,6 +44,7 @@ class Search:
     Args: start: the set to begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by
           `skip_ratio`. n_tokens: how long the stream will be, where that is known: strategies that choose the size are
           kept to a share of it. parallel: attention and MLP read the same values, for `settings.exportable`.
+          whole_layers: a set leaves out both sub-layers of a layer, or none.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class Search:
         start: LayerSet | None = None,
         n_tokens: int | None = None,
         parallel: bool = False,
+        whole_layers: bool = False,
     ) -> None:
         self.task, self.settings, self._cost_source = task, settings, costs
         self._longest_draft = settings.max_draft_length  # Upper bound for draft lengths that the search chooses.
         self.skip_ratio, self.n_layers, self._parallel = skip_ratio, n_layers, parallel
+        self._whole_layers = whole_layers
         profile = self.costs
         start = self._nearest_allowed(
             start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile))
@@ -365,12 +368,14 @@ class Search:
         return "" if self.settings.max_steps else "no candidates were asked for"
 
     def _new_proposer(self) -> Proposer:
-        project = self._nearest_allowed if self.settings.exportable else None
-        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project)
+        project = self._nearest_allowed if self.settings.exportable or self._whole_layers else None
+        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project, self._whole_layers)
 
     def _nearest_allowed(self, layer_set: LayerSet) -> LayerSet:
-        """Return the set itself, or the nearest exportable set if only those are searched."""
-        return nearest(layer_set, self._parallel, most=1)[0] if self.settings.exportable else layer_set
+        """Return the set itself, or the nearest one if only exportable sets are searched, or those of whole layers."""
+        if not self.settings.exportable and not self._whole_layers:
+            return layer_set
+        return nearest(layer_set, self._parallel or self._whole_layers, most=1)[0]
 
     def _choose_sets(self, context: Context, window_start: WindowStart, batch: int) -> list[Proposal]:
         """Return the sets that the next pass scores, with origins: due finalists before new proposals."""

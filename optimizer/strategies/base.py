@@ -92,7 +92,8 @@ class SearchProblem:
           window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
           some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
           sets are; n_skipped is then approximate. experts: numbers of experts that proposals may take, too; None: they
-          keep those of `base`. `savings` then go on with each bit's saving beside those before it.
+          keep those of `base`. `savings` then go on with each bit's saving beside those before it. whole_layers: a
+          proposal skips both sub-layers of a layer, or none.
     """
 
     base: LayerSet
@@ -104,6 +105,7 @@ class SearchProblem:
     savings: tuple[float, ...] | None = None
     project: Callable[[LayerSet], LayerSet] | None = None
     experts: ExpertLevels | None = None
+    whole_layers: bool = False
 
     def bits_of(self, layer_set: LayerSet) -> Bits:
         """Return a set as bits: of the searchable sub-layers, then of the numbers of experts that are searched."""
@@ -115,6 +117,18 @@ class SearchProblem:
             return self.base.with_bits(bits)
         n_searchable = len(self.base.bits())
         return self.experts.set_of(self.base.with_bits(bits[:n_searchable]), bits[n_searchable:])
+
+    def draw(self, n_skipped: int, rng: random.Random) -> Bits:
+        """Return a uniform choice of `n_skipped` sub-layers, or of as many in whole layers."""
+        size = len(self.base.bits())
+        return 2 * draw(size // 2, n_skipped // 2, rng) if self.whole_layers else draw(size, n_skipped, rng)
+
+    def exchange(self, bits: Bits, rng: random.Random) -> Bits:
+        """Return the set with a random skipped and a random kept sub-layer exchanged, or two such layers."""
+        if not self.whole_layers:
+            return exchange(bits, rng)
+        n_layers = len(self.base.bits()) // 2
+        return 2 * exchange(bits[:n_layers], rng) + bits[2 * n_layers :]
 
     def canonical(self, bits: Bits) -> Bits:
         """Return the bits of the same set that `bits_of` gives: several may stand for one number of experts."""
@@ -177,7 +191,7 @@ class Strategy(ABC):
             raise SettingsError(
                 f"cannot skip {n_skipped} sub-layers of a model with {n_layers} layers: use 0 to {self.size}"
             )
-        self.n_skipped = n_skipped
+        self.n_skipped = n_skipped - n_skipped % 2 if self.problem.whole_layers else n_skipped
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values, without the trials; valid once every proposal has been scored."""
@@ -206,7 +220,7 @@ class Strategy(ABC):
             if bits not in self.seen:
                 break
             # A random exchange stays close to the suggestion, and keeps a random set uniformly random.
-            bits = exchange(bits, rng)
+            bits = self.problem.exchange(bits, rng)
         bits = self.problem.project_bits(bits)
         self.seen.add(bits)
         return Proposal(self.problem.set_of(bits), origin)

@@ -14,7 +14,7 @@ from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.types import LayerSet, Trial
-from .base import Bits, ExpertLevels, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind, draw
+from .base import Bits, ExpertLevels, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind
 
 if TYPE_CHECKING:
     from numpy import float64
@@ -65,12 +65,12 @@ class GuidedStrategy(Strategy):
         super().__init__(problem)
         self._study, self._n_studies, self._savings = study, n_studies, problem.savings
         self._n_bits = len(problem.bits_of(problem.base))
-        self._whole_layers = whole_layers
+        self._whole_layers = whole_layers = whole_layers or problem.whole_layers
         n_layers = self.size // 2
         layers = [(layer, n_layers + layer) for layer in range(n_layers)]
         self._units: list[tuple[int, ...]] = [*(() if whole_layers else ((i,) for i in range(self.size))), *layers]
         self._units += expert_units(problem.experts, self.size)
-        if problem.project is not None:
+        if problem.project is not None and not whole_layers:
             # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
             self._units += [(n_layers + layer, layer + 1) for layer in range(n_layers - 1)]
         self._studies: dict[str, Study] = {}
@@ -82,7 +82,7 @@ class GuidedStrategy(Strategy):
         bits, origin = next(self._rank_candidates(rng), ((), ""))
         if not origin:
             n_skipped = self.n_skipped if self._savings is None else rng.randint(0, self.size)
-            bits, origin = self._padded(draw(self.size, n_skipped, rng)), "random"
+            bits, origin = self._padded(self.problem.draw(n_skipped, rng)), "random"
         return self.claim_unseen(bits, origin, rng)
 
     def observe(self, trial: Trial) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ...core.errors import SettingsError
 from ...core.types import Trial
-from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo, draw
+from .base import Bits, Proposal, SearchProblem, Strategy, StrategyInfo
 
 DEADLINE_S = 60.0  # Maximum seconds per suggestion, including the start of the process.
 ENGINES_WITHOUT_DEADLINE = frozenset({"cube"})  # Search engines without a time limit, as in SWIFT's published code.
@@ -61,7 +61,7 @@ class IntervalStrategy(Strategy):
 
     def propose(self) -> Proposal:
         rng = self.next_step()
-        bits, origin = draw(self.size, self.n_skipped, rng), "random"
+        bits, origin = self.problem.draw(self.n_skipped, rng), "random"
         # With only one possible set there is nothing to suggest.
         is_due = self.step % self._interval == 0 and math.comb(self.size, self.n_skipped) > 1
         process = self._process if is_due else None

@@ -18,6 +18,7 @@ import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.types import LayerSet, Trial, searchable
+from swiftopt.models.restacked import nearest
 from swiftopt.optimizer import strategies
 from swiftopt.optimizer.strategies import STRATEGIES, Proposal, SearchProblem, Strategy, Study, strategy_info
 from swiftopt.optimizer.strategies.interval import SuggestionProcess
@@ -97,6 +98,25 @@ def make_strategy(name: str, n_layers: int, n_skipped: int, seed: int, **more: A
 def shown(strategy: Strategy, n_layers: int = N_LAYERS) -> None:
     if strategy.wants("p") is not None:
         strategy.study("p", study_of(n_layers))
+
+
+def whole(layer_set: LayerSet) -> LayerSet:
+    return nearest(layer_set, parallel=True, most=1)[0]
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize("savings", [None, SAVINGS], ids=["", "savings"])
+def test_whole_layers_are_skipped_where_only_these_may_be(name: str, savings: tuple[float, ...] | None) -> None:
+    start = LayerSet.uniform(N_LAYERS, N_SKIPPED)
+    problem = dict(seed=3, interval=INTERVAL, deterministic=True, savings=savings, project=whole, whole_layers=True)
+    with closing(make(name, start, N_SKIPPED, **problem)) as strategy:
+        shown(strategy)
+        sets = [proposal.layer_set for proposal in played(strategy, 2 * N_STEPS)]
+        assert all(one.skip_attn == one.skip_mlp for one in sets) and len({*sets}) > N_STEPS
+        if savings is None:
+            assert sum(one.n_skipped == N_SKIPPED for one in sets) > N_STEPS
+            strategy.set_n_skipped(N_SKIPPED_LATER - 1)
+            assert strategy.propose().layer_set.n_skipped <= N_SKIPPED_LATER - 2
 
 
 def played(strategy: Strategy, n_steps: int) -> Iterator[Proposal]:

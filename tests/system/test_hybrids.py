@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from api import Served, serving, until_ready
 from native import native, repeating, words
 from tiny_files import CHAT_TEMPLATE, save
 
+from swiftopt.cli.main import run
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, ResumePoint, TokenRule
@@ -167,3 +169,28 @@ def test_chat_of_three_turns_has_the_same_bytes_with_drafts_and_without(variant:
         without = chat(served, swiftopt={"plan": "plain"})
         drafted = chat(served, swiftopt={"method": "prompt-lookup"})
         assert without == drafted and all(without)
+
+
+def test_tuned_plan_leaves_out_whole_layers_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rough_costs: None
+) -> None:
+    monkeypatch.setenv("SWIFTOPT_DATABASE_URL", str(tmp_path / "home.db"))
+    prompts = [" ".join(f"w{word}" for word in repeating(seed)) for seed in range(3)]
+    stream = tmp_path / "notes.jsonl"
+    stream.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    model = ["--model", str(save(tmp_path / "tiny", "qwen3_5_text")), "--dtype", "float32", "--max-new-tokens", "24"]
+
+    def called(*words: str) -> Any:
+        code = run([*words, *model, "--json"])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return json.loads(out)
+
+    search = ("--method", "swift", "--draft-format", "stored", "--context-window", "8", "--max-steps", "6")
+    (task,) = called("tune", "--stream", str(stream), *search)["tasks"]
+    layer_set = task["layer_set"]["layer_set"]
+    assert task["n_trials"] > 0 and layer_set["skip_attn"] == layer_set["skip_mlp"] != []
+    asked = ("generate", "--prompt", prompts[0], "--task", "notes")
+    plain, drafted = (called(*asked, "--method", name) for name in ("plain", "swift"))
+    assert drafted["text"] == plain["text"] and plain["text"]
+    assert drafted["plan"]["layer_set_version"] == task["layer_set"]["version"]
