@@ -205,6 +205,7 @@ def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
     others = {part for form in own_forms for parts in form.joined.values() for part in parts} | {"attn_qkv"}
     others |= {part for form in own_forms for part in form.stacked.values()}
     others |= {"attn_q", "attn_k"} if any(form.pairs_halves for form in own_forms) else set()
+    others |= {"attn_gate", "ssm_alpha", "ssm_beta"} if any(form.tiled_heads for form in own_forms) else set()
     own = file.own_settings()
     n_layers = int(own.get("block_count", 0)) - int(own.get(NEXT_LAYERS, 0))
     for tensor in file.tensors.values():

@@ -57,7 +57,7 @@ class TunedTask:
         search = Search(
             *(name, runtime.n_layers, settings, skip_ratio, costs, start, n_tokens),
             parallel=runtime.parallel,
-            # Of drafts of Qwen3.5 without any attention 4 % are accepted, and twelve times as much with whole layers left
+            # Of drafts of Qwen3.5 without any attention 4 % are accepted, and twelve times that with whole layers left
             # out. Source: arXiv:2605.01106.
             whole_layers=runtime.mixes_in_turns,
         )
