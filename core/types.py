@@ -212,6 +212,15 @@ class LayerSet(Record):
         """The set whose `bits` these are, with the same formats and numbers of experts."""
         return self.skipping(sub_layer for sub_layer, bit in zip(searchable(self.n_layers), bits, strict=True) if bit)
 
+    def in_whole_layers(self) -> LayerSet:
+        """The set that leaves out as many sub-layers in whole layers, or one fewer, with the same formats and experts.
+
+        Layers of which this set leaves out both sub-layers come first, then those of which it leaves out one.
+        """
+        both, either = self.skip_attn & self.skip_mlp, self.skip_attn | self.skip_mlp
+        layers = [*sorted(both), *sorted(either - both)][: self.n_skipped // 2]
+        return replace(self, skip_attn=frozenset(layers), skip_mlp=frozenset(layers))
+
     def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
         """The set that leaves out those sub-layers and no others, with the same formats and numbers of experts."""
         skipped: dict[str, set[int]] = {"attn": set(), "mlp": set()}

@@ -373,9 +373,9 @@ class Search:
 
     def _nearest_allowed(self, layer_set: LayerSet) -> LayerSet:
         """Return the set itself, or the nearest one if only exportable sets are searched, or those of whole layers."""
-        if not self.settings.exportable and not self._whole_layers:
-            return layer_set
-        return nearest(layer_set, self._parallel or self._whole_layers, most=1)[0]
+        if self.settings.exportable:
+            return nearest(layer_set, self._parallel or self._whole_layers, most=1)[0]
+        return layer_set.in_whole_layers() if self._whole_layers else layer_set
 
     def _choose_sets(self, context: Context, window_start: WindowStart, batch: int) -> list[Proposal]:
         """Return the sets that the next pass scores, with origins: due finalists before new proposals."""

@@ -18,7 +18,6 @@ import pytest
 
 from swiftopt.core.errors import LayerSetError, SettingsError
 from swiftopt.core.types import LayerSet, Trial, searchable
-from swiftopt.models.restacked import nearest
 from swiftopt.optimizer import strategies
 from swiftopt.optimizer.strategies import STRATEGIES, Proposal, SearchProblem, Strategy, Study, strategy_info
 from swiftopt.optimizer.strategies.interval import SuggestionProcess
@@ -100,15 +99,12 @@ def shown(strategy: Strategy, n_layers: int = N_LAYERS) -> None:
         strategy.study("p", study_of(n_layers))
 
 
-def whole(layer_set: LayerSet) -> LayerSet:
-    return nearest(layer_set, parallel=True, most=1)[0]
-
-
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 @pytest.mark.parametrize("savings", [None, SAVINGS], ids=["", "savings"])
 def test_whole_layers_are_skipped_where_only_these_may_be(name: str, savings: tuple[float, ...] | None) -> None:
     start = LayerSet.uniform(N_LAYERS, N_SKIPPED)
-    problem = dict(seed=3, interval=INTERVAL, deterministic=True, savings=savings, project=whole, whole_layers=True)
+    problem = dict(seed=3, interval=INTERVAL, deterministic=True, savings=savings, whole_layers=True)
+    problem["project"] = LayerSet.in_whole_layers
     with closing(make(name, start, N_SKIPPED, **problem)) as strategy:
         shown(strategy)
         sets = [proposal.layer_set for proposal in played(strategy, 2 * N_STEPS)]
