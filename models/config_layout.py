@@ -20,9 +20,9 @@ def is_parallel(config: Any) -> bool:
 
 
 def mixes_in_turns(config: Any) -> bool:
-    """Tell whether some layers have another mixer of tokens in place of attention."""
+    """Tell whether some layers have attention, and others have something in its place."""
     family = FAMILIES[config.model_type]
-    return any(family.mixes_otherwise(config, layer) for layer in range(int(config.num_hidden_layers)))
+    return len({family.has_attention(config, layer) for layer in range(int(config.num_hidden_layers))}) > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,9 +188,9 @@ def test_tuned_plan_leaves_out_whole_layers_and_is_found_again(
 
     search = ("--method", "swift", "--draft-format", "stored", "--context-window", "8", "--max-steps", "6")
     (task,) = called("tune", "--stream", str(stream), *search)["tasks"]
-    layer_set = task["layer_set"]["layer_set"]
+    layer_set = task["layer_set"]
     assert task["n_trials"] > 0 and layer_set["skip_attn"] == layer_set["skip_mlp"] != []
     asked = ("generate", "--prompt", prompts[0], "--task", "notes")
     plain, drafted = (called(*asked, "--method", name) for name in ("plain", "swift"))
     assert drafted["text"] == plain["text"] and plain["text"]
-    assert drafted["plan"]["layer_set_version"] == task["layer_set"]["version"]
+    assert drafted["layer_set"]["version"] == layer_set["version"]
