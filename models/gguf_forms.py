@@ -34,8 +34,8 @@ class GgufForm:
     those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
     which a value is one such setting by another. `choices`: a setting's field, and the field's values by those of the
     setting, with None for a file without the setting. `flags`: a field's values where the first layer has a tensor,
-    and where not. `constants`: fields of all files. `ignored`: settings that change nothing: with these values, or any
-    (None).
+    and where not. `constants`: fields of files that say nothing of them. `ignored`: settings that change nothing: with
+    these values, or any (None).
 
     `has_head_dim`: the config has a field for the size of a head. `rotates_in_part`: it has one for how much of a head
     is rotated. `scalings` of rotary positions that it takes. `window` of files that name none; 0: they have none.
@@ -102,6 +102,7 @@ _EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _SIGMOIDS = {"expert_gating_func": (2,)}  # What scores of experts are: the value of all files of an architecture.
 # Routers as DeepSeek's: sigmoids, divided by their sum or not, times a factor.
@@ -129,7 +130,18 @@ _GRANITE: dict[str, Any] = dict(
     },
 )
 # What llama.cpp's converter writes of layers with states, also where a model has none.
-_STATES = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+_SPACE: dict[str, Any] = dict(
+    sizes={
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads",
+    },
+    quotients={
+        "mamba_d_head": ("ssm.inner_size", "ssm.time_step_rank"),
+        "mamba_expand": ("ssm.inner_size", "embedding_length"),
+    },
+)
 _WINDOW = "attention.sliding_window"
 # What images need: three positions for a token, which are the same for text, and layers that read an image's features.
 _IMAGES: dict[str, None] = {"rope.dimension_sections": None, "n_deepstack_layers": None}
@@ -235,14 +247,18 @@ FORMS: dict[str, GgufForm] = {
     "granite": GgufForm("granite", **_GRANITE, flags=_BIASES, ignored={"rope.scaling.finetuned": (True,)}),
     "granitemoehybrid": GgufForm(
         "granitehybrid",
-        **_GRANITE,
-        joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up"), "shared_mlp.output_linear": ("ffn_down",)},
+        when=("embedding_scale",),
+        **{**_GRANITE, "fields": _GRANITE["fields"] | _LOCAL_EXPERTS | _SHARED},
+        joined={
+            "shared_mlp.input_linear": ("ffn_gate", "ffn_up"),
+            "shared_mlp.output_linear": ("ffn_down",),
+            "block_sparse_moe.router": ("ffn_gate_inp",),
+        },
         choices={"rope.scaling.finetuned": ("position_embedding_type", {True: "rope", False: "nope", None: "nope"})},
         flags=_ATTENTION_BIAS,
-        # No layer has states, and the config wants their heads to divide the width.
-        constants={"num_local_experts": 0, "mamba_n_heads": 1},
-        ignored={**{f"ssm.{name}": None for name in _STATES}, "expert_shared_feed_forward_length": None},
-        lists_layers=True,
+        constants={"num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        **{**_SPACE, "sizes": _SPACE["sizes"] | {"feed_forward_length": "intermediate_size"}},
+        mixed_by="kv_heads",
     ),
     "ernie4_5": GgufForm("ernie4_5", has_head_dim=True, flags={"use_bias": _flag("attn_output.bias")}),
     "glm": GgufForm("chatglm", has_head_dim=True, rotates_in_part=True, flags=_QKV_BIAS),

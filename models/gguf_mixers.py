@@ -83,6 +83,7 @@ class DeltaTensors:
         """Tell whether a norm is that of what heads read, to whose weights nothing is added."""
         return self.name_of(module_name) == self.mixer.norm
 
-    def numbers(self, name: str, values: Tensor) -> Tensor:
-        """Return a parameter's values, given those of the file: it has the decay itself, -exp(A_log)."""
-        return (-values).log() if name.endswith(".A_log") else values
+
+def numbers_of(name: str, values: Tensor) -> Tensor:
+    """Return a parameter's values, given those of the file: it has the decay of a state itself, -exp(A_log)."""
+    return (-values).log() if name.endswith(".A_log") else values

@@ -26,7 +26,7 @@ from .cache import gguf_settings_folder, made_once
 from .config_layout import HeadLayout, heads_of
 from .families import family_of
 from .family import Family, GatedDelta
-from .gguf_mixers import RENAMED, DeltaTensors
+from .gguf_mixers import RENAMED, DeltaTensors, numbers_of
 from .gguf_packing import forms, packing_of
 from .gguf_reader import TYPES, FileTensor, GgufFile, parts_of
 from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_of, layer_numbers
@@ -171,19 +171,23 @@ class _Reading:
                 values = values[order]
             if self.form.adds_to_norms and self._is_added_to(module_name, leaf):
                 values = values - self.form.adds_to_norms
-            if self.delta is not None:
-                columns = self.delta.columns(module_name)
-                values = self.delta.numbers(name, values if columns is None else values[:, columns])
+            values = numbers_of(name, values)
+            if self.delta is not None and (columns := self.delta.columns(module_name)) is not None:
+                values = values[:, columns]
             if isinstance(module, Conv1D) and leaf == "weight":
                 values = values.t()
             expected, is_correction = tuple(getattr(module, leaf).shape), _is_correction(leaf)
-            # A router's correction is a row in some families. A file has the taps of each channel as a row.
-            if (is_correction or isinstance(module, nn.Conv1d)) and values.numel() == math.prod(expected):
+            # A router's correction is a row in some families, and parts of a mixer have other dimensions in a file.
+            if (is_correction or self._is_of_mixer(module_name)) and values.numel() == math.prod(expected):
                 values = values.view(expected)
             _check_shape(self.file.path, tensor, expected, tuple(values.shape))
             # A correction is in float32 whatever the model's type.
             self._values[name] = values if is_correction else values.to(self.dtype).contiguous()
         self.file.release(tensor)
+
+    def _is_of_mixer(self, module_name: str) -> bool:
+        mixer = self.family.mixer
+        return mixer is not None and f".{mixer.module}." in f"{module_name}."
 
     def _is_added_to(self, module_name: str, leaf: str) -> bool:
         is_gated = self.delta is not None and self.delta.is_gated_norm(module_name)
@@ -228,7 +232,11 @@ class _Reading:
         number, module, leaf = _parts(name, self.family.layers)
         stem, _, index = module.rpartition(".")
         if module in self.form.joined:
-            found = [self._found(f"blk.{number}.{part}.{leaf}") for part in self.form.joined[module]]
+            # A shared MLP has names of its own beside experts.
+            found = [
+                self._found(f"blk.{number}.{part}.{leaf}") or self._found(f"blk.{number}.{part}_shexp.{leaf}")
+                for part in self.form.joined[module]
+            ]
             return None if None in found else self._joined([tensor for tensor in found if tensor is not None])
         if stem in self.form.stacked:
             stack, row = self._found(f"blk.{number}.{self.form.stacked[stem]}.{leaf}"), int(index)

@@ -67,14 +67,16 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 
 
 class _Settings:
-    """An architecture's settings; each is taken once, by its name without the architecture's prefix."""
+    """An architecture's settings, by name without its prefix; those that nothing takes are left."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.path, self._left = file.path, file.own_settings()
+        self.path, self._given = file.path, file.own_settings()
+        self._left = dict.fromkeys(self._given)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a setting; of values by layer the one that all layers share."""
-        given = self._left.pop(name, default)
+        self._left.pop(name, None)
+        given = self._given.get(name, default)
         return given[0] if isinstance(given, list) and given and given == given[:1] * len(given) else given
 
     def number(self, name: str, default: Any = None) -> Any:
@@ -105,13 +107,13 @@ class _Settings:
 
         Raises: UnsupportedModel: it is not one number for each layer.
         """
-        given = self._left.get(name)
+        given = self._given.get(name)
         if not isinstance(given, list):
             return [False] * n_layers
         others = [value for value in given if value]
         if len(given) != n_layers or not others:
             raise self.refusal(name, given)
-        self._left[name] = others
+        self._given[name] = others
         return [not value for value in given]
 
     def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
@@ -168,13 +170,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
     if family.rotary is not None:
         given["num_key_value_heads"] = settings.size(KV_HEADS, heads)
-    config: dict[str, Any] = {family.fields.get(name, name): value for name, value in given.items()}
+    config: dict[str, Any] = {
+        **form.constants,
+        **{family.fields.get(name, name): value for name, value in given.items()},
+    }
     for name, field in form.fields.items():
         if (value := settings.number(name, COUNTS.get(name))) or name in COUNTS:
             config[field] = value
     config |= {field: settings.size(name) for name, field in form.sizes.items()}
     for field, (name, other) in form.quotients.items():
-        value, divisor = settings.size(name), config[form.sizes[other]]
+        value, divisor = settings.size(name), settings.size(other)
         if value % divisor:
             raise settings.refusal(name, value)
         config[field] = value // divisor
@@ -182,7 +187,6 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}
         config[field] = if_not if names.isdisjoint(file.tensors) else if_there
     config |= {field: settings.choice(name, values) for name, (field, values) in form.choices.items()}
-    config |= form.constants
     for name in form.by_layer.values():
         layer_numbers(file, name, n_layers)
     if family.rotary is not None:

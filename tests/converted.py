@@ -289,14 +289,13 @@ def _granite(config: Any) -> Settings:
 def _granitehybrid(config: Any) -> Settings:
     return {
         **_granite(config),
-        "feed_forward_length": config.shared_intermediate_size,
         "expert_shared_feed_forward_length": config.shared_intermediate_size,
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
         "ssm.inner_size": config.mamba_expand * config.hidden_size,
         "ssm.time_step_rank": config.mamba_n_heads,
-        "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+        KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
     }
 
@@ -540,6 +539,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
     config, state = model.config, model.state_dict()
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     places = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
     permutes = architecture == "olmo" or (architecture in LIKE_LLAMA and architecture not in UNPERMUTED)
     for name, tensor in state.items():
         skips_head = config.tie_word_embeddings or architecture in NO_OUTPUT
@@ -547,12 +547,16 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             continue
         if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
-        if "conv1d" in name or "conv.conv" in name:
+        if tensor.dim() == 3 and ("conv1d" in name or "conv.conv" in name):
             tensor = tensor.squeeze(1)
         if architecture in TILED and ".linear_attn." in name:
             tensor = _tiled(name, tensor, config)
         if name.endswith(".A_log"):
             tensor = -tensor.exp()
+        if ".mamba." in name and name.endswith((".A_log", ".D")):
+            tensor = tensor[:, None]
+        if name.endswith(".mamba.norm.weight"):
+            tensor = tensor.view(config.mamba_n_groups, -1)
         name = name.replace(".dt_bias", ".dt_proj.bias")
         if permutes and ".q_proj." in name:
             tensor = _permuted(tensor, config.num_attention_heads)
@@ -597,11 +601,11 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             name += ".weight"
         if "shared_mlp.input_linear" in name and layer is not None:
             gate, up = tensor.chunk(2)
-            yield f"blk.{layer[1]}.ffn_gate.weight", gate
-            yield f"blk.{layer[1]}.ffn_up.weight", up
+            yield f"blk.{layer[1]}.ffn_gate{shared}.weight", gate
+            yield f"blk.{layer[1]}.ffn_up{shared}.weight", up
             continue
         if "shared_mlp.output_linear" in name and layer is not None:
-            yield f"blk.{layer[1]}.ffn_down.weight", tensor
+            yield f"blk.{layer[1]}.ffn_down{shared}.weight", tensor
             continue
         if name.endswith("_sub_norm.weight") and layer is not None:
             yield f"blk.{layer[1]}.{name.split('.')[-2]}.weight", tensor

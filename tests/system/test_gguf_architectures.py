@@ -278,11 +278,11 @@ REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
         UnsupportedModel,
         r"attention\.head_count_kv = 4",
     ),
-    "layers with states": (
+    "other heads by layer": (
         "granitehybrid",
-        _add(attention__head_count_kv=[2, 0, 2, 2]),
+        _add(attention__head_count_kv=[0, 2, 1, 0]),
         UnsupportedModel,
-        r"attention\.head_count_kv = \[2, 0, 2, 2\]",
+        r"attention\.head_count_kv = \[2, 1\]",
     ),
     "another activation": (
         "bitnet",

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.slow
 
 N_NEW = 8
 PROMPTS = [IDS[:length] for length in range(5, 40, 3)]
-# llama.cpp takes keys and values of one width.
+# llama.cpp takes keys and values of one width, and a state space twice as wide as the model.
 _STATES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": THIRDS}
 SIZES: dict[str, dict[str, Any]] = {name: _STATES for name in ("qwen35", "qwen35moe", "qwen3next")}
+SIZES |= {name: {"mamba_expand": 2, "mamba_d_head": 16} for name in FILES if name.startswith("granitehybrid")}
 
 
 def theirs(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -51,7 +52,9 @@ def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("what", ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize(
+    "what", ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid, with experts"]
+)
 def test_greedy_tokens_are_those_of_llama_cpp(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, changed = FILES[what]
     path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, **{**changed, **SIZES.get(what, {})}))
