@@ -124,9 +124,11 @@ def test_text_parts_of_multimodal_models_are_read(what: str, named: str, tmp_pat
     check(write_gguf(tmp_path / "a.gguf", model, more=more, named=named), model)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, new_cache: Path) -> None:
-    """GLM-4.5's files have one behind the model's own, as its checkpoints do."""
-    model = tiny_model("glm4_moe", torch.float32)
+@pytest.mark.parametrize("what", ["glm4moe", "qwen35"])
+def test_layers_that_predict_further_tokens_are_left_out(what: str, tmp_path: Path, new_cache: Path) -> None:
+    """Files of GLM-4.5 and Qwen3.5 have one after the model's own."""
+    family, changed = FILES[what]
+    model = tiny_model(family, torch.float32, **changed)
 
     def more(writer: gguf.GGUFWriter) -> None:
         _add(block_count=5, nextn_predict_layers=1)(writer)
