@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -248,6 +249,11 @@ def worker_command(queue: str) -> str:
     """Return the command that starts a worker of a queue, as hints name it."""
     option = "" if queue == DEFAULT_QUEUE else f" --queue {queue}"
     return f"`swiftopt worker{option}`"
+
+
+def tune_command(model: str, task: str) -> str:
+    """Return the command that tunes a model for a task, as a shell reads it."""
+    return shlex.join(["swiftopt", "tune", "--model", model, "--stream", "FILE", "--task", task])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -185,7 +186,7 @@ def tuned_view(model: str, engine: str, tuned: EngineTuned) -> list[RenderableTy
         f"Stored as version {plan.version}.",
     ]
     if verdict.word == "use" and plan.plan.settings.get("drafts") is not None:
-        place = f"{model}/{tuned.task}"
+        place = shlex.quote(f"{model}/{tuned.task}")
         lines.append(f"Its files: swiftopt export {place} --to {engine} --version {plan.version} --out FOLDER")
     title = f"{model} in {engine}, task {tuned.task}"
     return [table(columns, rows, title=title), *failed, *lines]

@@ -24,6 +24,7 @@ from ..core.records import (
     pack_state,
     unpack_state,
 )
+from ..core.requests import tune_command
 from ..core.settings import ENGINES
 from ..core.types import DEFAULT_TASK, now
 from .names import find_model, known_model, lock, model_for, newest, next_version, where_task
@@ -151,7 +152,7 @@ def layer_set_of(session: Session, model: str, task: str, version: int) -> Layer
         + (
             f"those with one are {_version_list(stored_versions)}"
             if stored_versions
-            else f"tune one with `{_tune_command(model, task)}`"
+            else f"tune one with `{tune_command(model, task)}`"
         )
     )
 
@@ -443,7 +444,7 @@ def _stored_set(session: Session, model: ModelRow, record: LayerSetRecord) -> La
 def _not_found(session: Session, model: str, task: str, alias: str = "best") -> LayerSetNotFound:
     """Return the error for a model and task without a plan, with the nearest ones that have one."""
     if alias in ENGINES:
-        command = f"{_tune_command(model, task)} --engine {alias}"
+        command = f"{tune_command(model, task)} --engine {alias}"
         return LayerSetNotFound(f"no plan for {alias} is stored for {model}/{task}: run `{command}`")
     stored_versions = _versions(session, PlanRow, find_model(session, model), task)
     if stored_versions:
@@ -454,7 +455,7 @@ def _not_found(session: Session, model: str, task: str, alias: str = "best") -> 
     model_task = f"{model}/{task}"
     nearest = _nearest(session, model, task)
     hint = f" (the nearest is {nearest})" if nearest else ""
-    return LayerSetNotFound(f"no layer set is stored for {model_task}{hint}: run `{_tune_command(model, task)}`")
+    return LayerSetNotFound(f"no layer set is stored for {model_task}{hint}: run `{tune_command(model, task)}`")
 
 
 def _nearest(session: Session, model: str, task: str) -> str | None:
@@ -467,10 +468,6 @@ def _nearest(session: Session, model: str, task: str) -> str | None:
         return None
     stored_tasks = session.scalars(select(PlanRow.task).where(PlanRow.model_id == model_ids[names[0]]).distinct())
     return f"{names[0]}/{difflib.get_close_matches(task, sorted(stored_tasks), n=1, cutoff=0.0)[0]}"
-
-
-def _tune_command(model: str, task: str) -> str:
-    return f"swiftopt tune --model {model} --stream FILE --task {task}"
 
 
 def _version_list(versions: list[int]) -> str:

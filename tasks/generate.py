@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import ContextOverflow, InvalidInput, LayerSetNotFound, NotFound
 from ..core.plainly import REQUESTED, WhyPlain
 from ..core.records import FoundPlan, Plan
-from ..core.requests import GenerateRequest, settled_length
+from ..core.requests import GenerateRequest, settled_length, tune_command
 from ..core.rounds import RoundFigures, RoundLog
 from ..core.types import Completion, Prompt, TokenLogprob, TracedToken
 from ..decoding.engine import side_by_side
@@ -219,8 +219,7 @@ class Planner:
             return self.store.lookup(runtime.info.fingerprint, task, machine_name(runtime), runtime.dtype_name), ""
         except LayerSetNotFound:
             model = self.request.model
-            advice = f"run `swiftopt tune --model {model} --stream FILE --task {task}`"
-            return None, f"nothing is stored for the task {task} of {model}: {advice}"
+            return None, f"nothing is stored for the task {task} of {model}: run `{tune_command(model, task)}`"
 
 
 def _explain_plain(task: str, stored_plan: FoundPlan) -> WhyPlain:

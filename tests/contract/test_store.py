@@ -344,6 +344,8 @@ def test_lookup_names_the_nearest_and_the_command_when_nothing_fits(store: Store
     assert "`swiftopt tune --model codelama-13b --stream FILE --task humaneval`" in str(caught.value)
     with pytest.raises(LayerSetNotFound, match="the nearest is qwen/gsm8k"):
         store.lookup("qwen", "gsm")
+    with pytest.raises(LayerSetNotFound, match="tune --model '/my models/a' --stream FILE --task 'it is'`"):
+        store.lookup("/my models/a", "it is")
 
 
 def test_set_that_was_not_promoted_is_stored_but_not_looked_up(store: Store) -> None:
