@@ -23,6 +23,7 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
+    "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
 }
@@ -34,6 +35,7 @@ NAMES = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL 30B-A3B and 235B-A22B",
+    "glm4v_moe": "GLM-4.5V, GLM-4.6V",
     "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
     "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
 }

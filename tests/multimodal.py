@@ -110,6 +110,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
     ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "rope_parameters": _axes(1, 1, 2, partial_rotary_factor=0.5),
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+        {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "image_size": 8},
+    ),
 }
 BY_INPUTS = re.compile(r"\.experts\.(gate_up|down)_proj$")  # How Qwen3-VL's checkpoints have maps of experts.
 
