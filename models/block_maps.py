@@ -52,8 +52,8 @@ class PackedBlocks:
     def numbers(self, outputs: Tensor | None = None) -> Tensor:
         """Return the de-quantised weights of some outputs, int64 (n,), or of all: float32 (n, in)."""
         outputs = torch.arange(self.n_out) if outputs is None else outputs.contiguous()
-        out_of_range = outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.n_out
-        if out_of_range:
+        numbers = outputs.tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < self.n_out:
             raise IndexError(f"a weight has {self.n_out} outputs")
         weights = torch.empty((len(outputs), self.n_in))
         self.kernels.numbers(ctypes.byref(self.map()), outputs.data_ptr(), len(outputs), weights.data_ptr())

@@ -299,9 +299,10 @@ class Runtime:
         """
         if self.device.type == "cpu":
             best = [best_of(rows) if self.native is None else self.native.best(rows) for rows in logits]
+            read = [[] if part is None else part.flatten().tolist() for part in (*best, *unread)]
         else:  # Concatenate first, to launch as few kernels as possible.
             best = list(torch.split(best_of(torch.cat(list(logits))), [len(rows) for rows in logits]))
-        read = read_together(*best, *unread)
+            read = read_together(*best, *unread)
         return [tokens + numbers for tokens, numbers in zip(read[: len(best)], read[len(best) :], strict=True)]
 
     def _computed(self, passes: Sequence[Pass]) -> list[Tensor]:
@@ -332,7 +333,8 @@ class Runtime:
             logits = torch.empty((len(rows), self.vocab_size), dtype=self.dtype, device=self.device)
             for name, index in indices.items():
                 logits.index_copy_(0, uploaded(at[name], self.device), self.logits(hidden, name, index))
-        return list(torch.split(logits, [len(pass_rows) for pass_rows, _ in rows_and_heads]))
+        sizes = [len(pass_rows) for pass_rows, _ in rows_and_heads]
+        return [logits] if len(sizes) == 1 else list(torch.split(logits, sizes))
 
     def _begun(self, passes: Sequence[Pass], plans: Sequence[PassPlan]) -> Tensor:
         """Return the states (rows, hidden_size) that passes begin with; our kernels overwrite them."""
