@@ -1,6 +1,6 @@
-"""A model that mixes attention with gated delta rules, at the shape of Qwen3.5-2B, with random weights.
+"""A model that mixes attention with a recurrence, at the shape of one that people run, with random weights.
 
-python -m swiftopt.bench.hybrids --layers 24 --prompt-tokens 2000 --chat-tokens 4000
+python -m swiftopt.bench.hybrids --shape qwen3.5-2b --layers 24 --prompt-tokens 2000 --chat-tokens 4000
 
 Prints one JSON object: a pass over 8 rows as a quotient to one over 1 row, in int4 and in bfloat16; the seconds of a
 prompt as a quotient to those of the same shape with attention in all layers; a chat's second turn as a quotient to
@@ -10,7 +10,7 @@ reading all of it; and the bytes of a sequence's states, and what drafting 8 row
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -32,7 +32,8 @@ from ..models.runtime import Runtime
 
 SCHEMA = "swiftopt.bench-hybrid/1"
 TOKENS = 4096  # Tokens of the vocabulary: a whole one would make the head a large part of few layers.
-SHAPE: dict[str, Any] = {
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
     "vocab_size": TOKENS,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -46,6 +47,22 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "eos_token_id": None,
 }
+GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": TOKENS,
+    "hidden_size": 1536,
+    "shared_intermediate_size": 4096,
+    "num_local_experts": 0,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+}
+# By name: settings of a config, and one layer in how many has attention.
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {"qwen3.5-2b": (QWEN, 4), "granite-4.0-h-1b": (GRANITE, 10)}
 REPEATS = 15
 ROWS = 8
 CONTEXT = 256
@@ -53,14 +70,16 @@ NEW_TOKENS, TURN_TOKENS = 16, 48  # Tokens of an answer, and of what is new in a
 
 
 @click.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3.5-2b", show_default=True)
 @click.option("--layers", default=24, show_default=True)
 @click.option("--prompt-tokens", default=2000, show_default=True)
 @click.option("--chat-tokens", default=4000, show_default=True)
-def main(layers: int, prompt_tokens: int, chat_tokens: int) -> None:
-    """Measure a hybrid at Qwen3.5-2B's shape; prints one JSON object."""
-    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
-    hybrid, attention = made(kinds), made(["full_attention"] * layers)
-    report: dict[str, Any] = {"schema": SCHEMA, "machine": machine_name(hybrid), "layers": layers}
+def main(shape: str, layers: int, prompt_tokens: int, chat_tokens: int) -> None:
+    """Measure a hybrid of a shape; prints one JSON object."""
+    settings, period = SHAPES[shape]
+    kinds = ["full_attention" if layer % period == period - 1 else "linear_attention" for layer in range(layers)]
+    hybrid, attention = made(settings, kinds), made(settings, ["full_attention"] * layers)
+    report: dict[str, Any] = {"schema": SCHEMA, "machine": machine_name(hybrid), "shape": shape, "layers": layers}
     report["threads"], report["level"] = torch.get_num_threads(), getattr(hybrid.native, "level", None)
     text = [(7 * i * i + 3 * i) % (TOKENS - 2) + 2 for i in range(chat_tokens)]
     report["rows_8_by_1"] = {name: _quotient_of_rows(hybrid, name) for name in ("int4", None)}
@@ -73,9 +92,9 @@ def main(layers: int, prompt_tokens: int, chat_tokens: int) -> None:
     click.echo(json.dumps(report))
 
 
-def made(kinds: Sequence[str]) -> Runtime:
+def made(settings: Mapping[str, Any], kinds: Sequence[str]) -> Runtime:
     """Return a runtime of random weights in bfloat16, with layers of these kinds, on our kernels."""
-    config = AutoConfig.for_model("qwen3_5_text", **SHAPE, num_hidden_layers=len(kinds), layer_types=list(kinds))
+    config = AutoConfig.for_model(**settings, num_hidden_layers=len(kinds), layer_types=list(kinds))
     runtime = random_runtime(config, "cpu")
     at_speed(runtime, "exact")
     return runtime

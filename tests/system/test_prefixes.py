@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native import parts, quick_runtime, words
+from native import native, parts, quick_runtime, words
 from numpy.typing import NDArray
 
 from swiftopt.core.errors import SettingsError
@@ -36,7 +36,7 @@ FAMILIES = [
     "qwen3_5_text",
     *(
         pytest.param(family, marks=pytest.mark.families)
-        for family in ("gpt2", "phi3-window", "qwen2-window", "qwen3_next")
+        for family in ("gpt2", "phi3-window", "qwen2-window", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2")
     ),
 ]
 BLOCK, PLENTY = 16, 1 << 30
@@ -83,7 +83,7 @@ def n_read(folder: PrefixFolder | None, runtime: Runtime, ids: Sequence[int], sa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_read_back_from_disk_has_the_bits_of_reading_it_anew(tmp_path: Path, family: str) -> None:
-    runtime, ids = parts(family).runtime, words(1, 3 * BLOCK + 7)
+    runtime, ids = native(family), words(1, 3 * BLOCK + 7)
     anew, anew_bytes, anew_state = ask(Engine(PLENTY), runtime, ids)
     with folder_of(tmp_path, runtime) as folder:
         stored = ask(Engine(PLENTY, folder=folder), runtime, ids)
