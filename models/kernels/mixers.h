@@ -89,16 +89,31 @@ static inline void to_unit(float* x, int n, float scale) {
     for (int i = 0; i < n; i++) x[i] *= by;
 }
 
-template <class T> static void update_of(const Recurrence& part, int head, const T* const* rows, int n_read, Update& to) {
+// The query and the key of a key head, of the last of `n_read` rows.
+template <class T> static void keys_of(
+    const Recurrence& part, int key_head, const T* const* rows, int n_read, float* query, float* key) {
+    const int n = part.key_width, first = key_head * n;
+    convolve(part, rows, n_read, first, n, query);
+    convolve(part, rows, n_read, part.n_key_heads * n + first, n, key);
+    if (part.skip) return;
+    to_unit(query, n, 1.0f / std::sqrt(float(n)));
+    to_unit(key, n, 1.0f);
+}
+
+// A head's part in the update of the last of `n_read` rows. `shared`: the row's queries and keys, null: to be computed.
+template <class T> static void update_of(
+    const Recurrence& part, int head, const T* const* rows, int n_read, const float* shared, Update& to) {
     const int keys = part.n_key_heads * part.key_width, key_head = head / (part.n_heads / part.n_key_heads);
-    convolve(part, rows, n_read, key_head * part.key_width, part.key_width, to.query);
-    convolve(part, rows, n_read, keys + key_head * part.key_width, part.key_width, to.key);
+    if (shared) {
+        memcpy(to.query, shared + key_head * part.key_width, part.key_width * sizeof(float));
+        memcpy(to.key, shared + keys + key_head * part.key_width, part.key_width * sizeof(float));
+    } else {
+        keys_of(part, key_head, rows, n_read, to.query, to.key);
+    }
     convolve(part, rows, n_read, 2 * keys + head * part.value_width, part.value_width, to.value);
     const T* numbers = rows[n_read - 1] + part.n_convolved();
     to.corrects = !part.skip;
     if (to.corrects) {
-        to_unit(to.query, part.key_width, 1.0f / std::sqrt(float(part.key_width)));
-        to_unit(to.key, part.key_width, 1.0f);
         to.amount = as_stored<T>(1.0f / (1.0f + std::exp(-to_float(numbers[head]))));
         numbers += part.n_heads;
     }
@@ -219,6 +234,12 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
             memcpy(to, inner_ + i * total + run[0], run[1] * sizeof(T));
     });
     const List<Part>& parts = parts_[step.rows];
+    each(REST, thread, list.n * part.n_key_heads, 1, [&](int64_t item, int64_t) {
+        const Part* rows = parts.items;
+        while (item / part.n_key_heads >= rows->first + rows->n) rows++;
+        if (pass_.sequences[rows->sequence].is_text)
+            share_keys(step, part, list, *rows, item / part.n_key_heads, int(item % part.n_key_heads));
+    });
     each(SLOTS, thread, parts.n * part.n_heads, 1, [&](int64_t item, int64_t) {
         take_head(step, part, list, parts[item / part.n_heads], int(item % part.n_heads), thread);
     });
@@ -246,30 +267,54 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
     leave(part.out, part.after, part.added_scale, taken(mixed_, part.out, list.n, thread), list, thread);
 }
 
+// The index in a list of the row at a slot of this pass. `rows`: of its sequence.
+template <class T> int64_t Runner<T>::index_of(const RowList& list, const Part& rows, int64_t slot) const {
+    const int first = row_of(list, rows.first);
+    const int64_t row = first + slot - places_[first].slot;
+    if (!list.rows) return row;
+    int64_t low = rows.first, high = rows.first + rows.n - 1;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (row_of(list, middle) < row) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// The inputs of a slot: of a row of this pass, else of one before it.
+template <class T> const T* Runner<T>::inputs_at(
+    const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const {
+    const Sequence& own = pass_.sequences[rows.sequence];
+    if (slot >= own.first_slot) return updates_ + index_of(list, rows, slot) * part.n_inputs();
+    return (const T*)own.inputs[step.layer] + slot % own.n_kept * part.n_inputs();
+}
+
+// A prompt's row's query and key of a key head, to `keys_`: once for all heads that share them.
+template <class T>
+void Runner<T>::share_keys(
+    const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, int key_head) {
+    const int keys = part.n_key_heads * part.key_width;
+    const int64_t slot = places_[row_of(list, i)].slot;
+    const T* last[MOST_TAPS];
+    int n_read = 0;
+    for (int64_t s = std::max<int64_t>(0, slot - part.n_taps + 1); s <= slot; s++)
+        last[n_read++] = inputs_at(step, part, list, rows, s);
+    float* to = keys_ + i * 2 * keys + key_head * part.key_width;
+    keys_of(part, key_head, last, n_read, to, to + keys);
+}
+
 template <class T>
 void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread) {
     const Sequence& own = pass_.sequences[rows.sequence];
-    const int n_keys = part.key_width, n_values = part.value_width, n_inputs = part.n_inputs();
+    const int n_keys = part.key_width, n_values = part.value_width;
     const int64_t size = int64_t(n_keys) * n_values, end = own.first_slot + own.n_rows;
     int total = 0;
     for (int i = 0; i < part.n_projections; i++) total += part.projections[i].n_out;
     float* state = (float*)own.states[step.layer] + head * size;
     float* older = own.lag ? state + part.n_heads * size : state;
-    const T* ring = (const T*)own.inputs[step.layer];
     const int32_t* roots = own.roots + 2 * step.layer;
-    const int before_all = row_of(list, rows.first) - (places_[row_of(list, rows.first)].slot - own.first_slot);
-    // The inputs of a slot: of a row of this pass, else of one before it.
-    auto inputs_at = [&](int64_t slot) -> const T* {
-        if (slot < own.first_slot) return ring + slot % own.n_kept * n_inputs;
-        const int64_t row = before_all + slot - own.first_slot;
-        int64_t low = rows.first, high = rows.first + rows.n - 1;
-        while (low < high) {
-            const int64_t middle = (low + high) / 2;
-            if (row_of(list, middle) < row) low = middle + 1;
-            else high = middle;
-        }
-        return updates_ + low * n_inputs;
-    };
+    const int n_shared = 2 * part.n_key_heads * part.key_width;
+    auto inputs_at = [&](int64_t slot) { return this->inputs_at(step, part, list, rows, slot); };
     Update by[STRETCH];
     float read[STRETCH * WIDEST_STATE];
     const T* last[MOST_TAPS];
@@ -281,7 +326,9 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
                 int n_read = 0;
                 for (int64_t s = std::max<int64_t>(0, from + i - part.n_taps + 1); s <= from + i; s++)
                     last[n_read++] = inputs_at(s);
-                update_of(part, head, last, n_read, by[i]);
+                const bool is_shared = own.is_text && from + i >= own.first_slot;
+                const float* shared = is_shared ? keys_ + index_of(list, rows, from + i) * n_shared : nullptr;
+                update_of(part, head, last, n_read, shared, by[i]);
             }
             update_state(by, n, into, n_keys, n_values, row < 0 ? nullptr : read);
             for (int i = 0; row >= 0 && i < n; i++) recall(part, head, read + i * n_values, row++, total);
@@ -307,7 +354,7 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
         const int64_t n_text = std::max<int64_t>(0, part.n_taps - 1 - n);
         for (int64_t s = std::max<int64_t>(0, base - n_text); s < base; s++) last[n_read++] = inputs_at(s);
         for (int64_t p = std::max<int64_t>(0, n - part.n_taps + 1); p <= n; p++) last[n_read++] = inputs_at(path[p]);
-        update_of(part, head, last, n_read, by[0]);
+        update_of(part, head, last, n_read, nullptr, by[0]);
         update_state(by, 1, work, n_keys, n_values, out);
     };
     for (int64_t i = rows.first; i < rows.first + rows.n; i++) {
