@@ -247,12 +247,15 @@ def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
             style = "round,pad=0,rounding_size=0.12"
             corner = (layer - 0.39, row - 0.36)
             axes.add_patch(FancyBboxPatch(corner, 0.78, 0.72, boxstyle=style, fc=PARTS[state], lw=0, **pattern))
+            if kind == "mlp" and not skipped and (n_experts := layer_set.experts_of(layer)) is not None:
+                axes.text(layer, row, str(n_experts), ha="center", va="center", fontsize=9, color=INK)
     axes.set(xlim=(-0.7, layer_set.n_layers - 0.3), ylim=(1.55, -0.55), title=f"{name}{map_caption(layer_set)}")
     axes.set_xticks(range(0, layer_set.n_layers, 5 if layer_set.n_layers > 16 else 1))
     axes.set_yticks([0, 1], list(KINDS.values()))
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("layer", color=GREY)
+    numbers = "; in a cell: experts that a token takes there, where they are fewer" if layer_set.experts else ""
+    axes.set_xlabel(f"layer{numbers}", color=GREY)
 
 
 def _draw_trials(axes: Axes, record: LayerSetRecord, trials: Sequence[Trial]) -> None:

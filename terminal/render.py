@@ -141,7 +141,10 @@ def heading(title: str) -> Rule:
 
 
 def layer_map(layer_set: LayerSet, width: int) -> Text:
-    """Draw a row for attention and one for MLP, with one mark per sub-layer and a ruler of layers; wraps at `width`."""
+    """Draw a row for attention and one for MLP, with one mark per sub-layer and a ruler of layers; wraps at `width`.
+
+    A digit is the number of experts that a token takes in a layer, where it takes fewer than the model.
+    """
     n_layers = layer_set.n_layers
     cell = 2 if LABEL + 2 * n_layers <= width else 1
     per_block = _block_length(n_layers, (width - LABEL) // cell)
@@ -153,7 +156,9 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
             text.append(f"{kind:<{LABEL}}")
             for layer in layers:
                 skipped = layer_set.skips(kind, layer)
-                text.append((SKIPPED if skipped else KEPT).ljust(cell), style=style if skipped else "dim")
+                n_experts = layer_set.experts_of(layer) if kind == "mlp" else None
+                kept = KEPT if n_experts is None or n_experts > 9 else str(n_experts)
+                text.append((SKIPPED if skipped else kept).ljust(cell), style=style if skipped else "dim")
             text.append("\n")
     text.append(f"{' ' * LABEL}{SKIPPED} {map_caption(layer_set)}", style="dim")
     return text

@@ -273,3 +273,11 @@ def test_report_without_any_ratio_is_still_a_picture(tmp_path: Path) -> None:
     report = {"model": "m", "base": "plain", "prompts": 1, "max_new_tokens": 3, "results": [row]}
     charts.draw_ratios(report, Pictures(svg=tmp_path / "x.svg"))
     assert "ratio to plain, with its 95 % interval" in words_of(tmp_path / "x.svg")
+
+
+def test_map_has_the_numbers_of_experts_in_its_cells(tmp_path: Path) -> None:
+    few = LayerSet(5, frozenset({2}), frozenset({3}), experts=(("mlp", 17), ("mlp:1", 16)))
+    for layer_set, n_cells in ((few, 4), (LayerSet(5), 0)):
+        draw_layer_sets([(LayerSetRecord("folder/m", "t", layer_set), [])], Pictures(svg=tmp_path / "x.svg"))
+        text = (tmp_path / "x.svg").read_text()
+        assert len(re.findall(">1[67]<", text)) == n_cells and ("experts" in text) == bool(n_cells)

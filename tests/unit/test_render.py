@@ -123,6 +123,11 @@ def test_layer_map_has_one_mark_per_sub_layer_and_fits(n_layers: int, width: int
         assert marks == "".join(SKIPPED if i in skipped else KEPT for i in range(n_layers))
 
 
+def test_layer_map_has_the_numbers_of_experts_that_a_draft_takes() -> None:
+    lines = drawn(layer_map(LayerSet(5, frozenset({2}), frozenset({3}), experts=(("mlp", 2), ("mlp:1", 1))), 80), 80)
+    assert "".join(lines[2].split()) == f"mlp212{SKIPPED}2" and "".join(lines[1].split()).count(KEPT) == 4
+
+
 @pytest.mark.parametrize("n_layers", [30, 80])
 def test_layer_map_ruler_stands_above_its_layers(n_layers: int) -> None:
     layer_set = LayerSet(n_layers, frozenset({10, 20}), frozenset())
