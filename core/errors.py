@@ -36,7 +36,7 @@ SwiftoptError                         exit 1
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -181,14 +181,19 @@ def connection_problem(error: BaseException) -> str:
     return first_line(error)
 
 
+def nearest_words(name: str, known: Iterable[str], n: int = 1) -> str:
+    """Return " (nearest: …)" with the most similar known names, best first; "" where none is similar."""
+    similar_names = get_close_matches(name, list(known), n=n)
+    return f" (nearest: {', '.join(similar_names)})" if similar_names else ""
+
+
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     """Return what the name stands for.
 
-    Raises: SettingsError: the name is unknown; the message suggests the nearest one.
+    Raises: SettingsError: the name is unknown; the message suggests one of a similar name.
     """
     if name not in known:
-        nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise SettingsError(f"{what} {name!r} is unknown: use one of {', '.join(known)} (nearest: {nearest})")
+        raise SettingsError(f"{what} {name!r} is unknown: use one of {', '.join(known)}{nearest_words(name, known)}")
     return known[name]
 
 

@@ -9,11 +9,10 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import SettingsError
+from ..core.errors import SettingsError, nearest_words
 from ..core.settings import EXPORT_SCHEMA, EXPORT_SUMMARY
 from ..optimizer.verdict import speed, speed_interval, speed_ratio
 from .packages import PACKAGES, RUNNABLE, Row, Weights
@@ -122,8 +121,7 @@ def chosen_rows(words: Iterable[str], rows: Sequence[Row]) -> list[Row]:
     words_known = {"all", *(row.engine.name for row in rows), *(row.name for row in rows)}
     for word in words:
         if word not in words_known:
-            near = get_close_matches(word, sorted(words_known), n=1)
-            nearest = f" (nearest: {near[0]})" if near else ""
+            nearest = nearest_words(word, sorted(words_known))
             names = ", ".join(dict.fromkeys(row.engine.name for row in rows))
             raise SettingsError(f"peer {word!r} is unknown{nearest}: use all, {names}, or rows such as {rows[0].name}")
     chosen = [row for row in rows if {"all", row.engine.name, row.name} & set(words)]

@@ -25,6 +25,7 @@ from ..core.errors import (
     SettingsError,
     UnsupportedModel,
     first_line,
+    nearest_words,
 )
 from ..core.requests import Speed
 from .adapters import Adapter, base_name, check_base, is_adapter, quantised_base, read_adapter
@@ -130,10 +131,9 @@ def find_alias(name: str) -> Alias | None:
     return ALIASES.get(name.lower())
 
 
-def nearest(name: str, n: int = 3) -> list[str]:
-    """Return the known short names most like `name`, best first; at least one."""
-    stem = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return get_close_matches(stem, ALIASES, n=n, cutoff=0.6) or get_close_matches(stem, ALIASES, n=1, cutoff=0.0)
+def nearest_aliases(name: str) -> str:
+    """Return the aliases most like a name in words, as `nearest_words`."""
+    return nearest_words(name.rstrip("/").rsplit("/", 1)[-1].lower(), ALIASES, n=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ def _no_model(name: str, path: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return f"there is no folder {name}: check the path, or give an alias or a hub id such as Qwen/Qwen2.5-0.5B"
     return (
-        f"there is no model {name!r} (nearest: {', '.join(nearest(name))}): give an alias, a folder with config.json,"
+        f"there is no model {name!r}{nearest_aliases(name)}: give an alias, a folder with config.json,"
         " a .gguf file or a hub id such as Qwen/Qwen2.5-0.5B"
     )
 
@@ -460,9 +460,8 @@ def _refused(hub_id: str, otherwise: str, error: Exception) -> ModelNotFound:
             f"the hub model {hub_id} is gated: accept its terms on the hub and log in with `hf auth login`"
         )
     if isinstance(error, RepositoryNotFoundError):
-        near = " or ".join(nearest(hub_id))
         return ModelNotFound(
-            f"the hub has no model {hub_id} that this account may read: check the name, or take {near}"
+            f"the hub has no model {hub_id}{nearest_aliases(hub_id)} that this account may read: check the name"
         )
     if isinstance(error, OfflineModeIsEnabled):
         return ModelNotFound(

@@ -219,9 +219,15 @@ def only(name: str, found: list[StoredModel], store: ModelStore, models: list[St
     Raises: ModelNotFound: there is none, several, or one that cannot be opened.
     """
     if not found:
-        near = get_close_matches(name, [model.name for model in models], n=1, cutoff=0.0)
+        near = get_close_matches(name, [model.name for model in models], n=1)
         roots = " and ".join(str(root) for root in store.roots())
-        advice = f"did you mean {near[0]}?" if near else f"nothing is in {roots}"
+        advice = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"there are {len(models)} others in {roots}: `swiftopt models` lists them"
+            if models
+            else f"nothing is in {roots}"
+        )
         raise ModelNotFound(f"{store.title} has no model {name} on this machine: {advice}")
     if len(found) > 1:
         raise ModelNotFound(f"{name} is {len(found)} GGUF files: name one of them, such as {found[0].name}")

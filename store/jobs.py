@@ -139,7 +139,7 @@ def find(session: Session, job: str, *, locked: bool = False) -> JobRow:
     row = session.get(JobRow, job, with_for_update=True if locked else None) if is_plain else None
     if row is None:
         newest_ids = session.scalars(select(JobRow.id).order_by(JobRow.created_at.desc()).limit(1000)).all()
-        close_ids = difflib.get_close_matches(job, newest_ids, n=1, cutoff=0.0)
+        close_ids = difflib.get_close_matches(job, newest_ids, n=1)
         hint = f" (the nearest is {close_ids[0]})" if close_ids else ""
         raise NotFound(f"no job {job!r} is stored{hint}: `swiftopt jobs list` shows them")
     return row

@@ -11,7 +11,7 @@ import pytest
 
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.models.saved import needed_files
-from swiftopt.models.sources import ALIASES, find_alias, nearest, resolve
+from swiftopt.models.sources import ALIASES, find_alias, nearest_aliases, resolve
 
 
 def test_aliases_are_lower_case_and_lead_to_hub_ids() -> None:
@@ -35,10 +35,10 @@ def test_find_alias_ignores_case_and_knows_no_other_name() -> None:
     assert find_alias("codellama-14b") is None
 
 
-def test_nearest_names_the_alias_behind_a_slip() -> None:
-    assert nearest("codelama-13b")[0] == "codellama-13b"
-    assert nearest("someone/Qwen3-8B")[0] == "qwen3-8b"
-    assert len(nearest("zzz")) == 1
+def test_an_alias_of_a_similar_name_is_named_and_no_other() -> None:
+    assert nearest_aliases("codelama-13b").startswith(" (nearest: codellama-13b")
+    assert nearest_aliases("someone/Qwen3-8B").startswith(" (nearest: qwen3-8b")
+    assert nearest_aliases("zzz") == ""
 
 
 def test_resolve_prefers_a_folder_over_an_alias_of_the_same_name(
@@ -69,7 +69,7 @@ def test_resolve_lets_alias_and_hub_id_lead_to_the_same_names() -> None:
 
 @pytest.mark.parametrize("name", ["codelama-13b", "", "with space/x", "x" * 5000, "a\0b"])
 def test_resolve_names_what_it_accepts_when_nothing_fits(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=r"nearest: .*folder.*\.gguf.*hub id"):
+    with pytest.raises(ModelNotFound, match=r"there is no model .*folder.*\.gguf.*hub id"):
         resolve(name)
 
 
