@@ -221,13 +221,12 @@ def only(name: str, found: list[StoredModel], store: ModelStore, models: list[St
     if not found:
         near = get_close_matches(name, [model.name for model in models], n=1)
         roots = " and ".join(str(root) for root in store.roots())
-        advice = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"there are {len(models)} others in {roots}: `swiftopt models` lists them"
-            if models
-            else f"nothing is in {roots}"
-        )
+        if near:
+            advice = f"did you mean {near[0]}?"
+        elif models:
+            advice = f"there are {len(models)} others in {roots}: `swiftopt models` lists them"
+        else:
+            advice = f"nothing is in {roots}"
         raise ModelNotFound(f"{store.title} has no model {name} on this machine: {advice}")
     if len(found) > 1:
         raise ModelNotFound(f"{name} is {len(found)} GGUF files: name one of them, such as {found[0].name}")
