@@ -122,7 +122,12 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any]
     """As llama.cpp's own tool rounds: vectors, norms and positions stay in float32."""
     types = gguf.GGMLQuantizationType
     kept = ("norm", "ffn_gate_inp.", "exps.bias", "conv1d", "shortconv.conv")
-    is_matrix = values.ndim > 1 and not any(one in name for one in kept) and name != "position_embd.weight"
+    is_matrix = (
+        values.ndim > 1
+        and name.endswith(".weight")
+        and not any(one in name for one in kept)
+        and name != "position_embd.weight"
+    )
     own = types[kind] if is_matrix else types.F32
     if own == types.Q4_K:
         writer.add_tensor(name, _random_q4_k(values), raw_dtype=own)

@@ -219,6 +219,7 @@ WIDE = {
     **{name: 512 for name in ("intermediate_size", "n_inner", "ffn_hidden_size", "shared_intermediate_size")},
     **{name: 256 for name in ("moe_intermediate_size", "shared_expert_intermediate_size")},
     **{name: 64 for name in ("linear_key_head_dim", "linear_value_head_dim")},
+    "mamba_d_head": 192,
 }
 
 
