@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..block_experts import PARTS, BlockExperts, biases_of
+from ..block_maps import BlockLinear
 from ..coded import GROUPS, CodedLinear
 from ..expert_choice import NoExperts
 from ..family import Experts
@@ -44,7 +46,7 @@ def _maps_in(packed: PackedMaps, n_maps: int, n_out: int) -> list[layout.Map]:
 def halves_of(module: Any) -> list[layout.Map]:
     """Describe a map of a gate and then of the other half as two.
 
-    Raises: Unsupported: its weights are coded, or its bias or its form is of another kind.
+    Raises: Unsupported: it has a bias, or is of another kind.
     """
     is_plain = type(module) is nn.Linear
     n_out = module.out_features if is_plain else getattr(module, "n_out", 0)
@@ -54,6 +56,10 @@ def halves_of(module: Any) -> list[layout.Map]:
             return [_map_of(half) for half in module.weight.detach().chunk(2)]
         if isinstance(module, QuantisedLinear):
             return _maps_in(module, 2, n_out // 2)
+        if isinstance(module, BlockLinear):
+            packed = module.packed
+            parts = zip(packed.codes.chunk(2), packed.scales.chunk(2), strict=True)
+            return [replace(packed, codes=codes, scales=scales, n_out=n_out // 2).map() for codes, scales in parts]
     raise Unsupported(f"a joint gate of shared experts such as {type(module).__name__} is computed by torch")
 
 
