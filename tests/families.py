@@ -230,7 +230,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         **_GROUPS,
         **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8},
-        "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention"],
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"],
         "head_dim": 16,
         "moe_shared_expert_intermediate_size": 40,
     },
