@@ -226,7 +226,9 @@ class MlpBesideExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router, experts, mlp = (getattr(self, name) for name in self._names)
         rows = x.view(-1, x.shape[-1])
-        _, weights, chosen = router(rows)
+        # transformers 5.17 returns the chosen experts first, later versions last.
+        first, weights, last = router(rows)
+        chosen = last if first.is_floating_point() else first
         return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
 
 
