@@ -635,7 +635,7 @@ def test_costs_of_a_served_model_follow_its_passes_and_are_stored(
     """The profile has drafts for nothing and dear checks; passes say otherwise."""
     real = costs_of(model.runtime)
     free = {name: costs.scaled(1e-3) for name, costs in real.formats.items()}
-    dear = {1: real.pass_s[1], 8: 4 * real.pass_s[1]}
+    dear = {1: real.pass_s[1], 8: 7 * real.pass_s[1]}
     wrong = replace(real, formats=free, pass_s=dear, quality="disturbed", remark="others had 40 %")
     monkeypatch.setattr("swiftopt.tasks.traffic.stored_costs", lambda *_: wrong)
     traffic = Traffic("tiny", model.runtime, store, SETTINGS, corpora=Corpora(0))  # or all checks would be wide
