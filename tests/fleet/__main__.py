@@ -101,12 +101,13 @@ def run(
             stack.enter_context(server)
         url = stack.enter_context(new_database(postgres.url))
         fleet = Fleet(postgres, valkey, url, size, Path(folders[1]), seconds, n_jobs, replicas)
-        needs_database = any(name != "pages" for name in chosen)
-        for name, section in [*([("fill", fill_database)] if needs_database else []), *SECTIONS.items()]:
-            if name == "fill" or name in chosen:
-                print(f"{name} …", file=sys.stderr, flush=True)
-                figures += section(fleet)
-                keep(figures)
+        # Pages come first: what the others store keeps PostgreSQL busy for minutes.
+        ordered = {"pages": SECTIONS["pages"], "fill": fill_database, **SECTIONS}
+        needed = {*chosen, *(["fill"] if set(chosen) - {"pages"} else [])}
+        for name in (name for name in ordered if name in needed):
+            print(f"{name} …", file=sys.stderr, flush=True)
+            figures += ordered[name](fleet)
+            keep(figures)
     return figures
 
 

@@ -16,6 +16,7 @@ from figures import Figure
 from searched import AT_ONCE, COSTS, trials
 from serving import serving
 
+from swiftopt.core import collector
 from swiftopt.core.events import TrialsDone
 from swiftopt.core.messages import AnswerDone
 from swiftopt.core.plainly import NO_GAIN
@@ -133,6 +134,7 @@ def ended(number: int) -> EndedRequest:
 def served(store: Store, n_requests: int) -> Iterator[httpx2.Client]:
     """A client of a server that has so many requests behind it."""
     engines = Engines()
+    collector.start()  # As the command line does.
     gc.collect()
     gc.freeze()  # As `serve` does when it starts.
     for number in range(n_requests):
@@ -144,6 +146,7 @@ def served(store: Store, n_requests: int) -> Iterator[httpx2.Client]:
             yield client
     finally:
         gc.unfreeze()
+        collector.run()
 
 
 def _time(client: httpx2.Client, address: str, times: int) -> Timed:
