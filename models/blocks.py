@@ -209,6 +209,11 @@ class LayersMaps(nn.Module):
         return x
 
 
+def in_order(answer: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a router's logits, weights and chosen experts; transformers 5.17 has those of Granite in reverse."""
+    return answer if answer[0].is_floating_point() else answer[::-1]
+
+
 class MlpBesideExperts(nn.Module):
     """The sum of a mixture's chosen experts and of an MLP, its shared expert, which stand side by side in a layer.
 
@@ -226,9 +231,7 @@ class MlpBesideExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router, experts, mlp = (getattr(self, name) for name in self._names)
         rows = x.view(-1, x.shape[-1])
-        # transformers 5.17 returns the chosen experts first, later versions last.
-        first, weights, last = router(rows)
-        chosen = last if first.is_floating_point() else first
+        _, weights, chosen = in_order(router(rows))
         return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .block_experts import gating_of
-from .blocks import Block
+from .blocks import Block, in_order
 from .coded import CodedLinear
 from .expert_choice import chooser_of
 from .family import Experts
@@ -88,12 +89,17 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     how, correction = choosing_of(runtime.config, mlp, named, len(into)), correction_of(mlp)
     bias: Any = getattr(router, "bias", None)
     rounded = router.weight.dtype if named.rounds_logits else torch.float32
+    chooser = chooser_of(mlp, named)
+    # Some modules give the correction to the one that chooses.
+    inputs = (router.weight.new_zeros((1, router.weight.shape[1])), correction)
+    answer = chooser(*inputs[: len(signature(chooser.forward).parameters)])
+    is_reversed = in_order(answer) is not answer
 
     def chosen(hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows: Any = hidden.flatten(0, -2).to(router.weight.dtype)
         logits = device.linear(rows, router.weight, bias, dtype=rounded)
         taken, weights = device_experts.choose(logits, correction, how)
-        return logits, weights, taken
+        return (taken, weights, logits) if is_reversed else (logits, weights, taken)
 
     biases = {name: getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")}
     gate = _gate(runtime, experts, named)
@@ -104,7 +110,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
         both = device.expert_linear(hidden, into, biases["gate_up_proj"], taken, *tiles)
         return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, *tiles)
 
-    return {chooser_of(mlp, named): chosen, experts: computed}
+    return {chooser: chosen, experts: computed}
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:

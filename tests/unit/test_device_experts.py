@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from families import MIXTURES, VOCAB, tiny_runtime
-from on_device import DTYPES, HALF, PLACE, close, drawn, here
+from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a_tree
 
 from swiftopt.core.types import LayerSet
+from swiftopt.models.blocks import in_order
 from swiftopt.models.expert_choice import chooser_of
+from swiftopt.models.families import FAMILIES
 from swiftopt.models.kernels.experts import choosing_of, correction_of
 from swiftopt.models.loading import at_speed
 from swiftopt.models.row_invariant import make_row_invariant
@@ -31,10 +33,14 @@ ONE_LAYER = {
 }
 
 
-def mixtures() -> list[Any]:
+def mixtures(with_attention_alone: bool = False) -> list[Any]:
     """Parameters: the types with mixtures that the device's kernels compute; those beyond `ONE_EACH` are `families`."""
     others = [name for name in MIXTURES if not name.startswith(("lfm2_moe", "qwen3_next", "qwen3_5"))]
-    return [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.families) for name in others]
+    return [
+        pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.families)
+        for name in others
+        if not with_attention_alone or FAMILIES[name.partition(":")[0]].mixer is None
+    ]
 
 
 @pytest.mark.parametrize("variant", mixtures())
@@ -49,7 +55,7 @@ def test_experts_are_chosen_as_the_models_router_does(variant: str) -> None:
         correction.copy_(0.2 * torch.randn(N_EXPERTS, generator=torch.Generator().manual_seed(1)))
     hidden = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
     others = [correction] if variant in ("minimax_m2", "hy_v3") else []
-    logits, weights, experts = chooser(hidden, *others)
+    logits, weights, experts = in_order(chooser(hidden, *others))
     how = choosing_of(runtime.config, mlp, named, N_EXPERTS)
     on_place = None if correction is None else correction.to(PLACE)
     taken, found = device_experts.choose(logits.to(PLACE).contiguous(), on_place, how)
@@ -140,7 +146,7 @@ def test_experts_are_torchs_and_no_row_depends_on_others(dtype: torch.dtype, by_
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("variant", mixtures())
+@pytest.mark.parametrize("variant", mixtures(with_attention_alone=True))
 def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> None:
     """A chain step by step, and the same rows in one pass among rows of another branch; drafts take fewer experts."""
     # Torch's functions of a CPU take what is left of their vectors another way: widths are whole vectors.
@@ -150,22 +156,11 @@ def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> N
     assert make_row_invariant(runtime) is None and runtime.exact
     rng = random.Random(3)
     prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (3, 1))
-    one = runtime.new_buffer(64)
-    prefilled = runtime.prefill(prompt, one)
+    prefilled, steps, rows, tree = in_steps_and_in_a_tree(runtime, prompt, chain)
     close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
-    steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
-    tree = runtime.new_buffer(64)
-    runtime.prefill(prompt, tree)
-    first, tokens = len(prompt), [token for own in chain for token in (own, 1)]
-    seen = torch.zeros((len(tokens), first + len(tokens)), dtype=torch.bool)
-    seen[:, :first] = True
-    for row in range(len(tokens)):
-        seen[row, [first + i for i in range(0, row, 2)] + [first + row]] = True
-    found = runtime.forward(Rows(tokens, first, [first + (row + 1) // 2 for row in range(len(tokens))], seen), tree)
-    for i, step in enumerate(steps):
-        assert torch.equal(found[2 * i], step)
+    assert torch.equal(rows, torch.stack(steps))
     if not variant.startswith("phimoe"):  # Its router chooses two.
-        draft = Rows([4], first, variants=(LayerSet(1, experts=(("mlp", 1),)),))
+        draft = Rows([4], len(prompt), variants=(LayerSet(1, experts=(("mlp", 1),)),))
         drafted, wanted = (each.forward(draft, buffer) for each, buffer in ((runtime, tree), (reference, tree)))
         close(drafted, wanted, torch.float32)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from families import VOCAB, tiny_runtime
 from native import library
-from on_device import DTYPES, HALF, PLACE, close, drawn, here
+from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a_tree
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
@@ -261,21 +261,8 @@ def test_rows_of_a_tree_have_the_bits_of_a_chain(family: str) -> None:
     assert make_row_invariant(runtime) is None and runtime.exact
     rng = random.Random(3)
     prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (6, 2))
-    one = runtime.new_buffer(64)
-    prefilled = runtime.prefill(prompt, one)
-    steps = [runtime.forward(Rows([token], len(prompt) + i), one)[0] for i, token in enumerate(chain)]
-    # The same chain, with a row of another branch between each two of its own.
-    tree = runtime.new_buffer(64)
-    runtime.prefill(prompt, tree)
-    first, tokens = len(prompt), [token for own in chain for token in (own, 1)]
-    seen = torch.zeros((len(tokens), first + len(tokens)), dtype=torch.bool)
-    seen[:, :first] = True
-    for row in range(len(tokens)):
-        seen[row, [first + i for i in range(0, row, 2)] + [first + row]] = True
-    positions = [first + (row + 1) // 2 for row in range(len(tokens))]
-    found = runtime.forward(Rows(tokens, first, positions, seen), tree)
-    for i, step in enumerate(steps):
-        assert torch.equal(found[2 * i], step)
+    prefilled, steps, rows, _ = in_steps_and_in_a_tree(runtime, prompt, chain)
+    assert torch.equal(rows, torch.stack(steps))
     close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
 
 
