@@ -136,11 +136,10 @@ class CachedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CheckedState:
-    """The state of a model, read `read_at_s`; `moved`: the tasks with a move since its last state, None: unknown."""
+    """The state of a model, read `read_at_s`, on the monotonic clock."""
 
     state: LookupState
     read_at_s: float
-    moved: Collection[str] | None
 
 
 Loaded = dict[LookupQuery, CachedAnswer | SwiftoptError]  # What a query has found, or the error of it alone.
@@ -212,26 +211,23 @@ class LookupCache:
         lately_s = time.monotonic() - REREAD_S
         self._asked_at_s = {model: asked_s for model, asked_s in self._asked_at_s.items() if asked_s >= lately_s}
         models = list(self._asked_at_s)
-        states = await to_thread.run_sync(self._read_states, models, limiter=self._limiter())
-        changed = {
-            model: checked for model, checked in states.items() if checked.moved and DEFAULT_TASK not in checked.moved
-        }
-        for query, answer in self._cached.items() if changed else ():
-            checked = changed.get(query.model)
-            if checked is None or answer.state != self._states[query.model].state:
-                continue
-            if checked.moved is not None and query.task not in checked.moved:
-                self._cached[query] = replace(answer, state=checked.state)
+        states, moved = await to_thread.run_sync(self._read_states, models, limiter=self._limiter())
+        for query, answer in self._cached.items() if moved else ():
+            tasks = moved.get(query.model, ())
+            if tasks and query.task not in tasks and answer.state == self._states[query.model].state:
+                self._cached[query] = replace(answer, state=states[query.model].state)
         self._states = states
 
-    def _read_states(self, models: Sequence[str]) -> dict[str, CheckedState]:
+    def _read_states(self, models: Sequence[str]) -> tuple[dict[str, CheckedState], dict[str, Collection[str]]]:
+        """Return the models' states, and the tasks with a move since the last ones where only these have changed."""
         now_s = time.monotonic()  # Count the states' age from before the query.
-        checked = {}
+        states, moved = dict[str, CheckedState](), dict[str, Collection[str]]()
         for model, state in {**dict.fromkeys(models), **self._states_of(models)}.items():
-            last = self._states.get(model)
-            moved = None if last is None else tasks_between(last.state, state, self._tasks_moved)
-            checked[model] = CheckedState(state, now_s, moved)
-        return checked
+            last, states[model] = self._states.get(model), CheckedState(state, now_s)
+            tasks = None if last is None else tasks_between(last.state, state, self._tasks_moved)
+            if tasks and DEFAULT_TASK not in tasks:
+                moved[model] = tasks
+        return states, moved
 
     async def _load(self, queries: Sequence[LookupQuery]) -> Loaded:
         loaded = await to_thread.run_sync(self._read_answers, queries, limiter=self._limiter())
