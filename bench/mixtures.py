@@ -1,8 +1,8 @@
 """Mixtures of experts at the shapes of real models, with random weights: a GGUF file, and what a pass over it reads.
 
-python -m swiftopt.bench.mixtures file qwen3-30b-a3b /tmp/qwen3-30b-a3b.gguf
-python -m swiftopt.bench.mixtures rates /tmp/qwen3-30b-a3b.gguf
-swiftopt bench peers --gguf /tmp/qwen3-30b-a3b.gguf --depths 0 --at-once 1,4,8 --max-new-tokens 64
+python -m swiftopt.bench.mixtures file qwen3-30b-a3b qwen3-30b-a3b.gguf
+python -m swiftopt.bench.mixtures rates qwen3-30b-a3b.gguf
+swiftopt bench peers --gguf qwen3-30b-a3b.gguf --depths 0 --at-once 1,4,8 --max-new-tokens 64
 """
 
 from __future__ import annotations
