@@ -244,7 +244,8 @@ def _alias_result(command: str, name: ModelTask, found_plan: FoundPlan) -> Resul
 # --- models
 
 
-PROOF = "proof: whether tests decode with a real model's weights, or with those of small random ones alone"
+RUNS = "run by: our kernels on a CPU, exactly; torch or Triton on a GPU"
+PROOF = "proof: tests decode with a real model's weights, or with random ones alone"
 
 
 @commands.command(short_help="List model names, and what was tuned here.")
@@ -264,7 +265,7 @@ def models(store: Store, of_types: bool) -> Result:
     """
     if of_types:
         types = [row._asdict() for row in model_types()]
-        return Result({"schema": "swiftopt.model-types/1", "types": types}, [types_table(), "", PROOF])
+        return Result({"schema": "swiftopt.model-types/1", "types": types}, [types_table(), "", RUNS, PROOF])
     loaded_models, records, copies = store.models(), store.layer_sets(), local_copies()
     kept_models = stored_models()
     tasks = {r.model: sorted({o.task for o in records if o.model == r.model}) for r in records}

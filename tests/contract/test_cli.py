@@ -28,6 +28,7 @@ from swiftopt.core.events import TaskFinished, TrialsDone
 from swiftopt.core.records import LayerSetRecord, PlanInUse
 from swiftopt.core.requests import JobSpec
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict
+from swiftopt.models.families import model_types
 from swiftopt.models.loading import random_runtime
 from swiftopt.store import Store
 from swiftopt.terminal.commands import MANY, GroupedCommand
@@ -361,6 +362,7 @@ def json_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, An
         (["layers", "export", "smollm2-135m/notes"], "swiftopt.layer-set/1"),
         (["layers", "promote", "smollm2-135m/notes", "--version", "1"], "swiftopt.layers-promote/1"),
         (["models"], "swiftopt.models/1"),
+        (["models", "--types"], "swiftopt.model-types/1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -368,6 +370,13 @@ def test_json_is_one_object_with_its_schema(
     args: list[str], schema: str, stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert json_of(args, capsys)["schema"] == schema
+
+
+def test_types_tell_what_runs_them_and_with_which_weights_tests_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "--types"]) == 0
+    out = capsys.readouterr().out
+    assert {line.split()[0] for line in out.splitlines() if line.strip()} >= {row.type for row in model_types()}
+    assert out.splitlines()[-2].startswith("run by: our kernels on a CPU") and "\nproof: tests decode with" in out
 
 
 def test_best_and_export_print_exactly_the_record(stored: LayerSetRecord, capsys: pytest.CaptureFixture[str]) -> None:
@@ -705,7 +714,7 @@ def test_output_keeps_to_the_terminals_width(
     width: int, stored: LayerSetRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    for args in (["layers", "list"], ["layers", "show", "smollm2-135m/notes"], ["models"]):
+    for args in (["layers", "list"], ["layers", "show", "smollm2-135m/notes"], ["models"], ["models", "--types"]):
         assert run(args) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width
