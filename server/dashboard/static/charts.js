@@ -34,13 +34,14 @@
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+    const short = (at) => (at == null ? "" : at.toLocaleString([], { maximumSignificantDigits: 6 }));
     const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
     const series = names.map((label, i) => ({
       label, width: 2, stroke: colour(colours[i % colours.length]), dash: i ? [8, 3 * i] : undefined,
       spanGaps: false, points: { size: 5, filter: alone },
     }));
     const size = () => ({ width: Math.max(200, holder.clientWidth), height: 200 });
-    const plot = new uPlot({ ...size(), series: [{ label: "Time", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series], axes: [{ ...axis, space: 80, values: (_, ats) => ats.map(clock) }, { ...axis, size: 60 }], scales: { y: { range: figure.dataset.top ? [0, Number(figure.dataset.top)] : { min: { pad: 0, soft: 0, mode: 1 }, max: { pad: 0.1 } } } } }, columns, holder);
+    const plot = new uPlot({ ...size(), series: [{ label: "Time", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series], axes: [{ ...axis, space: 80, values: (_, ats) => ats.map(clock) }, { ...axis, size: 60, values: (_, at) => at.map(short) }], scales: { y: { range: figure.dataset.top ? [0, Number(figure.dataset.top)] : { min: { pad: 0, soft: 0, mode: 1 }, max: { pad: 0.1 } } } } }, columns, holder);
     plots.set(holder, plot);
     new ResizeObserver(() => plot.setSize(size())).observe(holder);
   }
