@@ -125,7 +125,8 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; running completions then get `settings.drain_s` to finish.
 
-    Raises: SettingsError: the Redis URL cannot be used.
+    Raises: SettingsError: the Redis URL cannot be used. ModelNotFound, UnsupportedModel: the first load of a model
+        showed that it cannot be loaded; requests that waited for it have had their answer.
     """
     queue = RedisQueue(redis_url) if redis_url else None
     engines = Engines(models, settings.max_waiting, on_state, settings.keys.names)
@@ -146,14 +147,21 @@ def serve(
         _Server(config, engines, settings.drain_s).run(sockets=[listener])
     if traces is not None:
         shut_down(traces)
+    if engines.load_error is not None:
+        raise engines.load_error
 
 
 class _Server(uvicorn.Server):
-    """Aborts completions still running `drain_s` after the signal, in time to send their clients an error."""
+    """Ends when a model cannot be loaded, too; aborts completions still running `drain_s` after the end began, in time
+    to send their clients an error.
+    """
 
     def __init__(self, config: uvicorn.Config, engines: Engines, drain_s: float) -> None:
         super().__init__(config)
         self._engines, self._drain_s = engines, drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._engines.load_error is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(self._drain_s, self._engines.give_up)

@@ -18,7 +18,15 @@ from itertools import count
 from typing import Any, TypeVar
 
 from ..core import logs
-from ..core.errors import Busy, EngineGone, ModelNotFound, SettingsError, SwiftoptError
+from ..core.errors import (
+    Busy,
+    EngineGone,
+    HubUnreachable,
+    ModelNotFound,
+    SettingsError,
+    SwiftoptError,
+    UnsupportedModel,
+)
 from ..core.events import ModelTuning, phase_of
 from ..core.messages import (
     TEMPLATE_FIELDS,
@@ -111,6 +119,7 @@ class EngineProcess:
         self.served, self.most_waiting, self._on_state = served, most_waiting, on_state
         self.about: Ready | None = None  # None until the model is loaded.
         self.reason = "it is loading the model"  # Why the engine cannot serve, for error messages.
+        self.load_error: SwiftoptError | None = None  # Why the model cannot be loaded at all.
         self.n_starts, self.created = 0, int(time.time())
         self._replies: dict[int, Reply] = {}
         # Latest verb per pinned task (None: for all tasks). A restarted process gets them again.
@@ -120,6 +129,7 @@ class EngineProcess:
         self.tuning = ModelTuning()  # Last tuning status that the engine sent.
         self._stdin: asyncio.StreamWriter | None = None
         self._load_ended = asyncio.Event()  # Set when loading has succeeded or failed.
+        self._was_loaded = False
         self.n_until_loaded = 0  # Requests waiting for `_load_ended`.
         self._last_logged = ("", -LOG_S)  # Last logged phase of loading, and when it was logged.
 
@@ -251,7 +261,7 @@ class EngineProcess:
             self._stdin.write(line)
 
     async def keep(self) -> None:
-        """Keep a process alive until this is cancelled."""
+        """Keep a process alive until this is cancelled, or the first load finds that the model cannot be loaded."""
         wait_s = BACKOFF_S[0]
         while True:
             started_s = time.monotonic()
@@ -268,6 +278,8 @@ class EngineProcess:
                 self._load_ended.clear()
             self.about, self.tuning = None, ModelTuning()
             self._on_state(self.served.name, self.state)
+            if self.load_error is not None:
+                return
             wait_s = BACKOFF_S[0] if time.monotonic() - started_s > STEADY_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
@@ -303,7 +315,7 @@ class EngineProcess:
     def _receive(self, message: FromEngine) -> None:
         match message:
             case Ready():
-                self.about = message
+                self.about, self._was_loaded = message, True
                 self._load_ended.set()
                 logger.info("engine=ready model=%s", self.served.name)
                 self._on_state(self.served.name, self.state)
@@ -318,6 +330,9 @@ class EngineProcess:
                 self._log_loading(step)
             case Failed(None, _, reason):
                 self.reason = reason
+                # A model that was loaded before is tried again: its file may be in the middle of a replacement.
+                if not self._was_loaded and _is_of_model(message.error):
+                    self.load_error = message.error
             case answer:
                 if answer.id is not None and (reply := self._replies.get(answer.id)) is not None:
                     reply.has_answers = True
@@ -349,6 +364,11 @@ class EngineProcess:
                 del self._replies[reply.question.id]
                 problem = f"the engine of {self.served.name} died ({self.reason}): ask again"
                 reply.put(Failed.of(reply.question.id, EngineGone(problem)))
+
+
+def _is_of_model(error: SwiftoptError) -> bool:
+    """Tell whether a load failed for what the model is, so that another one would fail for the same reason."""
+    return isinstance(error, ModelNotFound | UnsupportedModel) and not isinstance(error, HubUnreachable)
 
 
 def ended_how(code: int) -> str:
@@ -383,6 +403,11 @@ class Engines:
         self.of = {model.name: EngineProcess(model, most_waiting, on_state) for model in models}
         self._key_names = key_names
         self.metrics, self.requests = EngineMetrics(self.of), RequestLog()
+
+    @property
+    def load_error(self) -> SwiftoptError | None:
+        """Why a model cannot be loaded, for which the server ends; None: none failed so."""
+        return next((engine.load_error for engine in self.of.values() if engine.load_error is not None), None)
 
     def all(self) -> list[EngineProcess]:
         """Return every engine.

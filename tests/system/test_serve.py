@@ -31,15 +31,28 @@ import httpx2
 import openai
 import psutil
 import pytest
+import torch
 from api import Served, serving, until_ready
+from converted import write_gguf
 from fakes import READY, letter_tokenizer
+from families import tiny_model
 from hypothesis import HealthCheck, Phase, given, settings
 from tiny_files import save
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import swiftopt
-from swiftopt.core.errors import Busy, ContextOverflow, EngineGone, InvalidInput, NotFound
+from swiftopt.core.errors import (
+    Busy,
+    ContextOverflow,
+    EngineGone,
+    HubUnreachable,
+    InvalidInput,
+    ModelNotFound,
+    NotFound,
+    SettingsError,
+    UnsupportedModel,
+)
 from swiftopt.core.events import TaskTuning, Tuning
 from swiftopt.core.messages import (
     AnswerDone,
@@ -58,7 +71,7 @@ from swiftopt.core.messages import (
 from swiftopt.core.requests import CompletionRequest, ServedModel
 from swiftopt.core.streams import read_stream
 from swiftopt.models.rows import Pass, Rows
-from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess, Reply, Restarted
+from swiftopt.server.engines import ANSWER_S, MOST_RESTARTS, EngineProcess, Engines, Reply, Restarted
 from swiftopt.server.settings import new_key
 from swiftopt.store import Store
 from swiftopt.worker.served_tokens import session_of
@@ -407,14 +420,18 @@ def test_request_is_a_503_where_a_model_is_not_loaded_in_time(folder: Path, tmp_
             assert int(answer.headers["retry-after"]) > 0
 
 
-def test_request_for_a_model_that_cannot_be_loaded_is_told_so_at_once(tmp_path: Path) -> None:
-    folder = save(tmp_path / "broken")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    options = ["--model", f"tiny={folder}", "--threads", "1"]
+def test_server_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:
+    """A request that waits for it is told first."""
+    file = write_gguf(tmp_path / "cut.gguf", tiny_model("llama", torch.float32), "F32")
+    file.write_bytes(file.read_bytes()[:-1000])
+    options = ["--model", f"tiny={file}", "--threads", "1"]
     with serving(str(tmp_path / "a.db"), tmp_path / "log", *options) as served:
         words = refused(served.client.post(COMPLETION, json=BODIES[COMPLETION], timeout=START_S), 503)
+        assert served.process.wait(START_S) == ModelNotFound.exit_code
+    log = served.log.read_text()
     assert "cannot serve now (" in words and "it is loading" not in words
+    assert log.count("engine=ended") == 1
+    assert log.splitlines()[-1].startswith(f"error: {file} is cut short") and log.endswith(": download it again\n")
 
 
 def test_requests_that_wait_for_a_model_are_bounded_and_told_when_the_server_ends() -> None:
@@ -1399,6 +1416,36 @@ def test_engine_that_dies_while_it_writes_is_started_again(
 
     asyncio.run(lives())
     assert "its process ended with code 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_tried_again"),
+    [
+        ([Failed.of(None, ModelNotFound("m.gguf is cut short"))], False),
+        ([Failed.of(None, UnsupportedModel("m mixes tokens in an unknown way"))], False),
+        ([Failed.of(None, HubUnreachable("the hub does not answer"))], True),
+        ([Failed.of(None, SettingsError("m needs 9 GB, and 8 GB are free"))], True),
+        ([READY, Failed.of(None, ModelNotFound("m.gguf is cut short"))], True),
+    ],
+)
+def test_model_is_loaded_again_unless_its_first_load_found_that_it_cannot_be(
+    messages: list[FromEngine], is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, printed = asyncio.create_subprocess_exec, b"".join(map(encode, messages))
+    command = sys.executable, "-c", f"import sys; sys.stdout.buffer.write({printed!r})"
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **options: start(*command, **options))
+    monkeypatch.setattr("swiftopt.server.engines.BACKOFF_S", (0.0, 0.0))
+
+    async def lives() -> None:
+        engines = Engines([ServedModel("tiny", "tiny")])
+        keeping = asyncio.create_task(engines.of["tiny"].keep())
+        while not keeping.done() and engines.of["tiny"].n_starts < 2:
+            await asyncio.sleep(0.01)
+        assert keeping.done() != is_tried_again == (engines.load_error is None)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+    asyncio.run(lives())
 
 
 @pytest.mark.parametrize("what", ["plan", "long text"])
