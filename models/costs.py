@@ -91,7 +91,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         meter, began = DisturbanceMeter(), perf_counter()
         pass_s |= _wider(runtime, measured.bucket, *max(pass_s.items()))
         tells = measures_alone() and perf_counter() - began > SHORTEST_S
-        doubts = dict.fromkeys((*measured.doubts, *(_doubts_of_machine(meter, ()) if tells else ())))
+        doubts = measured.doubts or (tuple(_doubts_of_machine(meter, ())) if tells else ())
     return CostProfile(
         fingerprint=runtime.info.fingerprint,
         device=machine_name(runtime),
@@ -321,8 +321,9 @@ def _doubts_of_machine(meter: DisturbanceMeter, bases: Sequence[float]) -> Itera
     """Yield reasons to doubt a measurement because of other load on the machine."""
     disturbance = meter.read()
     if disturbance.share > MOST_SHARE:
-        ours = f"{disturbance.own:.0%} were swiftopt's"
-        yield f"other programs had {disturbance.share:.0%} of the processors' time, {ours}"
+        yield (
+            f"other programs had {disturbance.share:.0%} of the processors' time, and swiftopt {disturbance.own:.0%}"
+        )
     if len(bases) > 3:
         low, _, high = quantiles(bases, n=4)
         if high > MOST_SPREAD * low:

@@ -72,7 +72,8 @@ def _lock_name(device: torch.device) -> str:
 class Disturbance:
     """CPU time used by others, as shares of the time of all processors that this process may use.
 
-    `others`: other processes; `stolen`: the host of a virtual machine; `own`: this process, for comparison.
+    `others`: other processes; `stolen`: the host of a virtual machine; `own`: this process, for comparison. They add up
+    to at most 1.
     """
 
     others: float
@@ -107,7 +108,7 @@ class DisturbanceMeter:
     def read(self) -> Disturbance:
         """Return the CPU shares used by others since the meter was created."""
         wall, busy, stolen, ours = (end - begin for end, begin in zip(self._read(), self._began, strict=True))
-        room = wall * max(1, len(self._cores))
-        if busy == 0.0:
-            return Disturbance(0.0, max(0.0, stolen) / room, ours / room)
-        return Disturbance(max(0.0, busy - ours) / room, max(0.0, stolen) / room, ours / room)
+        others, stolen = (max(0.0, busy - ours) if busy else 0.0), max(0.0, stolen)
+        # A guest may count stolen time as its own, and ticks are coarser than the clock: shares of what they add up to.
+        room = max(wall * max(1, len(self._cores)), others + stolen + ours)
+        return Disturbance(others / room, stolen / room, ours / room)
