@@ -174,7 +174,8 @@ def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows)
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
     inputs, gates = projected[:, rule.input_order], projected[:, rule.gate_order]
     mixed = rule.gated(parts.inner_norm, rows.recurrence(block, inputs), gates)
-    mixed = mixed.view(len(normed), rule.form.n_heads, -1)[:, block.head_order].flatten(1)
+    if block.head_order is not None:
+        mixed = mixed.view(len(normed), rule.form.n_heads, -1)[:, block.head_order].flatten(1)
     out = cast(Tensor, parts.out(mixed))
     out = out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
     return out if rule.out_scale == 1.0 else out * rule.out_scale
@@ -248,7 +249,7 @@ class Block:
     `kinds`: the sub-layers that it has. `has_attention`: whether attention is among what mixes its tokens. `n_taps`:
     tokens that a short convolution reads for a row, its own among them, where the layer has one in place of attention,
     or before the recurrence `rule`; 0: it has neither. `head_order`: of which of the rule's heads each block of what
-    its output map reads is. `clip`: what the projections give lies between it and
+    its output map reads is; None: they are in the rule's order. `clip`: what the projections give lies between it and
     its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
     `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
     `added_scale`: what a sub-layer adds is multiplied by it; `attn_scale`: what attention gives, before.
@@ -291,7 +292,8 @@ class Block:
             self.rule = StateSpace.of(mixing.mixer, mixing.conv, _number(config, mixer.out_scale) or 1.0)
         if mixing and self.rule is not None:
             order = getattr(mixing.out, "head_order", None)
-            self.head_order = torch.arange(self.rule.form.n_heads) if order is None else order
+            is_of_rule = order is None or torch.equal(order, torch.arange(len(order)))
+            self.head_order: Tensor | None = None if is_of_rule else order
         self.device = next(layer.parameters()).device
 
     def _attention_modules(self, layer: nn.Module, family: Family, config: Any) -> LayerModules:

@@ -69,7 +69,7 @@ def recurrence_of(
     if form.n_taps > MOST_TAPS or widest > WIDEST_STATE or form.n_heads % form.n_key_heads:
         raise Unsupported(f"a recurrence of {form} is computed by torch")
     space = rule if isinstance(rule, StateSpace) else None
-    if space is not None and not torch.equal(block.head_order, torch.arange(form.n_heads)):
+    if space is not None and block.head_order is not None:
         raise Unsupported("a state space whose heads lie in another order is computed by torch")
     gating = _gating_of(norm, rule, 1 if space is None else form.n_heads * form.value_width // rule.norm_width)
     least, largest = (0.0, math.inf) if space is None else space.step_limits
@@ -78,7 +78,8 @@ def recurrence_of(
     skip = None if space is None else space.skip.float()
     taps_bias = None if rule.taps_bias is None else rule.taps_bias.float()
     runs = runs_of(rule.input_order)
-    orders = (runs.int(), rule.gate_order.int(), block.head_order.argsort().int())
+    heads = torch.arange(form.n_heads) if block.head_order is None else block.head_order.argsort()
+    orders = (runs.int(), rule.gate_order.int(), heads.int())
     tensors = (*orders, taps, taps_bias, decay, bias, skip)
     kept = [None if one is None else keep(one.contiguous()) for one in tensors]
     return layout.Recurrence(

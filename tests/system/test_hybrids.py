@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from api import Served, serving, until_ready
+from families import tiny_model
 from native import native, repeating, words
 from tiny_files import CHAT_TEMPLATE, save
 
 from swiftopt.cli.main import run
+from swiftopt.core.records import ModelInfo
 from swiftopt.core.settings import SwiftSettings
 from swiftopt.core.types import Completion, LayerSet, Sampling
 from swiftopt.decoding.context import Ending, ResumePoint, TokenRule
@@ -22,6 +25,8 @@ from swiftopt.decoding.loop import decoding
 from swiftopt.decoding.methods import PLAIN, Method, Resources, build, swift
 from swiftopt.decoding.work import Work
 from swiftopt.models.costs import measure_costs
+from swiftopt.models.rows import Rows
+from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import score_window
 
 N_NEW, PLENTY = 24, 1 << 30
@@ -55,6 +60,25 @@ def plain(variant: str, ids: Sequence[int], n_new: int = N_NEW) -> tuple[int, ..
 def finish(engine: Engine) -> None:
     while engine.requests:
         list(engine.step())
+
+
+def test_heads_are_put_into_another_order_only_where_the_output_map_reads_one() -> None:
+    """A map of a GGUF file's codes may read heads in the file's order."""
+    ids, order = words(0, 9), torch.tensor([2, 0, 3, 1])
+    expected: torch.Tensor | None = None
+    for head_order in (None, torch.arange(4), order):
+        model = tiny_model("qwen3_next", linear_num_value_heads=4)
+        for layer in model.model.layers:
+            if (mixer := getattr(layer, "linear_attn", None)) is not None and head_order is not None:
+                columns = mixer.out_proj.weight.data.unflatten(1, (4, -1))
+                mixer.out_proj.weight.data = columns[:, head_order].flatten(1)
+                mixer.out_proj.head_order = head_order
+        runtime = Runtime(model, None, ModelInfo("tiny", "qwen3_next", 4, 1))
+        orders = [block.head_order for block in runtime.blocks if block.rule is not None]
+        assert orders and all((found is None) == (head_order is not order) for found in orders)
+        logits = runtime.forward(Rows(ids, 0), runtime.new_buffer(len(ids)))
+        expected = logits if expected is None else expected
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-12)
 
 
 @each_variant
