@@ -194,7 +194,7 @@ def command(stream: str, prompts: int, pictures: Pictures, **values: Any) -> Res
 
     Three runs on the same prompts: each task with the set that a search on it alone ends with; all tasks with the
     first one's set; and all as one stream, where a shift must be noticed from acceptance and hidden states. After ten
-    prompts of a task, acceptance should be within 5 points of that of its own set; the speedups are expected ones, by
+    prompts of a task, acceptance should be within 5 points of that of its set; the speedups are expected ones, by
     measured costs. Ctrl-C shows what was decoded with the sets, once every task has its own.
     """
     lines = read_stream(stream, None, None)

@@ -121,7 +121,7 @@ def _adapt_part(
     """Return a part of a schema, whose inner parts are adapted already, in the form that llguidance reads.
 
     Where the schema `closes`, an object has the properties that are named, unless others are mentioned: the model has
-    not been told what else there could be, and small models would go on inventing properties without end.
+    not seen what else there could be, and small models would go on inventing properties without end.
     """
     if id(schema) in endless_ids:
         return False

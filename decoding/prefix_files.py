@@ -2,8 +2,8 @@
 
 Texts are stored in blocks of BLOCK_TOKENS tokens. A block is named by a hash over the salt and all tokens up to its
 end, so that texts that begin alike share blocks, and only a text of the same salt and tokens finds one. A model with
-recurrent layers can go on from a text only where their states are known. Each such place has a file of its own, with
-the states and the slots behind the last whole block before it, named by a hash of the same kind and its number of
+recurrent layers can go on from a text only where their states are known. Each such place has a separate file, with
+the states and the slots after the last whole block before it, named by a hash of the same kind and its number of
 tokens. The folder is that of one model, machine and version of the software: what is read back has the bits of reading
 the prompt anew.
 
@@ -40,7 +40,7 @@ from .prefixes import Prefix
 from .work import Slots
 
 BLOCK_TOKENS = 128
-# Of a file: MARK, CRC-32 of the rest, values of the mean state, bytes of the slots. Recurrent states are behind these.
+# Of a file: MARK, CRC-32 of the rest, values of the mean state, bytes of the slots. Recurrent states follow.
 HEADER = struct.Struct("<4sIIQ")
 MARK = b"SwP1"
 LENGTH_BYTES = 4
@@ -64,7 +64,7 @@ class StoredBlock(NamedTuple):
 
 
 class StoredText(NamedTuple):
-    """What is stored of a text's first `n_tokens` tokens: the names of its blocks and of the place behind them."""
+    """What is stored of a text's first `n_tokens` tokens: the names of its blocks and of the place after them."""
 
     n_tokens: int
     blocks: list[bytes]
@@ -144,10 +144,10 @@ class PrefixFolder(OwnerFolders):
         return NOTHING
 
     def reading(self, slots: Slots, buffer: KVBuffer, n_filled: int) -> Iterator[tuple[int, Tensor | None]]:
-        """Read what is stored of a text behind its first `n_filled` tokens into a buffer, one file with each step.
+        """Read what is stored of a text after its first `n_filled` tokens into a buffer, one file with each step.
 
         Yields the number of tokens from which the text can go on by then, and the mean state of their text. Nothing is
-        read behind a file that is missing or damaged.
+        read after a file that is missing or damaged.
         """
         while (text := self._stored(slots)).n_tokens > n_filled:
             self._touch(text.names)
@@ -284,7 +284,7 @@ def _names(salt: str, token_ids: NDArray[np.int64]) -> list[bytes]:
 
 
 def _place_name(salt: str, token_ids: NDArray[np.int64], names: Sequence[bytes], length: int) -> bytes:
-    """Return the name of the place behind a text's first `length` tokens. Args: names: of its whole blocks."""
+    """Return the name of the place after a text's first `length` tokens. Args: names: of its whole blocks."""
     n_blocks = length // BLOCK_TOKENS
     before = names[n_blocks - 1] if n_blocks else hashlib.sha256(salt.encode()).digest()
     others = np.ascontiguousarray(token_ids[n_blocks * BLOCK_TOKENS : length], "<i8")

@@ -2,7 +2,7 @@
 
 A text is worth what it would take to read again, times how likely it comes again, per byte.
 Source: GreedyDual-Size-Frequency (Cherkasova, 1998): the clock is the value of the last evicted text, so that what was
-not used for long falls behind, and uses count as often as they came.
+not used for long loses value, and uses count as often as they came.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Prefix:
         return common_length(self.token_ids, token_ids)
 
     def reachable(self, slots: Slots, token_ids: Tokens) -> int:
-        """Return behind how many of `token_ids` another text can go on from this one's buffer."""
+        """Return after how many of `token_ids` another text can go on from this one's buffer."""
         return self.buffer.reachable(self.common(slots, token_ids))
 
 
@@ -68,7 +68,7 @@ class ReadCosts:
     """Seconds of reading a token of a prompt, by the number of tokens before it, as passes took them."""
 
     _seconds: dict[int, float] = field(default_factory=dict)  # By context bucket.
-    # Seconds of the tokens before each bucket's, and of each of its own, since the latest pass.
+    # Seconds of the tokens before each bucket's, and of each of its tokens, since the latest pass.
     _sums: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def learn(self, passes: Sequence[Pass], seconds: float) -> None:
@@ -147,7 +147,7 @@ class SortedTexts:
                 right = min(right, self._common[behind])
 
     def _place(self, token_ids: Tokens) -> tuple[int, int, int]:
-        """Return where a text belongs, behind equal ones, and its common prefixes with the texts before and there."""
+        """Return where a text belongs, after equal ones, and its common prefixes with the texts before and there."""
         low, high, low_common, high_common = 0, len(self._texts), 0, 0
         while low < high:
             middle = (low + high) // 2

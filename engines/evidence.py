@@ -115,7 +115,7 @@ def _of_llamacpp(timings: Sequence[Mapping[str, Any]]) -> EngineRun:
 def import_evidence(
     store: Store, model: str, task: str, plan: Plan, plain: Path, drafted: Path
 ) -> tuple[FoundPlan, Verdict, EngineRun]:
-    """Store a plan for an engine with the verdict of its own benchmark, plain and with the plan.
+    """Store a plan for an engine with the verdict of the engine's benchmark, plain and with the plan.
 
     If the verdict is not "use", plain decoding is stored instead, with the measured ratio.
 

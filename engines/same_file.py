@@ -1,7 +1,7 @@
 """`bench peers --gguf FILE`: swiftopt and builds of llama.cpp on one GGUF file as it is.
 
 A cell is a depth (tokens before the first generated one) and a number of requests at once. In each cell every row has a
-process of its own, and rows take turns. Before that, each row's start is timed: with the file out of the system's
+separate process, and rows take turns. Before that, each row's start is timed: with the file out of the system's
 cache, and again with it there.
 """
 

@@ -71,7 +71,7 @@ class Finalist:
 
 @dataclass(slots=True)
 class Finals:
-    """Successive halving over windows: of those scored beside the set in use, the better half stays.
+    """Successive halving over windows: of those scored with the set in use, the better half stays.
 
     A window is used for one final at most, and its text must be new to those who are scored, so that luck on one window
     wins nothing.

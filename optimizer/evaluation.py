@@ -52,7 +52,7 @@ def score_window(
 ) -> PassGenerator[list[WindowScore]]:
     """Predict `window` generated tokens with every layer set, all in one pass.
 
-    Each candidate reads the target's keys and values up to the window and its own behind that, in scratch slots; the
+    Each candidate reads the target's keys and values up to the window and then its own, in scratch slots; the
     tokens of the window are the input, so one pass predicts all positions (SWIFT Eq. 3).
 
     Args: window: at most the number of generated tokens; the buffer must have window * len(layer_sets) slots left.
@@ -224,6 +224,6 @@ def affordable_candidates(costs: CostProfile | None, layer_set: LayerSet, window
 def candidates_in_share(costs: CostProfile | None, layer_set: LayerSet, window: int, n_passes: float) -> int:
     """Return how many candidates take `SEARCH_TIME_SHARE` of the time of `n_passes` plain passes; 0 without costs.
 
-    A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use beside it.
+    A candidate costs a draft pass with `layer_set` over a window, and half of one for the set in use.
     """
     return 0 if costs is None else int(SEARCH_TIME_SHARE * n_passes / (1.5 * costs.draft_cost(layer_set, window)))

@@ -42,7 +42,7 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
 def savings_of(costs: CostProfile, base: LayerSet, experts: ExpertLevels | None = None) -> tuple[float, ...]:
     """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`.
 
-    With `experts`, then what each bit of a layer's number of experts saves beside those before it.
+    With `experts`, then what each bit of a layer's number of experts saves on top of those before it.
     """
     positions = range(len(base.bits()))
     full_set = base.with_bits([0 for _ in positions])
@@ -247,7 +247,7 @@ def study(
 
     Args: savings: what each bit of a set saves, in any unit: of skipped sub-layers, then of `experts`. skip_ratio:
           bounds what `clasp` skips. whole_layers: sets skip both sub-layers of a layer, or none.
-          The buffer must have `study_rows` slots behind the committed ones.
+          The buffer must have `study_rows` slots after the committed ones.
     """
     context.load.n_beside += 1
     study_pass = StudyPass(context, window)
@@ -350,7 +350,7 @@ def extend_paths(
     paths = _Paths([0], [frozenset()], hidden, hidden)
 
     def run(item: StudyItem, experts: int | None = None) -> Tensor:
-        """Return the states of all paths behind an item."""
+        """Return the states of all paths after an item."""
         hidden = paths.hidden
         row_positions = positions * hidden.shape[0]
         for sub_layer in item.sub_layers:
@@ -377,7 +377,7 @@ def _keep_nearest(
 ) -> _Paths:
     """Return the nearest path for each weight.
 
-    Args: reached: changes, the first of them none, with the states of all paths behind each.
+    Args: reached: changes, the first of them none, with the states of all paths after each.
     """
     all_hidden = torch.cat([hidden for _, hidden in reached])
     full = full_states.float()[None].to(all_hidden.device)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Search:
     """Proposes, scores and adopts layer sets between rounds of decoding, until one of the stopping rules holds.
 
-    `method` drafts with the set in use; `during` searches beside a request.
+    `method` drafts with the set in use; `during` searches while a request is decoded.
 
     Args: start: the set to begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by
           `skip_ratio`. n_tokens: how long the stream will be, where that is known: strategies that choose the size are
@@ -138,7 +138,7 @@ class Search:
     def during(self, request: Work[T], prompt_id: str, on_event: Subscriber = lambda event: None) -> Work[T]:
         """Decode a request, and search after its prefill and after its rounds; reports the search's events, too.
 
-        The request should have `scratch_rows`. Several may run beside each other: one at a time has candidates scored.
+        The request should have `scratch_rows`. Several may run at once: one at a time has candidates scored.
 
         Args: on_event: gets each event of the request, and what comes of it before the search looks at the request, and
               each event of that look.

@@ -227,7 +227,7 @@ def looks_of(n_held_out: int, n_more: int = 0) -> list[Look]:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTurns:
-    """A verdict and the timed turns behind it, the fastest run of each."""
+    """A verdict and the timed turns that it is based on, the fastest run of each."""
 
     verdict: Verdict
     turns: Sequence[TimedTurn]

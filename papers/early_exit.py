@@ -244,7 +244,7 @@ class StackedLayers:
             )
         if not runtime.has_only_attention:
             raise UnsupportedModel(
-                "layers without attention, or with a state beside it, cannot be stacked: decode with another method"
+                "layers without attention, or with attention and a state, cannot be stacked: decode with another method"
                 " than paradecode"
             )
         if len({block.layer_type is None for block in runtime.blocks}) > 1:

@@ -152,20 +152,20 @@ class ToolParser:
                     return None  # What looks like a call within a body is a text in its arguments.
                 except (ValueError, RecursionError):
                     continue
-                behind, is_open = self._behind(end, form.calls_end, is_last)
+                rest_at, is_open = self._after_mark(end, form.calls_end, is_last)
                 if is_open and needs_end:
                     return None
-                if behind is None and is_named and not is_last:
-                    behind = end
-                if behind is None or not self._take_all(calls):
+                if rest_at is None and is_named and not is_last:
+                    rest_at = end
+                if rest_at is None or not self._take_all(calls):
                     continue
                 preceding_text = self._pending_text[: opening.start()]
                 self._end_mark = FENCE if mark is None else ""
-                self._pending_text = self._pending_text[behind:]
+                self._pending_text = self._pending_text[rest_at:]
                 return preceding_text
         return None
 
-    def _behind(self, end: int, closing: str, is_last: bool) -> tuple[int | None, bool]:
+    def _after_mark(self, end: int, closing: str, is_last: bool) -> tuple[int | None, bool]:
         """Return the place after a body's closing mark, and whether the mark may still come.
 
         The place is None without the mark; at the end of a completion a part of it is enough.

@@ -1,7 +1,7 @@
 """The schema of a database, and the steps that migrate an older one; one of a newer swiftopt is refused.
 
 A schema is named after the release that first writes it, and so is the step that leads to it; one that changed before
-that release has a number behind it. A new database is made from `tables` alone. Once a later release changes a table, a
+that release has a number after it. A new database is made from `tables` alone. Once a later release changes a table, a
 step spells out what it adds, since `tables` will change again; tests then hold every older database, brought here,
 against a new one.
 

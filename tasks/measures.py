@@ -221,7 +221,7 @@ def pass_at(k: int, n: int, n_passed: int) -> float:
 
 
 def program_passes(program: str, seconds: int = PROGRAM_S) -> bool:
-    """Return whether a Python program ends without an error, in a confined process of its own."""
+    """Return whether a Python program ends without an error, in a separate, confined process."""
     success_mark = secrets.token_hex(8)
     command = [sys.executable, "-I", str(Path(__file__).with_name("judged_program.py")), success_mark, str(seconds)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL

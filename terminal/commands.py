@@ -66,7 +66,7 @@ class GroupedCommand(click.Command):
         sections: dict[str, list[click.Option]] = {MAIN: visible[:N_MAIN]}
         for param in visible[N_MAIN:]:
             sections.setdefault(getattr(param, "heading", OTHER), []).append(param)
-        other_options = sections.pop(OTHER)  # Never empty: --help has no heading of its own.
+        other_options = sections.pop(OTHER)  # Never empty: --help has no heading.
         for heading, params in [*sections.items(), (OTHER, other_options)]:
             self._write(ctx, formatter, heading, params)
 

@@ -59,7 +59,7 @@ def _usage(error: click.ClickException) -> str:
     """Return a usage error as one line; for a group called without arguments, return its whole help."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return error.format_message()
-    # click lists what may be chosen a line each, and asks in a sentence of its own.
+    # click lists what may be chosen a line each, and asks in a separate sentence.
     text = " ".join(error.format_message().split())
     text = text.replace(". Did you", ": did you").replace(". Choose from:", ": choose from")
     context = getattr(error, "ctx", None)

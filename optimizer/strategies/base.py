@@ -92,7 +92,7 @@ class SearchProblem:
           window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
           some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
           sets are; n_skipped is then approximate. experts: numbers of experts that proposals may take, too; None: they
-          keep those of `base`. `savings` then go on with each bit's saving beside those before it. whole_layers: a
+          keep those of `base`. `savings` then go on with each bit's saving on top of those before it. whole_layers: a
           proposal skips both sub-layers of a layer, or none.
     """
 
@@ -246,7 +246,7 @@ class StrategyInfo:
     """A row of the registry: `help` says how the strategy proposes, `make` builds it.
 
     `study`: what it looks at in the model; such a strategy chooses how many sub-layers are skipped, given savings, and
-    stops after `patience` candidates without a better one. `suggests`: a process beside the run suggests candidates,
+    stops after `patience` candidates without a better one. `suggests`: a separate process suggests candidates,
     which `deterministic` waits for.
     """
 

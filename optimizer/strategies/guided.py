@@ -269,7 +269,7 @@ class ScoredSet(NamedTuple):
 
 
 class Posterior(NamedTuple):
-    """A normal distribution over what each sub-layer adds to the loss, and the constant behind them: (size + 1)."""
+    """A normal distribution over what each sub-layer adds to the loss, and then the constant: (size + 1)."""
 
     mean: Array
     covariance: Array

@@ -1,7 +1,7 @@
 """Random search that asks a model of the scores for a candidate at every interval-th step (SWIFT 4.1.2, Eq. 2).
 
 A Gaussian process takes from a tenth of a second to minutes per suggestion, and decoding must not wait for it, nor
-share its interpreter lock. It therefore runs in a Python process of its own, `optimizer/suggestions.py`; a plain one,
+share its interpreter lock. It therefore runs in a separate Python process, `optimizer/suggestions.py`; a plain one,
 not multiprocessing's, which would run the caller's script a second time.
 """
 

@@ -1,4 +1,4 @@
-"""The training data of heads and probes: the model's states at the positions of its own greedy completions.
+"""The training data of heads and probes: the model's states at the positions of its greedy completions.
 
 Collected states and the training state are saved to disk, so that a killed run can be resumed.
 """

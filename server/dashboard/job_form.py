@@ -53,7 +53,7 @@ LABELS = {  # Field -> label, where the field's name is not clear enough.
 
 
 def label(name: str) -> str:
-    """Return a field's label: one of its own, or its last name in words."""
+    """Return a field's label: a special one, or its last name in words."""
     text = name.rpartition(".")[2].replace("_", " ")
     return LABELS.get(name, text[:1].upper() + text[1:])
 

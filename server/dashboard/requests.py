@@ -73,7 +73,7 @@ def aspects(request: EndedRequest) -> list[tuple[str, str]]:
     rounds, sums, n_crowded = request.rounds, request.sums, request.crowded_rounds
     drafted_by = Counter(DRAFTERS[figures.drafter] for figures in rounds.first if figures.steps)
     drafters = ", ".join(f"{n} by {name}" for name, n in drafted_by.most_common())
-    beside = "alone" if rounds.beside < 0.05 else f"beside {rounds.beside:.1f} other requests on average"
+    company = "alone" if rounds.beside < 0.05 else f"with {rounds.beside:.1f} other requests on average"
     crowded = f"; in {n_crowded} rounds there were so many that drafts do not pay" if n_crowded else ""
     cached = f", {sums.cached_tokens:,} of them read before" if sums.cached_tokens else ""
     way = (
@@ -86,7 +86,7 @@ def aspects(request: EndedRequest) -> list[tuple[str, str]]:
         ("Way", way),
         ("Plan", f"the request asks for {request.asked}" if request.asked else plan_words(request)),
         ("Verdict", verdict),
-        ("Load", beside + crowded),
+        ("Load", company + crowded),
         ("Context", f"{sums.prompt_tokens:,} tokens of the prompt{cached}, {sums.tokens:,} of the answer"),
         ("Grammar", "none" if request.constraint is None else CONSTRAINTS[request.constraint]),
     ]

@@ -28,7 +28,7 @@ TERMS: Mapping[str, str] = {
     "Round": "One draft and the pass of the model that checks it; without a draft, the pass alone.",
     "Score": "What a search maximises: the speed that a layer set promises by measured costs, plain decoding = 1.",
     "Skip ratio r": "Share of the sub-layers that a draft leaves out.",
-    "Task": "A kind of text, such as code or summaries, which has drafts and a verdict of its own.",
+    "Task": "A kind of text, such as code or summaries, with its own drafts and verdict.",
     "Time saved": "What plain decoding would have taken longer, by the ratio; below 0 where drafts are slower.",
     "Tokens per pass M": "Tokens / passes of the model after the prompt.",
     "Tokens per second of decoding": "Tokens / seconds of rounds of a request, without its prompt, search and waits.",
