@@ -107,15 +107,15 @@ def texts() -> list[str]:
 
 def prompts() -> list[Prompt]:
     """Return prompts from sources that the model did not learn, in two tasks by turns, spread over the sources."""
-    library, found = Path(sysconfig.get_paths()["stdlib"]), {task: list[str]() for task in LAST_LINES}
+    library, texts_by_task = Path(sysconfig.get_paths()["stdlib"]), {task: list[str]() for task in LAST_LINES}
     for path in sorted(path for name in HELD_OUT for path in library.glob(f"{name}/**/*.py")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for i, line in enumerate(lines):
             for task, pattern in LAST_LINES.items():
                 if i >= LINES_BEFORE and pattern.match(line):
                     # Without the line break, which is one token with the blanks that follow it.
-                    found[task].append("\n".join(lines[i - LINES_BEFORE : i + 1]))
-    spread = {task: texts[:: max(1, len(texts) // PROMPTS)][:PROMPTS] for task, texts in found.items()}
+                    texts_by_task[task].append("\n".join(lines[i - LINES_BEFORE : i + 1]))
+    spread = {task: texts[:: max(1, len(texts) // PROMPTS)][:PROMPTS] for task, texts in texts_by_task.items()}
     return [
         Prompt(f"{task}-{i}", task, text)
         for i, of_tasks in enumerate(zip(*spread.values(), strict=True), start=1)

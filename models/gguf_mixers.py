@@ -33,8 +33,8 @@ class DeltaTensors:
 
     def name_of(self, module_name: str) -> str | None:
         """Return a module's name within the rule, "" for the rule itself; None: it is not in one."""
-        _, found, name = f"{module_name}.".rpartition(f".{self.mixer.module}.")
-        return name.removesuffix(".") if found else None
+        _, mixer_name, name = f"{module_name}.".rpartition(f".{self.mixer.module}.")
+        return name.removesuffix(".") if mixer_name else None
 
     @cached_property
     def head_order(self) -> Tensor | None:

@@ -204,7 +204,7 @@ class _Reading:
         """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""
         number, named = _parts(f"{module_name}.{leaf}", self.family.layers)[0], self.family.experts
         assert named is not None
-        own, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+        map_name, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in PARTS}
         if (joint := self._found(f"blk.{number}.ffn_gate_up_exps.{kind}")) is not None:
             tensors |= _halves(joint)
@@ -218,13 +218,13 @@ class _Reading:
             _check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)
         keeps = kind == "weight" and self.kernels is not None
         if keeps and self.kernels and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
-            for part in HALVES[own]:
+            for part in HALVES[map_name]:
                 packed = packed_experts(whole[part], self.kernels, self.file.release)
                 self._experts.setdefault(module_name, {})[part] = packed
             return
-        values = {part: numbers(whole[part]).to(self.dtype) for part in HALVES[own]}
-        self._values[f"{module_name}.{leaf}"] = stacked(values, own, named)
-        for part in HALVES[own]:
+        values = {part: numbers(whole[part]).to(self.dtype) for part in HALVES[map_name]}
+        self._values[f"{module_name}.{leaf}"] = stacked(values, map_name, named)
+        for part in HALVES[map_name]:
             self.file.release(whole[part])
 
     def _tensor(self, name: str) -> FileTensor | None:
@@ -232,12 +232,12 @@ class _Reading:
         number, module, leaf = _parts(name, self.family.layers)
         stem, _, index = module.rpartition(".")
         if module in self.form.joined:
-            # A shared MLP has names of its own beside experts.
-            found = [
+            # A shared MLP has other names where there are experts.
+            tensors = [
                 self._found(f"blk.{number}.{part}.{leaf}") or self._found(f"blk.{number}.{part}_shexp.{leaf}")
                 for part in self.form.joined[module]
             ]
-            return None if None in found else self._joined([tensor for tensor in found if tensor is not None])
+            return None if None in tensors else self._joined([tensor for tensor in tensors if tensor is not None])
         if stem in self.form.stacked:
             stack, row = self._found(f"blk.{number}.{self.form.stacked[stem]}.{leaf}"), int(index)
             if stack is None:
@@ -265,12 +265,12 @@ class _Reading:
     def _stored_name(self, name: str) -> str:
         """Return the name of a parameter in checkpoints, which llama.cpp's converter goes by."""
         named = self.family.experts
-        for stored, own in named.renamed.items() if named is not None else ():
-            if own in name:
-                name = name.replace(own, stored, 1)
+        for stored, current in named.renamed.items() if named is not None else ():
+            if current in name:
+                name = name.replace(current, stored, 1)
                 break
-        for own, stored in {**CORRECTIONS, **RENAMED}.items():
-            name = name.removesuffix(own) + stored if name.endswith(own) else name
+        for current, stored in {**CORRECTIONS, **RENAMED}.items():
+            name = name.removesuffix(current) + stored if name.endswith(current) else name
         return name
 
     def _found(self, name: str) -> FileTensor | None:
@@ -413,7 +413,7 @@ def _halves(joint: FileTensor) -> dict[str, FileTensor]:
 
 
 def _is_correction(name: str) -> bool:
-    return any(own in name for own in CORRECTIONS)
+    return any(correction in name for correction in CORRECTIONS)
 
 
 def names_of(architecture: str, config: Any) -> Any:

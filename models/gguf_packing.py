@@ -206,8 +206,8 @@ def _whole_maps(file: GgufFile, kernels: Kernels) -> Iterator[FileTensor]:
     others |= {part for form in own_forms for part in form.stacked.values()}
     others |= {"attn_q", "attn_k"} if any(form.pairs_halves for form in own_forms) else set()
     others |= {"attn_gate", "ssm_alpha", "ssm_beta"} if any(form.tiled_heads for form in own_forms) else set()
-    own = file.own_settings()
-    n_layers = int(own.get("block_count", 0)) - int(own.get(NEXT_LAYERS, 0))
+    settings = file.own_settings()
+    n_layers = int(settings.get("block_count", 0)) - int(settings.get(NEXT_LAYERS, 0))
     for tensor in file.tensors.values():
         name = _LAYER.match(tensor.name)
         is_loaded = name is None or (int(name[1]) < n_layers and name[2] not in others)

@@ -222,18 +222,18 @@ def form_of(file: GgufFile) -> tuple[str, GgufForm]:
 
     Raises: UnsupportedModel: there is none.
     """
-    own = file.own_settings()
+    settings = file.own_settings()
     fitting = [
         (form.model_type or model_type, form)
         for model_type, form in FORMS.items()
-        if file.architecture in form.architectures and all(own.get(name) for name in form.when)
+        if file.architecture in form.architectures and all(settings.get(name) for name in form.when)
     ]
     if fitting:
         return max(fitting, key=lambda one: len(one[1].when))
-    known = sorted({architecture for form in FORMS.values() for architecture in form.architectures})
+    architectures = sorted({architecture for form in FORMS.values() for architecture in form.architectures})
     raise UnsupportedModel(
         f"{file.path} is of the architecture {_shown(file.architecture)}, which is not supported: use one of"
-        f" {', '.join(known)}"
+        f" {', '.join(architectures)}"
     )
 
 

@@ -202,10 +202,10 @@ class RecurrentStates:
 
     def _snapshot(self, end: int, states: Mapping[int, Tensor]) -> Snapshot:
         """Return a snapshot of these of the sequence's states, with copies of the roots and inputs."""
-        roots = {layer: self.roots[layer, : len(own)].clone() for layer, own in states.items()}
+        roots = {layer: self.roots[layer, : len(state)].clone() for layer, state in states.items()}
         inputs = {
-            layer: self.inputs[layer][[slot % self.n_kept for slot in range(self._first_input(own), end)]]
-            for layer, own in roots.items()
+            layer: self.inputs[layer][[slot % self.n_kept for slot in range(self._first_input(root), end)]]
+            for layer, root in roots.items()
         }
         return Snapshot(end, states, roots, inputs)
 
@@ -273,13 +273,13 @@ class RecurrentStates:
             return torch.from_numpy(part).view(like.dtype).view(shape)
 
         states, roots, inputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-        for layer, own in self.states.items():
+        for layer, state in self.states.items():
             roots[layer] = take(self.roots, 1)
             if not 0 <= int(roots[layer]) <= n_slots:
                 raise ValueError(f"states behind {n_slots} slots have the root {int(roots[layer])}")
-            states[layer] = take(own, 1, *own.shape[1:]).to(own.device)
+            states[layer] = take(state, 1, *state.shape[1:]).to(state.device)
             n_rows = n_slots - self._first_input(roots[layer])
-            inputs[layer] = take(self.inputs[layer], n_rows, *self.inputs[layer].shape[1:]).to(own.device)
+            inputs[layer] = take(self.inputs[layer], n_rows, *self.inputs[layer].shape[1:]).to(state.device)
         if place != len(saved):
             raise ValueError(f"states behind {n_slots} slots have {len(saved) - place} bytes too many")
         snapshot = Snapshot(n_slots, states, roots, inputs)

@@ -311,9 +311,9 @@ def knapsack_items(
     if whole_layers:
         items = []
         for layer in range(n_layers):
-            own: tuple[SubLayer, SubLayer] = ("attn", layer), ("mlp", layer)
-            bits = tuple(places[sub_layer] for sub_layer in own if sub_layer in places)
-            items.append(StudyItem(own, (change(bits), *changes[own[1]][1:]) if bits else ()))
+            pair: tuple[SubLayer, SubLayer] = ("attn", layer), ("mlp", layer)
+            bits = tuple(places[sub_layer] for sub_layer in pair if sub_layer in places)
+            items.append(StudyItem(pair, (change(bits), *changes[pair[1]][1:]) if bits else ()))
         return items, N_BUCKETS
     return [StudyItem((sub_layer,), tuple(changes.get(sub_layer, ()))) for sub_layer in sub_layers], N_BUCKETS
 

@@ -144,8 +144,8 @@ if importlib.util.find_spec("triton") is not None:
                 at = (part * n_rows * N_CHOSEN + choice).to(tl.int64) * n_out + outputs
                 total += tl.load(parts + at, mask=mask, other=0.0)
             if HAS_BIAS:
-                own = bias + tl.load(experts + choice) * n_out
-                total += tl.load(own + outputs, mask=mask, other=0.0).to(tl.float32)
+                expert_bias = bias + tl.load(experts + choice) * n_out
+                total += tl.load(expert_bias + outputs, mask=mask, other=0.0).to(tl.float32)
             mixed += total * tl.load(weights + choice).to(tl.float32)
         tl.store(out + row.to(tl.int64) * n_out + outputs, mixed.to(out.dtype.element_ty), mask=mask)
 
