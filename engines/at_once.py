@@ -39,6 +39,7 @@ def swiftopt(options: Values) -> Decoder:
     from swiftopt.decoding.methods import PLAIN
     from swiftopt.decoding.session import Session
     from swiftopt.decoding.work import subscribed
+    from swiftopt.models.huge_pages import PAGES
     from swiftopt.models.loading import load as load_runtime
     from swiftopt.tasks.generate import Planner
 
@@ -68,6 +69,8 @@ def swiftopt(options: Values) -> Decoder:
             list(engine.step())
         results = [list(request.result.token_ids) for request in requests]
         answers = [_answered(ids, stamps[0], stamps[-1]) for ids, stamps in zip(results, times, strict=True)]
+        if line["requests"][0]["max_new_tokens"] > 1:  # One token times a start.
+            PAGES.finish()  # A thread that goes on would disturb the turns of other engines.
         return {"answers": answers}
 
     return answer

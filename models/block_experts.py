@@ -23,6 +23,12 @@ HALVES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # The parts i
 class ExpertMap(Protocol):
     """A map of one expert by its codes."""
 
+    @property
+    def codes(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor: ...
+
     def map(self, bias: Tensor | None = None) -> layout.Map: ...
 
     def numbers(self) -> Tensor:

@@ -18,6 +18,7 @@ from ..core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts
 from ..core.settings import STORED, cpu_words, measures_alone
 from ..core.types import KINDS, LayerSet
 from .buffer import KVBuffer, free_bytes
+from .huge_pages import PAGES
 from .measuring import MOST_SHARE, DisturbanceMeter, measuring_turn
 from .mtp import MTP_COSTS, MtpRuntime, format_of_costs
 from .rows import Rows
@@ -84,6 +85,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
     One process of a machine measures on a device at a time. A measurement that was disturbed is repeated, and where
     every one was, the profile's quality says so.
     """
+    PAGES.finish(on_step)
     with measuring_turn(runtime.device, on_step):
         measured = _trusted(partial(_measured, runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step))
         costs = measured.costs

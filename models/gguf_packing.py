@@ -129,7 +129,8 @@ def _room(n_blocks: int, n_bytes: int) -> NDArray[np.uint8]:
     size = n_blocks * n_bytes
     if size >= MAPPED:
         try:
-            # numpy would ask for huge pages, which take a virtual machine several times as long to fill first.
+            # numpy would ask for huge pages, which take a virtual machine several times as long to fill first;
+            # `huge_pages` moves weights there afterwards.
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"there is no memory for {size} bytes of weights") from error

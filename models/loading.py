@@ -31,6 +31,7 @@ from .gguf_model import load_gguf, settings_folder
 from .gguf_packing import opened, packing_of
 from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
+from .huge_pages import PAGES, weights_in
 from .kernels.device import obstacle
 from .memory import memory_plan
 from .merging import identity, load_merged
@@ -367,6 +368,7 @@ def _use_native(runtime: Runtime, lay_out: bool) -> str | None:
             parameter.data = parameter.data.contiguous()
         return str(error)
     runtime.speed = "native"
+    PAGES.add(weights_in(runtime.hf_model))
     runtime.copies.lay_out(packed=True)
     return None
 

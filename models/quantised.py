@@ -31,6 +31,7 @@ from .buffer import free_bytes
 from .coded import SCRATCH, CodedLinear, by_rows, pack, weight_form, weights_at_once
 from .copy_files import copy_file, read_copy, write_copy
 from .expert_choice import with_fewer
+from .huge_pages import PAGES
 from .kernels import device as kernels
 from .kernels.layout import ROWS
 from .quantised_checkpoints import is_by_library
@@ -346,6 +347,7 @@ class QuantisedCopies:
             if kept is None and part != "head" and number % 4 == 0 and not self._is_own(key):
                 on_step(f"quantising, {part} {number + 1} of {len(keys)} as {name}")
             self._made[key] = self._make(key, _pairs(kept or {}, key, self._device(key)))
+        PAGES.add(part for key in keys for one in self._made[key].maps for part in (one.codes, one.scales))
         everything: list[Key] = [(part, layer, name) for layer in range(1 if part == "head" else len(self._blocks))]
         if path is not None and kept is None and all(key in self._made for key in everything):
             places = {_place(key, i): one for key in everything for i, one in enumerate(self._made[key].maps)}

@@ -1,0 +1,207 @@
+"""Moves weights to huge pages while a model runs: passes then wait less often for the processor to look up an address.
+
+Weights are packed into small pages, because a virtual machine takes several times as long to fill huge ones the first
+time, or they are mapped files. A thread moves them afterwards, a page at a time, beside the passes: it collapses small
+pages (Linux's `MADV_COLLAPSE`), and puts copies in the place of a mapped file's. Addresses and bytes stay the same, so
+that nobody else has to know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
+from pathlib import Path
+from threading import Lock, Thread
+from time import perf_counter, sleep
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
+
+from .block_experts import BlockExperts
+from .free_memory import free_memory
+from .saved import OnStep, no_step
+
+SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+MAPS = Path("/proc/self/maps")
+WAIT_S = 1.0  # After a load, so that the first token does not wait.
+SHARE = 0.3  # Of a processor's time, which moving takes while the model runs.
+MOST_REFUSED = 16  # Pages of a piece of memory, one after another, that cannot be moved; no more of it are tried.
+NEAR = 1 << 16  # Bytes between tensors that lie in one piece of memory.
+# A mapped file can be read again where memory is short, and a copy of it cannot: so many times as much must be free.
+ROOM = 2
+# Numbers of Linux: advice, protection and flags of mappings.
+HUGE, COLLAPSE = 14, 25
+READ_WRITE, PRIVATE_ANONYMOUS = 3, 0x22
+MOVE_TO_PLACE = 3
+FAILED = ctypes.c_void_p(-1).value
+
+
+def weights_in(model: nn.Module) -> Iterator[Tensor]:
+    """All tensors of a model that passes read."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        if isinstance(module, BlockExperts):
+            for maps in module.maps.values():
+                for one in maps:
+                    yield from (one.codes, one.scales)
+
+
+class _Piece:
+    """Tensors that lie one after another in memory, and the huge pages of it that are left to move."""
+
+    def __init__(self, tensors: Sequence[Tensor], size: int) -> None:
+        self.places = [(_start(tensor), _end(tensor), weakref.ref(tensor)) for tensor in tensors]
+        first, end = -(-self.places[0][0] // size) * size, max(end for _, end, _ in self.places)
+        self.pages = range(first, end - size + 1, size)
+        self.refused = 0  # Pages since the last one that was moved.
+
+    def held(self, page: int, size: int) -> list[UntypedStorage]:
+        """Return what keeps the tensors in a page where they are; nothing if one of them has gone."""
+        storages = []
+        for start, end, reference in self.places:
+            if start < page + size and end > page:
+                tensor = reference()
+                if tensor is None or _start(tensor) != start:
+                    return []
+                storages.append(tensor.untyped_storage())
+        return storages
+
+    @cached_property
+    def mapped(self) -> list[range]:
+        """The addresses of mapped files, as far as only this process sees what is written there."""
+        mapped = []
+        for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+            place, access, _, _, inode, *_ = line.split(maxsplit=5)
+            if inode != "0" and access == "rw-p":
+                start, end = (int(part, 16) for part in place.split("-"))
+                mapped.append(range(start, end))
+        return mapped
+
+
+class PageMover:
+    """Moves the pages of tensors, in a thread of its own that ends with the process.
+
+    A system without huge pages, or one whose setting is "never", is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[_Piece] = deque()
+        self._size = _page_size()
+        self._lock = Lock()
+        self._thread: Thread | None = None
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Move the whole huge pages that these tensors in the memory of the CPU fill."""
+        if not self._size:
+            return
+        with self._lock:
+            self._pieces.extend(_Piece(piece, self._size) for piece in _pieces(tensors))
+            if self._pieces and (self._thread is None or not self._thread.is_alive()):
+                self._thread = Thread(target=self._run, name="huge pages", daemon=True)
+                self._thread.start()
+
+    def finish(self, on_step: OnStep = no_step) -> None:
+        """Move what is left at once, before something is timed."""
+        if self._pieces:
+            on_step("moving weights to huge pages")
+        while self._move():
+            pass
+
+    def _run(self) -> None:
+        sleep(WAIT_S)
+        while True:
+            began = perf_counter()
+            if not self._move():
+                with self._lock:
+                    if self._pieces:
+                        continue
+                    self._thread = None
+                    return
+            sleep((perf_counter() - began) * (1 / SHARE - 1))
+
+    def _move(self) -> bool:
+        """Move the next page; False: there is none left."""
+        with self._lock:
+            while self._pieces and (not self._pieces[0].pages or self._pieces[0].refused >= MOST_REFUSED):
+                self._pieces.popleft()
+            if not self._pieces:
+                return False
+            piece = self._pieces[0]
+            page, piece.pages = piece.pages[0], piece.pages[1:]
+        # A collapse is safe whatever lies there by now: memory that has been freed is refused, and bytes are kept.
+        is_moved = not _libc().madvise(page, self._size, COLLAPSE) or self._copied(piece, page)
+        piece.refused = 0 if is_moved else piece.refused + 1
+        return True
+
+    def _copied(self, piece: _Piece, page: int) -> bool:
+        """Put a copy of a mapped file's page in its place; False: it is no such page, or memory is short."""
+        size, held = self._size, piece.held(page, self._size)
+        if not held or not any(page in place and page + size <= place.stop for place in piece.mapped):
+            return False
+        if free_memory() < ROOM * size * (len(piece.pages) + 1):
+            return False
+        libc = _libc()
+        room = libc.mmap(None, 2 * size, READ_WRITE, PRIVATE_ANONYMOUS, -1, 0)
+        if room == FAILED:
+            return False
+        copy = -(-room // size) * size
+        libc.madvise(copy, size, HUGE)
+        ctypes.memmove(copy, page, size)
+        is_moved = bool(libc.mremap(copy, size, size, MOVE_TO_PLACE, page) == page)
+        for start, end in ((room, copy), (copy if not is_moved else copy + size, room + 2 * size)):
+            if start < end:
+                libc.munmap(start, end - start)
+        return is_moved
+
+
+@cache
+def _libc() -> Any:
+    library, address, length = ctypes.CDLL(None), ctypes.c_void_p, ctypes.c_size_t
+    library.madvise.argtypes = address, length, ctypes.c_int
+    library.mmap.argtypes = address, length, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    library.mmap.restype = library.mremap.restype = address
+    library.mremap.argtypes = address, length, length, ctypes.c_int, address
+    library.munmap.argtypes = address, length
+    return library
+
+
+def _page_size() -> int:
+    """Return the bytes of a huge page; 0: none are used here."""
+    if sys.platform == "linux":
+        with suppress(OSError, ValueError):
+            if "[never]" not in (SETTINGS / "enabled").read_text(encoding="ascii"):
+                return int((SETTINGS / "hpage_pmd_size").read_text(encoding="ascii"))
+    return 0
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address behind a tensor's last value; of one with gaps the last value that it has there."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr() + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Sort tensors into the pieces of memory that they lie in."""
+    piece: list[Tensor] = []
+    behind = 0
+    for tensor in sorted((t for t in tensors if t.device.type == "cpu" and t.numel()), key=_start):
+        if piece and _start(tensor) > behind + NEAR:
+            yield piece
+            piece = []
+        piece.append(tensor)
+        behind = max(behind, _end(tensor)) if len(piece) > 1 else _end(tensor)
+    if piece:
+        yield piece
+
+
+PAGES = PageMover()
