@@ -15,6 +15,7 @@ from .family import Experts
 from .gguf_reader import FileTensor
 from .kernels import layout
 from .kernels.build import Kernels
+from .mixtures import mixed_by_expert
 
 PARTS = ("gate", "up", "down")  # Maps of each expert, as llama.cpp names them.
 HALVES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # The parts in each tensor of an experts' module.
@@ -50,19 +51,18 @@ class BlockExperts(nn.Module):
         super().__init__()
         self.maps, self.dtype = maps, dtype
         self.biases = biases_of(module, named)
-        self.gated = gating_of(module, named)
+        self.gated, self.weighs_inputs = gating_of(module, named), named.weighs_inputs
         if named.clamped:
             self.limit, self.alpha = module.limit, module.alpha
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum (rows, hidden_size) of what each row's experts make of it."""
-        total = torch.zeros_like(hidden_states)
-        for expert in torch.unique(top_k_index).tolist():
-            row, place = torch.where(top_k_index == expert)
-            inner = self.gated(*(self._mapped(part, expert, hidden_states[row]) for part in HALVES["gate_up_proj"]))
-            out = self._mapped("down", expert, inner)
-            total.index_add_(0, row, (out * top_k_weights[row, place, None]).to(total.dtype))
-        return total
+
+        def computed(expert: int, rows: Tensor) -> Tensor:
+            inner = self.gated(*(self._mapped(part, expert, rows) for part in HALVES["gate_up_proj"]))
+            return self._mapped("down", expert, inner)
+
+        return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
 
     def _mapped(self, part: str, expert: int, x: Tensor) -> Tensor:
         bias = self.biases.get(part)
@@ -97,10 +97,8 @@ def stacked(parts: Mapping[str, Tensor], leaf: str, named: Experts) -> Tensor:
     Args: leaf: the tensor's name in the experts' module, a key of `HALVES`.
     """
     halves = [parts[part] for part in HALVES[leaf]]
-    if not named.alternating:
-        return torch.cat(halves, dim=1)
-    together = torch.stack(halves, dim=2).flatten(1, 2)
-    return together.transpose(1, 2) if together.dim() == 3 else together
+    together = torch.stack(halves, dim=2).flatten(1, 2) if named.alternating else torch.cat(halves, dim=1)
+    return together.transpose(1, 2) if named.by_inputs and together.dim() == 3 else together
 
 
 def packed_experts(

@@ -14,8 +14,9 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import UnsupportedModel
 from .buffer import KVBuffer
 from .coded import CodedLinear
-from .config_layout import HeadLayout, heads_of
+from .config_layout import AttentionWindow, HeadLayout, heads_of
 from .family import Experts, Family, GatedDelta, Selective, ShortConv, names_in
+from .mixtures import WeighedInputs
 from .rotation import RotaryTables, joined_rotation, rotate
 from .state_rules import DeltaRule, StateRule, StateSpace
 
@@ -145,7 +146,7 @@ def rotated_heads(
     if is_normed and kind == "rotated":
         query, key = parts.q_norm(query), parts.k_norm(key)
     if rotation is not None and rotation.query_scale is not None:
-        query = query * rotation.query_scale
+        query = (query * rotation.query_scale).to(query.dtype)
     return query, key, value
 
 
@@ -240,6 +241,8 @@ def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
     named = family.experts
     if named is not None and named.beside is not None and getattr(layer, named.beside) is not None:
         return MlpBesideExperts(layer, named, family.mlp)
+    if named is not None and named.weighs_inputs and has_experts(mixture := layer.get_submodule(family.mlp)):
+        return WeighedInputs(mixture, named)
     return layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family)
 
 
@@ -256,7 +259,13 @@ class Block:
     """
 
     def __init__(
-        self, layer: nn.Module, index: int, config: Any, family: Family, window: int | None, layer_type: str | None
+        self,
+        layer: nn.Module,
+        index: int,
+        config: Any,
+        family: Family,
+        window: AttentionWindow | None,
+        layer_type: str | None,
     ) -> None:
         self.index = index
         self.kinds = family.kinds_of(config, index)

@@ -74,6 +74,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("n_group", "topk_group"), GROUPS),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "no_rope_layer_interval"), LAYERS),
     **dict.fromkeys(("sliding_window", "max_window_layers", "first_k_dense_replace", "num_dense_layers"), COUNT),
+    **{"attention_chunk_size": COUNT, "floor_scale": POSITIONS, "attn_scale": AMOUNT, "intermediate_size_mlp": WIDTH},
+    "interleave_moe_layer_step": LAYERS,
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), THETA),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), SHARE),
@@ -166,8 +168,11 @@ def check_together(config: Any, path: Path) -> None:
     types = getattr(config, "layer_types", None)
     if types is not None and len(types) != layers:
         raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
-    if 0 in windows_of(config, family_of(config), layers):
+    if any(window is not None and window.size == 0 for window in windows_of(config, family_of(config), layers)):
         raise ModelNotFound(f"{path} has a sliding window of 0 tokens: {ADVICE}")
+    listed = getattr(config, "no_rope_layers", None)
+    if listed and len(listed) < layers:
+        raise ModelNotFound(f"{path} has {len(listed)} no_rope_layers for {layers} layers: {ADVICE}")
     mixer = family_of(config).mixer
     of_state = mixer.sizes[::2] if isinstance(mixer, Selective) else ("linear_num_value_heads", "linear_num_key_heads")
     shared, key_heads = (getattr(config, name, 1) for name in of_state)

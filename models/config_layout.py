@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..core.errors import UnsupportedModel
-from .families import FAMILIES
+from .families import CHUNKS, FAMILIES
 from .family import Family, ShortConv
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+UNROTATED = "unrotated"  # Type of layers whose queries are scaled by position, and not rotated.
+Positions = TypeVar("Positions", int, "Tensor", "NDArray[Any]")
 
 MOST_POSITIONS = 1 << 20  # Positions of models whose configs have no limit.
 
@@ -73,14 +80,27 @@ def slot_values(config: Any) -> list[int]:
     ]
 
 
-def windows_of(config: Any, family: Family, n_layers: int) -> tuple[int | None, ...]:
-    """Return per layer the sliding window in tokens, None where a layer sees everything before it."""
-    window = getattr(config, "sliding_window", None)
-    if family.sliding == "none" or window is None:
+class AttentionWindow(NamedTuple):
+    """The last `size` positions that a row sees, its own among them; `chunks`: those of its own chunk of this size."""
+
+    size: int
+    chunks: bool = False
+
+    def oldest(self, positions: Positions) -> Positions:
+        """Return the first position that rows at these positions see; below 0: they see all before them."""
+        return positions - positions % self.size if self.chunks else positions + 1 - self.size
+
+
+def windows_of(config: Any, family: Family, n_layers: int) -> tuple[AttentionWindow | None, ...]:
+    """Return each layer's window, None where a layer sees everything before it."""
+    in_chunks = family.sliding == "chunks"
+    size = getattr(config, "attention_chunk_size" if in_chunks else "sliding_window", None)
+    if family.sliding == "none" or size is None:
         return (None,) * n_layers
+    window, has_window = AttentionWindow(int(size), in_chunks), CHUNKS if in_chunks else "sliding_attention"
     if family.sliding == "all":
-        return (int(window),) * n_layers
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in config.layer_types)
+        return (window,) * n_layers
+    return tuple(window if kind == has_window else None for kind in config.layer_types)
 
 
 def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) -> int:
@@ -91,19 +111,24 @@ def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) ->
     heads, family = heads_of(config), FAMILIES[config.model_type]
     windows = windows_of(config, family, int(config.num_hidden_layers))
     n_seen = sum(
-        min(n_slots, window or n_slots) for layer, window in enumerate(windows) if family.has_attention(config, layer)
+        min(n_slots, window.size if window else n_slots)
+        for layer, window in enumerate(windows)
+        if family.has_attention(config, layer)
     )
     of_attention = 2 * heads.n_heads * heads.width * n_seen
     affordable = n_rows * n_parameters // max(1, n_parameters + of_attention)
     return max(min(n_rows, 16), affordable // 16 * 16)
 
 
-def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -> list[str | None]:
-    """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation."""
+def rotation_types(config: Any, family: Family, windows: Sequence[AttentionWindow | None]) -> list[str | None]:
+    """Return per layer what the rotary module takes as its type ("" where it takes none), None without a rotation.
+
+    `UNROTATED`: of layers whose queries are scaled by position, and not rotated.
+    """
     n_layers, has_windows = len(windows), getattr(config, "sliding_window", None) is not None
     rotated = {
         "none": [True] * n_layers,
-        "listed": list(getattr(config, "no_rope_layers", None) or [True] * n_layers),
+        "listed": list(getattr(config, "no_rope_layers", None) or [True] * n_layers)[:n_layers],
         "windowless": [window is not None for window in windows],
         "beside_windows": [window is not None or not has_windows for window in windows],
     }[family.unrotated]
@@ -112,14 +137,31 @@ def rotation_types(config: Any, family: Family, windows: Sequence[int | None]) -
     ):  # Cohere 2 MoE's first layers, without experts.
         rotated = [one or kind == "dense" for one, kind in zip(rotated, config.mlp_layer_types, strict=True)]
     types = [str(kind) for kind in config.layer_types] if family.rotary_by_type else [""] * n_layers
-    return [kind if is_rotated else None for kind, is_rotated in zip(types, rotated, strict=True)]
+    scale = query_scale(config, family)
+    other = UNROTATED if scale is not None and scale.unrotated else None
+    return [kind if is_rotated else other for kind, is_rotated in zip(types, rotated, strict=True)]
 
 
-def query_scales(config: Any, family: Family) -> tuple[float, int] | None:
-    """Return beta and n of a query's scale at a position p, 1 + beta log(1 + floor(p / n)); None: 1 everywhere."""
+class QueryScale(NamedTuple):
+    """What queries at a position p are multiplied by: 1 + beta log(1 + floor((p + first) / n)).
+
+    `unrotated`: those of layers of the type `UNROTATED`, else those of all others.
+    """
+
+    beta: float
+    n: int
+    first: int = 0
+    unrotated: bool = False
+
+
+def query_scale(config: Any, family: Family) -> QueryScale | None:
+    """Return how queries are scaled by their positions; None: they are not."""
+    if family.scales_queries == "unrotated":
+        is_scaled = config.attn_temperature_tuning
+        return QueryScale(float(config.attn_scale), int(config.floor_scale), 1, True) if is_scaled else None
     rope = getattr(config, "rope_parameters", None) or {}
-    beta = rope.get("llama_4_scaling_beta") if family.scales_queries else None
-    return None if beta is None else (float(beta), int(rope["original_max_position_embeddings"]))
+    beta = rope.get("llama_4_scaling_beta") if family.scales_queries == "rotated" else None
+    return None if beta is None else QueryScale(float(beta), int(rope["original_max_position_embeddings"]))
 
 
 def context_limit(config: Any) -> int:

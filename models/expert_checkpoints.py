@@ -96,7 +96,8 @@ def read_experts(
 ) -> None:
     """Put a layer's experts into the model; the maps are made by several threads at once."""
     module: Any = model.get_submodule(stored.module)
-    n_experts, n_hidden, n_inner = module.down_proj.shape
+    n_experts, *of_map = module.down_proj.shape
+    n_inner, n_hidden = of_map if named.by_inputs else reversed(of_map)
     sizes = {part: (n_hidden, n_inner) if part == "down" else (n_inner, n_hidden) for part in PARTS}
 
     def made(place: tuple[str, int]) -> CodedLinear | nn.Linear:

@@ -119,7 +119,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_bigcode": Family(models="StarCoder, SantaCoder", **_GPT2, projection="multi_query"),
     "ministral": Family(models="Ministral 8B", sliding="by_layer"),
-    "ministral3": Family(models="Ministral 3", sliding="all", scales_queries=True),
+    "ministral3": Family(models="Ministral 3", sliding="all", scales_queries="rotated"),
     "seed_oss": Family(models="Seed-OSS"),
     "cwm": Family(models="Code World Model", sliding="by_layer"),
     "internlm3": Family(
@@ -352,7 +352,22 @@ FAMILIES: dict[str, Family] = {
         half_tables=True,
         sliding="by_layer",
         sinks="sinks",
-        experts=Experts(router="router", normalised=True, alternating=True, clamped=True),
+        experts=Experts(router="router", normalised=True, by_inputs=True, alternating=True, clamped=True),
+    ),
+    "llama4_text": Family(
+        models="Llama 4 Scout and Maverick, of text alone",
+        **_WIDE_PAIRS,
+        half_tables=True,
+        sliding="chunks",
+        unrotated="listed",
+        scales_queries="unrotated",
+        head_norms=("qk_norm?", "qk_norm?"),
+        head_norm="rotated",
+        mlp="feed_forward",
+        experts=Experts(
+            router="router", shared="shared_expert", scores="late_sigmoid", by_inputs=True, weighs_inputs=True
+        ),
+        fields={"intermediate_size": "intermediate_size_mlp"},
     ),
     "cohere2_moe": Family(
         models="Command A MoE",
@@ -366,6 +381,7 @@ FAMILIES: dict[str, Family] = {
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+CHUNKS = "chunked_attention"  # Type of layers whose rows see their own chunk alone.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "use_bidirectional_attention": (bool, "bidirectional attention"),
     "add_cross_attention": (bool, "cross-attention"),
@@ -418,8 +434,12 @@ def family_of(config: Any) -> Family:
         )
     row = FAMILIES[model_type]
     types = ATTENTION_TYPES | set(row.alone) | ({row.mixer.layer_type} if row.mixer else set())
+    refused = dict(REFUSED)
+    if row.sliding == "chunks":
+        types.add(CHUNKS)
+        del refused["attention_chunk_size"]
     known_types = {"layer_types": (lambda kinds: set(kinds or ()) - types, "a layer of another type than attention")}
-    for name, (is_refused, words) in {**REFUSED, **known_types}.items():
+    for name, (is_refused, words) in {**refused, **known_types}.items():
         if is_refused(value := getattr(config, name, None)):
             raise UnsupportedModel(f"this {model_type} model sets {name} to {value!r}, and {words} is not supported")
     if row.experts is None and getattr(config, "num_local_experts", None):

@@ -19,14 +19,16 @@ class Experts:
     times the sigmoid of `shared_gate`.
 
     `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says, or those
-    by which Phi's "sparse_mixer" chooses two. Weights of a row's experts are their scores, divided by the sum: always
-    (`normalised`), or as norm_topk_prob says. Logits are in float32, or rounded to the model's type before
-    (`rounds_logits`).
+    by which Phi's "sparse_mixer" chooses two; with "late_sigmoid" experts are chosen by logits. Weights of a row's
+    experts are their scores, divided by the sum: always (`normalised`), or as norm_topk_prob says. Logits are in
+    float32, or rounded to the model's type before (`rounds_logits`). With `weighs_inputs` a weight multiplies what an
+    expert reads, and not what it gives (Llama 4).
 
     Checkpoints that are quantised map by map call an expert's gate, other half and output as in `stored`; parts of the
     names of a mixture's other tensors there are `renamed` here.
 
-    With `alternating` maps are (experts, inputs, outputs) with biases, a gate's output and the other half's by turns.
+    With `by_inputs` maps are (experts, inputs, outputs). With `alternating` they have biases, and a gate's output and
+    the other half's by turns.
     With `clamped` both halves are bounded, the gate is x · sigmoid(alpha x), and one is added to the other half; the
     module's `limit` and `alpha` are the numbers (gpt-oss).
 
@@ -38,11 +40,13 @@ class Experts:
     experts: str = "experts"
     shared: str | None = None
     shared_gate: str | None = None
-    scores: Literal["softmax", "sigmoid", "configured", "sparse_mixer"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "configured", "sparse_mixer", "late_sigmoid"] = "softmax"
     normalised: bool = False
     rounds_logits: bool = True
+    weighs_inputs: bool = False
     stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     renamed: Mapping[str, str] = field(default_factory=dict)
+    by_inputs: bool = False
     alternating: bool = False
     clamped: bool = False
     beside: str | None = None
@@ -134,9 +138,10 @@ class Family:
     backwards ("reversed"), or neighbours ("pairs"). `rotates_wide`: in float32, and rounded once. `unrotated`: layers
     without a rotation: those that the config's no_rope_layers has 0 for ("listed"), all without a window
     ("windowless"), or these if the config has a window ("beside_windows"). With `rotary_by_type` the rotary module
-    takes the layer's type (Gemma 3); with `half_tables` its tables have one number for a pair. `scales_queries`: by
-    position, as in Llama 4. A learned embedding of `positions` is added to the token's. `sliding` tells for which
-    layers a configured window holds.
+    takes the layer's type (Gemma 3); with `half_tables` its tables have one number for a pair. `scales_queries`:
+    by position, those of layers that have a rotation (Ministral 3) or of those that have none (Llama 4). A learned
+    embedding of `positions` is added to the token's. `sliding` tells for which layers a configured window holds; with
+    "chunks" rows of such layers see their own chunk alone, of as many positions as attention_chunk_size says.
 
     The names of `mlp_in` and `mlp_out` are of linear maps in the MLP, which may be the layer itself (""), with its
     `activation`. With `gated`, the output map reads the product of two halves, one of them after the activation;
@@ -175,7 +180,7 @@ class Family:
     rotation: Literal["halves", "reversed", "pairs"] = "halves"
     rotates_wide: bool = False
     unrotated: Literal["none", "listed", "windowless", "beside_windows"] = "none"
-    scales_queries: bool = False
+    scales_queries: Literal["none", "rotated", "unrotated"] = "none"
     head: str = "lm_head"
     logit_scale: str | None = None
     logit_divisor: str | None = None
@@ -209,7 +214,7 @@ class Family:
     mlp_out: str = "down_proj"
     gated: bool = True
     transposed: bool = False
-    sliding: Literal["none", "all", "by_layer"] = "none"
+    sliding: Literal["none", "all", "by_layer", "chunks"] = "none"
     fields: Mapping[str, str] = field(default_factory=dict)
     decilm_bias: Literal["configured", "none", "qkv"] | None = None
     mtp: Mtp | None = None
@@ -252,6 +257,7 @@ def names_in(names: str) -> list[str]:
 DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.sliding == "all", "sliding window"),
     (lambda row: row.sliding == "by_layer", "sliding window by layer"),
+    (lambda row: row.sliding == "chunks", "attention in chunks"),
     (lambda row: row.parallel is True, "parallel attention and MLP"),
     (lambda row: isinstance(row.parallel, tuple), "parallel attention and MLP, by config"),
     (lambda row: row.attn_norm is None, "post-norms, no pre-norms"),
@@ -266,7 +272,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.rotation == "reversed", "rotation backwards"),
     (lambda row: row.rotary_by_type, "rotation by layer"),
     (lambda row: row.unrotated != "none", "layers without rotation"),
-    (lambda row: row.scales_queries, "queries scaled by position"),
+    (lambda row: row.scales_queries != "none", "queries scaled by position"),
     (lambda row: row.clip is not None, "clipped q, k and v"),
     (lambda row: row.sinks is not None, "attention sinks"),
     (lambda row: row.residual_scale is not None, "multipliers of embeddings, scores, sub-layers and logits"),
@@ -282,6 +288,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: isinstance(row.mixer, ShortConv), "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),
     (lambda row: row.experts is not None and row.experts.shared is not None, "shared experts"),
+    (lambda row: row.experts is not None and row.experts.weighs_inputs, "weighted inputs of experts"),
     (lambda row: row.experts is not None and row.experts.clamped, "clamped gates"),
     (lambda row: row.experts is not None and row.experts.scores == "sparse_mixer", "sparse mixer"),
     (lambda row: row.mtp is not None, "a multi-token-prediction layer"),

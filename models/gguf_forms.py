@@ -46,6 +46,7 @@ class GgufForm:
     the layers without key heads ("kv_heads"), or in all but each n-th ("interval"). `score_scale`: the field for what
     scores are multiplied by.
     `wide_scores`: the number of layers of the one model that scales scores by the width of the embedding per head.
+    `unnormed`: the number of experts of the one model that has no norms of queries and keys.
     """
 
     architecture: str
@@ -77,6 +78,7 @@ class GgufForm:
     mixed_by: Literal["kv_heads", "interval"] | None = None
     score_scale: str | None = None
     wide_scores: int | None = None
+    unnormed: int | None = None
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -395,6 +397,21 @@ FORMS: dict[str, GgufForm] = {
         fields=RMS_EPSILON | _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         window_period=2,
         ignored={"expert_gating_func": None},
+    ),
+    # Files leave out what Scout and Maverick have in common.
+    "llama4_text": GgufForm(
+        "llama4",
+        has_head_dim=True,
+        fields=RMS_EPSILON
+        | _LOCAL_EXPERTS
+        | {
+            "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        constants={"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+        window=8192,
+        window_period=4,
+        unnormed=128,
     ),
     "qwen3_5_text": GgufForm("qwen35", **_DELTA, tiled_heads=True),
     "qwen3_5_moe_text": GgufForm("qwen35moe", **_DELTA, **_GATED_SHARED, tiled_heads=True),

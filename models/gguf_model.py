@@ -212,7 +212,7 @@ class _Reading:
             return
         whole = {part: tensor for part, tensor in tensors.items() if tensor is not None}
         n_experts, *sizes = self.model.get_submodule(module_name).down_proj.shape
-        n_inner, n_hidden = sizes if named.alternating else reversed(sizes)
+        n_inner, n_hidden = sizes if named.by_inputs else reversed(sizes)
         for part, tensor in whole.items():
             shape = (n_experts, n_hidden, n_inner) if part == "down" else (n_experts, n_inner, n_hidden)
             _check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)

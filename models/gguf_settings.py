@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.errors import ModelNotFound, UnsupportedModel
 from .config_bounds import check_values
-from .families import FAMILIES, family_of
+from .families import CHUNKS, FAMILIES, family_of
 from .family import Family
 from .gguf_forms import FORMS, GgufForm
 from .gguf_reader import GgufFile
@@ -194,6 +194,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= {"head_dim": head_dim} if form.has_head_dim else {}
         if form.score_scale is not None:
             config[form.score_scale] = settings.number("attention.scale") or head_dim**-0.5
+        if form.unnormed is not None:
+            config["use_qk_norm"] = config.get("num_local_experts") != form.unnormed
         if form.wide_scores is not None:
             config["query_pre_attn_scalar"] = (
                 given["hidden_size"] // heads if n_layers == form.wide_scores else head_dim
@@ -297,7 +299,7 @@ def _rotation(
     factor = settings.number("rope.scaling.factor", older) or 1.0
     trained = settings.number("rope.scaling.original_context_length", context) or context
     attention = settings.number("rope.scaling.attn_factor", 1.0) or 1.0
-    damping = settings.number("rope.scaling.yarn_log_multiplier", 0.0) if family.scales_queries else 0.0
+    damping = settings.number("rope.scaling.yarn_log_multiplier", 0.0) if family.scales_queries == "rotated" else 0.0
     factors = {name: _factors(file, name, width) for name in FACTORS if name in file.tensors}
     is_scaled = any(value != 1.0 for values in factors.values() for value in values)
     if kind == "none":  # Files name no type where tensors hold the factors, and did not before there were types.
@@ -317,7 +319,7 @@ def _rotation(
         raise settings.refusal("rope.scaling.type", kind)
     if attention != 1.0 and "attention_factor" not in scaling:
         raise settings.refusal("rope.scaling.attn_factor", attention)
-    if family.scales_queries:
+    if family.scales_queries == "rotated":
         scaling |= {"llama_4_scaling_beta": float(settings.number("attention.temperature_scale", 0.0))}
         scaling["original_max_position_embeddings"] = trained
         length = settings.number("attention.temperature_length", trained) or trained
@@ -371,8 +373,9 @@ def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int,
     """
     if family.sliding == "none":
         return {}
+    in_chunks = family.sliding == "chunks"
     window = settings.number(WINDOW, form.window) or None
-    fields: dict[str, Any] = {"sliding_window": window}
+    fields: dict[str, Any] = {"attention_chunk_size" if in_chunks else "sliding_window": window}
     if form.window_flag is not None:
         fields[form.window_flag] = window is not None
     if family.sliding == "all":
@@ -391,7 +394,10 @@ def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int,
     if not isinstance(pattern, list) or len(pattern) != n_layers:
         raise settings.refusal(PATTERN, pattern)
     slides = [window is not None and bool(has_window) for has_window in pattern]
-    return fields | {"layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides]}
+    has_window = CHUNKS if in_chunks else "sliding_attention"
+    if in_chunks:  # The other layers are not rotated.
+        fields["no_rope_layers"] = [int(sliding or window is None) for sliding in slides]
+    return fields | {"layer_types": [has_window if sliding else "full_attention" for sliding in slides]}
 
 
 def layer_numbers(file: GgufFile, name: str, n_layers: int) -> list[float]:

@@ -424,14 +424,15 @@ def random_runtime(config: PreTrainedConfig, device: str) -> Runtime:
 
 
 def outputs_first(runtime: Runtime) -> list[nn.Parameter]:
-    """Lay weights out by outputs, as all others, where GPT-2's maps and gpt-oss's experts hold an input's together.
+    """Lay weights out by outputs, as all others, where GPT-2's maps and some experts hold an input's together.
 
     Returns: the weights that were transposed.
     """
     named = runtime.family.experts
     weights = [module.weight for module in runtime.hf_model.modules() if isinstance(module, Conv1D)]
-    if named is not None and named.alternating:
-        experts: list[Any] = [block.parts.mlp.get_submodule(named.experts) for block in runtime.blocks]
+    if named is not None and named.by_inputs:
+        mixtures = [block.parts.mlp for block in runtime.blocks if block.experts is not None]
+        experts: list[Any] = [mlp.get_submodule(named.experts) for mlp in mixtures]
         plain = [one for one in experts if not isinstance(one, BlockExperts)]
         weights += [weight for one in plain for weight in (one.gate_up_proj, one.down_proj)]
     turned = [weight for weight in weights if weight.is_contiguous()]

@@ -14,6 +14,7 @@ from .blocks import LINEAR
 from .coded import unpack
 from .family import Experts
 from .kernels.layout import ROWS
+from .mixtures import mixed_by_expert
 
 STACKS = ("gate_up_proj", "down_proj")  # Tensors that have the maps of all experts of a layer.
 
@@ -55,7 +56,8 @@ class QuantisedExperts(nn.Module):
 
     Our kernels read the codes.
 
-    Args: n_inner: outputs of a gate. n_hidden: of the output's map. activation: of the gates.
+    Args: n_inner: outputs of a gate. n_hidden: of the output's map. activation: of the gates. weighs_inputs: as in
+          `Experts`.
     """
 
     def __init__(
@@ -66,23 +68,23 @@ class QuantisedExperts(nn.Module):
         n_inner: int,
         n_hidden: int,
         activation: Callable[[Tensor], Tensor],
+        weighs_inputs: bool = False,
     ) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.weighs_inputs = gate_up, down, weighs_inputs
         self.n_experts, self.n_inner, self.n_hidden, self.activation = n_experts, n_inner, n_hidden, activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum (rows, hidden_size) of what each row's experts make of it; a slow reference."""
-        total = torch.zeros_like(hidden_states)
         dtype, n_in = hidden_states.dtype, hidden_states.shape[-1]
         gate_up = _weight(self.gate_up, dtype).view(2 * self.n_experts, -1, n_in)[:, : self.n_inner]
         down = _weight(self.down, dtype).view(self.n_experts, -1, self.n_inner)[:, : self.n_hidden]
-        for expert in torch.unique(top_k_index).tolist():
-            row, place = torch.where(top_k_index == expert)
-            gate, up = (F.linear(hidden_states[row], gate_up[2 * expert + half]) for half in (0, 1))
-            out = F.linear(self.activation(gate) * up, down[expert])
-            total.index_add_(0, row, (out * top_k_weights[row, place, None]).to(total.dtype))
-        return total
+
+        def computed(expert: int, rows: Tensor) -> Tensor:
+            gate, up = (F.linear(rows, gate_up[2 * expert + half]) for half in (0, 1))
+            return F.linear(self.activation(gate) * up, down[expert])
+
+        return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
 
 
 def _weight(packed: PackedMaps, dtype: torch.dtype) -> Tensor:
@@ -103,6 +105,8 @@ def stacks_of(mlp: nn.Module, named: Experts) -> list[ExpertStack]:
         return []
     if not isinstance(into, Tensor) or not isinstance(out, Tensor):
         return []
+    if named.by_inputs and out.dim() == 3:
+        into, out = into.transpose(1, 2), out.transpose(1, 2)
     if out.dim() != 3 or into.shape != (len(out), 2 * out.shape[2], out.shape[1]):
         return []
     return [ExpertStack(into.reshape(2 * len(out), out.shape[2], out.shape[1])), ExpertStack(out)]
@@ -117,7 +121,9 @@ def quantised_mixture(mlp: nn.Module, named: Experts, make: Callable[[Sequence[n
     stacks = stacks_of(mlp, named)
     n_experts, n_hidden, n_inner = stacks[1].maps.shape
     gate_up, down = (make([stack]) for stack in stacks)
-    quantised = QuantisedExperts(gate_up, down, n_experts, n_inner, n_hidden, experts.act_fn)
+    quantised = QuantisedExperts(
+        gate_up, down, n_experts, n_inner, n_hidden, experts.act_fn, weighs_inputs=named.weighs_inputs
+    )
     copied = with_submodule(mlp, named.experts, quantised)
     name, shared = shared_of(mlp, named)
     return copied if shared is None else with_submodule(copied, name, replaced([shared], make))

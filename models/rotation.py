@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .config_layout import UNROTATED, QueryScale
 from .family import Family
 
 
@@ -15,7 +16,8 @@ class RotaryTables(NamedTuple):
     """How positions turn queries and keys: tables (positions, rotary_dim) in the type that products are computed in.
 
     A value's partner, its pair's other value, is half the rotated width away, or with `pairs` its neighbour. The first
-    of a pair has the sine negated. `query_scale`: (positions,) what queries are then multiplied by, None: 1.
+    of a pair has the sine negated. `query_scale`: (positions,) what queries are then multiplied by, None: 1. Tables of
+    no width turn nothing.
     """
 
     cos: Tensor
@@ -54,6 +56,8 @@ def joined_rotation(rotations: Sequence[RotaryTables | None]) -> RotaryTables | 
 def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
     """Rotate the leading dimensions of `x` (rows, heads, head_dim) by each row's position; see `RotaryTables.at`."""
     cos, sin, width = rotation.cos, rotation.sin, rotation.cos.shape[-1]
+    if width == 0:
+        return x
     turned = x[..., :width]
     partner = (
         turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2) if rotation.pairs else turned.roll(width // 2, -1)
@@ -63,11 +67,11 @@ def rotate(x: Tensor, rotation: RotaryTables) -> Tensor:
 
 
 def rotation_tables(
-    module: Any, dtype: torch.dtype, max_positions: int, family: Family, scales: tuple[float, int] | None
+    module: Any, dtype: torch.dtype, max_positions: int, family: Family, scale: QueryScale | None
 ) -> TablesByType:
     """Return the tables of a model's own rotary module, each kept, and replaced by a longer one when it is too short.
 
-    Args: module: None for a model without rotary positions, which has no tables. scales: as `query_scales` returns.
+    Args: module: None for a model without rotary positions, which has no tables. scale: of queries, None: 1.
     """
     tables: dict[tuple[str, torch.device], RotaryTables] = {}
 
@@ -76,9 +80,18 @@ def rotation_tables(
         probe = torch.empty(
             0, dtype=torch.float32 if family.rotates_wide and dtype.itemsize < 4 else dtype, device=device
         )
+        scales = None
+        if scale is not None and scale.unrotated == (layer_type == UNROTATED):
+            steps = torch.floor((positions[0] + scale.first) / scale.n)
+            scales = (1 + scale.beta * torch.log(1 + steps)).to(probe.dtype)
+        if layer_type == UNROTATED:
+            nothing = probe.new_empty((n_positions, 0))
+            return RotaryTables(nothing, nothing, query_scale=scales)
         # Text has the same position as a frame, a row and a column of an image; older modules want all three.
         places = positions.expand(3, 1, -1) if hasattr(module, "mrope_section") else positions
-        cos, sin = module(probe, places, layer_type) if layer_type else module(probe, places)
+        turns = module(probe, places, layer_type) if layer_type else module(probe, places)
+        # Llama 4's module returns complex numbers.
+        cos, sin = (turns.real, turns.imag) if isinstance(turns, Tensor) else turns
         # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
         cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))
         if family.half_tables:
@@ -91,11 +104,7 @@ def rotation_tables(
         else:
             signed = (-sin[:, :half], sin[:, half:])
             sin = torch.cat(signed if family.rotation == "halves" else [-one for one in signed], dim=-1)
-        query_scale = None
-        if scales is not None:
-            beta, trained = scales
-            query_scale = (1 + beta * torch.log(1 + torch.floor(positions[0] / trained))).to(dtype)
-        return RotaryTables(cos, sin, family.rotation == "pairs", query_scale)
+        return RotaryTables(cos, sin, family.rotation == "pairs", scales)
 
     def table_of(layer_type: str | None, device: torch.device, n_positions: int) -> RotaryTables | None:
         if module is None or layer_type is None:

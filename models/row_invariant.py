@@ -85,7 +85,7 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     for module in mlp.modules():
         refuse_hooks(module)
     router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
-    into, out = (_stack(experts, name, runtime.dtype, named.alternating) for name in ("gate_up_proj", "down_proj"))
+    into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in ("gate_up_proj", "down_proj"))
     how, correction = choosing_of(runtime.config, mlp, named, len(into)), correction_of(mlp)
     bias: Any = getattr(router, "bias", None)
     rounded = router.weight.dtype if named.rounds_logits else torch.float32
@@ -107,7 +107,11 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     def computed(hidden: Tensor, taken: Tensor, weights: Tensor) -> Tensor:
         taken, weights = taken.int().contiguous(), weights.contiguous()
         tiles = device_experts.shared_out(taken, len(into))
-        both = device.expert_linear(hidden, into, biases["gate_up_proj"], taken, *tiles)
+        readers = taken
+        if named.weighs_inputs:  # Each choice has an input of its own.
+            hidden, readers = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1), taken.view(-1, 1)
+            weights = torch.ones_like(weights)
+        both = device.expert_linear(hidden, into, biases["gate_up_proj"], readers, *tiles)
         return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, *tiles)
 
     return {chooser: chosen, experts: computed}

@@ -24,6 +24,7 @@ from ..core.costs import ExpertCounts
 from ..core.types import KINDS, Kind, LayerSet, PartForm
 from .blocks import Block, BufferRows, RowGroup, of_groups
 from .buffer import KVBuffer
+from .config_layout import AttentionWindow
 from .kernels import device_attention as kernels
 from .rotation import RotaryTables, TablesByType
 
@@ -37,7 +38,7 @@ class PassRunner(Protocol):
     """Interface of a model that runs passes; implemented by `models.runtime.Runtime`."""
 
     n_layers: int
-    windows: tuple[int | None, ...]
+    windows: tuple[AttentionWindow | None, ...]
     max_positions: int
     blocks: list[Block]
     dtype: torch.dtype
@@ -208,18 +209,18 @@ class PassPlan:
     def _mask(self, block: Block) -> tuple[int, Tensor | None]:
         """First slot to read and the additive mask over the slots from there, for all rows."""
         if self.rows.visible is None and self.n == 1:
-            return (0 if block.window is None else max(0, self.end - block.window)), None
+            return (0 if block.window is None else max(0, block.window.oldest(self.end - 1))), None
         return 0, self.mask(block.window, block.device)
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
+    def mask(self, window: AttentionWindow | None, device: torch.device) -> Tensor:
         """Return the additive attention mask over all slots, (rows, end): 0 where a row sees the slot."""
         visible = self.rows.seen(device)
         if visible is None:
             visible = torch.arange(self.end, device=device)[None] <= self.positions(device)[:, None]
-        if window is not None:  # Keep slots whose position is less than `window` before the row's.
+        if window is not None:
             row_positions = self.positions(device)
             slots = torch.cat((torch.arange(self.rows.first_slot, device=device), row_positions))
-            visible = visible & (slots[None] > row_positions[:, None] - window)
+            visible = visible & (slots[None] >= window.oldest(row_positions)[:, None])
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(self.runtime.dtype).min)
 
@@ -376,9 +377,9 @@ class _Rows:
         given = np.arange(self.first, plan.end) if rows.positions is None else np.array(rows.positions)
         self.positions = given.astype(np.int64)
 
-    def seen(self, window: int | None) -> list[Seen]:
-        """Return what each row sees through a window of so many positions."""
-        starts = np.zeros_like(self.positions) if window is None else np.maximum(0, self.positions + 1 - window)
+    def seen(self, window: AttentionWindow | None) -> list[Seen]:
+        """Return what each row sees through a window."""
+        starts = np.zeros_like(self.positions) if window is None else np.maximum(0, window.oldest(self.positions))
         if self.rows.visible is None:
             return [(int(starts[row]), int(self.positions[row] + 1 - starts[row]), []) for row in self.chosen]
         visible = self.rows.visible.numpy()

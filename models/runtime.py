@@ -25,7 +25,7 @@ from .config_layout import (
     context_limit,
     is_parallel,
     mixes_in_turns,
-    query_scales,
+    query_scale,
     rotation_types,
     rows_as_costly,
     slot_values,
@@ -114,7 +114,7 @@ class Runtime:
         self.one_device = len({block.device for block in self.blocks} | ends) == 1
         self.reads_late = self.device.type == "cuda"  # CUDA runs asynchronously: reading a result waits for it.
         self.rotation: TablesByType = rotation_tables(
-            rotary, self.dtype, self.max_positions, family, query_scales(config, family)
+            rotary, self.dtype, self.max_positions, family, query_scale(config, family)
         )
         # The checkpoint's multi-token-prediction layer, once `models.loading.mtp_of` has read it, and the folder that
         # has one.

@@ -24,6 +24,7 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
     "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
+    "llama4": {"llama4_text": "llama4_text"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
 }
@@ -36,6 +37,7 @@ NAMES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL 30B-A3B and 235B-A22B",
     "glm4v_moe": "GLM-4.5V, GLM-4.6V",
+    "llama4": "Llama 4 Scout and Maverick",
     "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
     "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
 }

@@ -295,7 +295,7 @@ class StackedLayers:
         for row, (block, slot) in enumerate(blocks_and_slots):
             keys, values = buffer.keys[block.index], buffer.values[block.index]
             keys[:, slot], values[:, slot] = key[row], value[row]
-            visible_slots = slice(0 if block.window is None else max(0, slot + 1 - block.window), slot + 1)
+            visible_slots = slice(0 if block.window is None else max(0, block.window.oldest(slot)), slot + 1)
             seen = keys[:, visible_slots], values[:, visible_slots]
             attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap, block.sinks))
         after_attention = hidden + first.added(attention_out(self._parts, torch.cat(attention_rows)))

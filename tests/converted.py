@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "gpt_oss": "gpt-oss",
+    "llama4_text": "llama4",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
@@ -439,6 +440,15 @@ def _gpt_oss(config: Any) -> Settings:
     return {**_usual(config), **window, "expert_feed_forward_length": config.intermediate_size}
 
 
+def _llama4(config: Any) -> Settings:
+    return {
+        **_like_llama(config),
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+    }
+
+
 def _delta(config: Any) -> Settings:
     kinds, rope = config.layer_types, _rope(config)
     sections = {"rope.dimension_sections": [*rope.get("mrope_section", (11, 11, 10)), 0]}
@@ -530,6 +540,7 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "hunyuan-moe": _hunyuan_moe,
     "phimoe": lambda config: {**_usual(config), "attention.sliding_window": config.sliding_window or 0},
     "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
     "qwen35": _delta,
     "qwen35moe": _delta_moe,
     "qwen3next": _delta_moe,
@@ -580,7 +591,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
         layer = re.search(r"\.(\d+)\.", name)
         if ".experts." in name and layer is not None:
             part, kind = name.rpartition(".")[2].removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
-            if architecture == "gpt-oss" and kind == "weight":
+            if architecture in ("gpt-oss", "llama4") and kind == "weight":
                 tensor = tensor.transpose(1, 2)
             if part == "gate_up_proj":
                 gate, up = (tensor[:, ::2], tensor[:, 1::2]) if architecture == "gpt-oss" else tensor.chunk(2, dim=1)

@@ -83,6 +83,13 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phimoe": ("phimoe", {"router_jitter_noise": 0.01}),
     "gpt-oss": ("gpt_oss", {}),
+    "llama4": (
+        "llama4_text",
+        {
+            **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "moe_layers": [0, 1, 2, 3]},
+            **{"no_rope_layers": [1, 1, 1, 0], "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+        },
+    ),
     "qwen35": ("qwen3_5_text", {"layer_types": THIRDS}),
     "qwen35moe": ("qwen3_5_moe_text", {"rope_parameters": AXES}),
     "qwen3next": ("qwen3_next", {"mlp_only_layers": [], "layer_types": THIRDS}),

@@ -110,6 +110,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
     ),
+    "llama4": (
+        "Llama4",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "intermediate_size_mlp": 40,
+            "attention_chunk_size": WINDOW,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+        },
+        {**_IMAGES, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
     "glm4v_moe": (
         "Glm4vMoe",
         {
@@ -179,7 +193,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     folder.mkdir(parents=True)
     files: dict[str, dict[str, Tensor]] = {"text.safetensors": {}, "images.safetensors": {}}
     for name, tensor in tensors.items():
-        is_text = name.startswith(("lm_head.", "model.language_model."))
+        is_text = name.startswith(("lm_head.", "model.language_model.", "language_model."))
         files["text.safetensors" if is_text else "images.safetensors"][SPELLINGS[spelling](name)] = tensor
     for file, held in files.items():
         save_file(held, folder / file, metadata={"format": "pt"})

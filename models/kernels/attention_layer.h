@@ -96,7 +96,8 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 if (part.gated) memcpy(gates_ + i * q_size + h * width, from + width, width * sizeof(T));
                 head_of(part.query_norm, part.head_norm, h, from, width, rotation, position, to);
                 if (rotation && rotation->query_scale) {
-                    const float scale = to_float(((const T*)rotation->query_scale)[position]);
+                    const void* scales = rotation->query_scale;
+                    const float scale = rotation->wide ? ((const float*)scales)[position] : to_float(((const T*)scales)[position]);
                     along(width, to, to, [&](vf v, int) { return v * scale; });
                 }
             } else {

@@ -54,13 +54,15 @@ if importlib.util.find_spec("triton") is not None:
                 is_taken = is_taken | (at == best)
             score = mixed
         else:
-            if SCORES == 1:
+            rank = score
+            if SCORES == 1 or SCORES == 3:
                 small = tl.exp(-tl.abs(score))  # An exponential of a positive number could overflow.
                 score = tl.where(score >= 0.0, 1.0, small) / (1.0 + small)
             else:
                 score = tl.exp(score - tl.max(score, axis=0))
                 score = score / tl.sum(score, axis=0)
-            rank = score
+            if SCORES != 3:  # Else experts are chosen by logits.
+                rank = score
             if HAS_CORRECTION:
                 rank += tl.load(correction + at, mask=is_there, other=0.0)
             is_free = is_there

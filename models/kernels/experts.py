@@ -101,12 +101,13 @@ def maps_of(
             _refuse_other_input(one, other)
         return _by_turns(gate, up), down
     into, out = (getattr(experts, name, None) for name in ("gate_up_proj" if gated else "up_proj", "down_proj"))
-    if named.alternating and into is not None and out is not None:
-        both, down = (weights.detach().transpose(1, 2) for weights in (into, out))
-        if not _is_stack(both, dtype) or not _is_stack(down, dtype):
+    if named.by_inputs and into is not None and out is not None:
+        into, out = (weights.detach().transpose(1, 2) for weights in (into, out))
+        if not _is_stack(into, dtype) or not _is_stack(out, dtype):
             raise Unsupported("experts that lie by inputs are computed by torch")
+    if named.alternating and into is not None and out is not None:
         biases = {part: keep(bias.to(dtype)) for part, bias in biases_of(experts, named).items()}
-        places = {"gate": both[:, ::2], "up": both[:, 1::2], "down": down}
+        places = {"gate": into[:, ::2], "up": into[:, 1::2], "down": out}
         gate, up, down = ([_map_of(*one) for one in zip(places[part], biases[part], strict=True)] for part in PARTS)
         return _by_turns(gate, up), down
     if named.clamped or not _is_stack(into, dtype) or not _is_stack(out, dtype):

@@ -76,10 +76,12 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     Norm before, after;
     const void* router;         // (n_experts, n_hidden), of floats where `wide_router`, else of the model's type
     const float *correction, *router_bias;  // (n_experts,) of scores where experts are chosen, of logits; null: none
+    Map widest;                 // the most inputs of its maps; with codes or an order where one of them has
     const Map *in, *out;        // of each expert, then of the shared ones: `n_in_maps` each (gate and up, or both as one)
     const void* shared_gate;    // (n_hidden,): the shared output is multiplied by the sigmoid of this product; null: 1
     Choosing choosing;
     int32_t has_shared, wide_router, rounded_logits;
+    int32_t weighs_inputs;      // weights of experts multiply what they read, and not what they give
     int32_t n_in_maps, n_inner, n_shared_inner;
     Mlp mlp;  // the activation of all of them; nothing else of it is used
     float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
@@ -88,14 +90,16 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
 enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE };
 struct Step {
     const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Recurrence
-    int32_t kind, layer, window, rows;  // `rows`: which of the pass's lists of rows
+    // `window`: of so many positions, the row's own the last, or where it is negative the row's chunk of as many; 0: none.
+    // `rows`: which of the pass's lists of rows.
+    int32_t kind, layer, window, rows;
     int32_t rotation;                   // which of the pass's tables, -1: none
     int32_t from_kept;                  // a part that reads what KEEP kept; of an MLP, a mixture or a recurrence
 };
 
 struct Rotation {
     const void *cos, *sin;    // (positions, width), the sine of the first of each pair negated
-    const void* query_scale;  // (positions,) of the model's type, null: 1
+    const void* query_scale;  // (positions,) of the tables' type, null: 1
     int32_t width, pairs;     // `pairs`: neighbours; else values half of `width` apart
     int32_t wide;             // the tables are float, and products are not rounded
 };

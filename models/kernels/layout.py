@@ -7,7 +7,7 @@ from typing import Any
 
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
-SCORES = ("softmax", "sigmoid", "sparse_mixer")  # How experts are scored.
+SCORES = ("softmax", "sigmoid", "sparse_mixer", "late_sigmoid")  # How experts are scored.
 BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
 ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE = range(7)
 GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How what heads read of a state is normed and gated.
@@ -95,9 +95,11 @@ class Choosing(Structure):
 class Mixture(Structure):
     _fields_ = [
         *_fields(Norm, "before after"),
-        *_fields(c_void_p, "router correction router_bias into out shared_gate"),
+        *_fields(c_void_p, "router correction router_bias"),
+        ("widest", Map),
+        *_fields(c_void_p, "into out shared_gate"),
         ("choosing", Choosing),
-        *_fields(c_int32, "has_shared wide_router rounded_logits n_in_maps n_inner n_shared_inner"),
+        *_fields(c_int32, "has_shared wide_router rounded_logits weighs_inputs n_in_maps n_inner n_shared_inner"),
         ("mlp", Mlp),
         *_fields(c_float, "shared_scale added_scale"),
     ]

@@ -4,11 +4,14 @@
 
 constexpr int MOST_EXPERTS = 1024;  // of a layer
 
-// Sums over a row of what it has times a weight, in one order whatever rows are beside it.
-template <class T, class W> static inline float dot(const T* x, const W* weight, int n) {
+// Sums over a row of what it has times a weight, in one order whatever rows are beside it. `ahead`: values from a weight to one
+// that is asked for, 0: none is.
+template <class T, class W> static inline float dot(const T* x, const W* weight, int n, int ahead = 0) {
     vf sums[2] = {};
     int i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        if (ahead)
+            for (size_t at = 0; at < 2 * LANES * sizeof(W); at += 64) __builtin_prefetch((const char*)(weight + i + ahead) + at, 0, 2);
         sums[0] = fma(load(x + i), load(weight + i), sums[0]);
         sums[1] = fma(load(x + i + LANES), load(weight + i + LANES), sums[1]);
     }
@@ -21,8 +24,9 @@ struct Choice {  // of an expert by a row, and what its output is multiplied by
     float weight;
 };
 
-// Scores of experts: the softmax of logits, or their sigmoids; or logits by which Phi's router chooses two (arXiv:2409.12136).
-enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER };
+// Scores of experts: the softmax of logits, or their sigmoids; or logits by which Phi's router chooses two (arXiv:2409.12136);
+// or sigmoids of those that are chosen by logits.
+enum Scores : int32_t { SOFTMAX, SIGMOID, SPARSE_MIXER, LATE_SIGMOID };
 
 // What rows took in a pass, over its mixtures: for each the number of distinct experts, shared ones not counted. Of rows
 // behind another row of their sequence: how many experts they took, and how many of these the row before took, too.
@@ -74,7 +78,9 @@ static inline void choose(
     const Choosing& how, float* scores, const float* correction, float* taken, float* groups, Choice* choices) {
     const int n = how.n_experts;
     if (how.scores == SPARSE_MIXER) return mix_sparsely(how, scores, choices);
-    if (how.scores == SIGMOID) {
+    const bool late = how.scores == LATE_SIGMOID;
+    if (late) std::copy(scores, scores + n, taken);
+    if (how.scores == SIGMOID || late) {
         for (int e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     } else {
         float largest = scores[0], total = 0;
@@ -82,7 +88,7 @@ static inline void choose(
         for (int e = 0; e < n; e++) total += scores[e] = std::exp(scores[e] - largest);
         for (int e = 0; e < n; e++) scores[e] /= total;
     }
-    for (int e = 0; e < n; e++) taken[e] = correction ? scores[e] + correction[e] : scores[e];
+    for (int e = 0; e < n && !late; e++) taken[e] = correction ? scores[e] + correction[e] : scores[e];
     if (how.n_groups > 1 && how.n_groups_chosen < how.n_groups) {  // a group's score: the sum of its two best
         const int size = n / how.n_groups;
         for (int g = 0; g < how.n_groups; g++) {

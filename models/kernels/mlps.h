@@ -44,7 +44,8 @@ void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool p
         taken_.codes.sums = (float*)arena.take(n_places * groups * sizeof(float));
         taken_.codes.halves = (float*)arena.take(2 * n_places * groups * sizeof(float));
     }
-    shares_.clear();
+    done_ = (std::atomic<int32_t>*)arena.take((mixed.n_experts + pass_.n_hidden / PANEL + 1) * sizeof(*done_));
+    shares_.reserve(mixed.n_experts);
     wide_ = wide;
 }
 
@@ -58,72 +59,134 @@ template <class T> auto Runner<T>::input_of(T* rows, const Share& share) const -
     return own;
 }
 
-// Prepare the rows that experts read by their maps `map_of(share)`: codes, or turned for tiles.
-template <class T> template <class F> void Runner<T>::prepare_shares(T* rows, int thread, F&& map_of) {
-    each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
-        const Share& share = shares_[s];
-        const Map& map = map_of(share);
-        const Input own = input_of(rows, share);
-        if (map.scales) {
-            for (int r = 0; r < share.n; r++) round_into(own, own.rows + int64_t(r) * map.n_in, map, r);
-            return;
-        }
+// Prepare the rows of an expert for a map: codes, or turned for tiles.
+template <class T> void Runner<T>::prepare(const Input& own, const Share& share, const Map& map) const {
+    if (map.scales) {
+        for (int r = 0; r < share.n; r++) round_into(own, own.rows + int64_t(r) * map.n_in, map, r);
+        return;
+    }
 #if defined(WITH_TILES)
-        if constexpr (TILES) {
-            const int k = map.n_in, whole = whole_tiles(k);
-            for (int row = 0; row < share.n; row += SIDE)
-                turn_rows(own.rows + int64_t(row) * k, k, std::min<int>(SIDE, share.n - row), k, 0, whole,
-                          own.turned + int64_t(row) * whole);
-        }
+    if constexpr (TILES) {
+        const int k = map.n_in, whole = whole_tiles(k);
+        for (int row = 0; row < share.n; row += SIDE)
+            turn_rows(own.rows + int64_t(row) * k, k, std::min<int>(SIDE, share.n - row), k, 0, whole,
+                      own.turned + int64_t(row) * whole);
+    }
 #endif
-    });
+}
+
+// Whether rows are rounded to codes once for all experts whose maps take the same codes as that of the first.
+inline bool rounds_once(const Mixture& part) { return part.in->scales && !part.in->order && !part.weighs_inputs; }
+inline bool takes_same(const Mixture& part, const Map& map) {
+    return rounds_once(part) && map.scales && !map.order && std::max(map.group, FINEST) == std::max(part.in->group, FINEST);
+}
+
+// The codes of a row, and of those behind it.
+inline Rounded codes_at(const Rounded& codes, const Map& map, int64_t row) {
+    const int64_t group = std::max(map.group, FINEST), groups = (map.n_in + group - 1) / group;
+    return {codes.codes + row * groups * group, codes.scales + row * groups, codes.sums + row * groups,
+            codes.halves + 2 * row * groups};
+}
+
+// Whether an expert reads its row where all rows lie.
+template <class T> bool Runner<T>::reads_row(const Mixture& part, const Share& share) const {
+    const Map& map = part.in[share.expert * part.n_in_maps];
+    return share.n == 1 && !part.weighs_inputs && (map.scales ? takes_same(part, map) : !TILES);
+}
+
+// Bring the rows of an expert from `rows` to their places, prepared for its first maps.
+template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& share, const Input& rows) const {
+    const Map& map = part.in[share.expert * part.n_in_maps];
+    const int n = map.n_in, n_chosen = part.choosing.n_chosen + part.has_shared;
+    const Input own = input_of(taken_.rows, share);
+    if (takes_same(part, map)) {
+        const int64_t group = std::max(map.group, FINEST), groups = (n + group - 1) / group;
+        for (int r = 0; r < share.n; r++) {
+            const Rounded from = codes_at(rows.codes, map, source_[share.first + r]), to = codes_at(own.codes, map, r);
+            memcpy(to.codes, from.codes, groups * group);
+            memcpy(to.scales, from.scales, groups * sizeof(float));
+            memcpy(to.sums, from.sums, groups * sizeof(float));
+            memcpy(to.halves, from.halves, 2 * groups * sizeof(float));
+        }
+        return;
+    }
+    for (int r = 0; r < share.n; r++) {
+        const int64_t i = source_[share.first + r];
+        const T* from = rows.rows + i * n;
+        T* to = own.rows + int64_t(r) * n;
+        const Choice* choice = choices_ + i * n_chosen;
+        while (choice->expert != share.expert) choice++;
+        if (part.weighs_inputs && share.expert < part.choosing.n_experts) {
+            const float weight = as_stored<T>(choice->weight);
+            along(n, from, to, [&](vf v, int) { return v * weight; });
+        } else {
+            memcpy(to, from, n * sizeof(T));
+        }
+    }
+    prepare(own, share, map);
+}
+
+// Choose a row's experts by its scores.
+template <class T> void Runner<T>::choose_experts(const Mixture& part, int64_t i) const {
+    const int n = part.choosing.n_experts, all = n + part.has_shared, n_chosen = part.choosing.n_chosen + part.has_shared;
+    float* scores = scores_ + i * 2 * (all + part.choosing.n_groups);
+    Choice* choices = choices_ + i * n_chosen;
+    const float shared = scores[n];
+    choose(part.choosing, scores, part.correction, scores + all, scores + 2 * all, choices);
+    if (part.has_shared) choices[n_chosen - 1] = {n, part.shared_gate ? sigmoid_of<T>(shared) : part.shared_scale};
 }
 
 template <class T>
 void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& list, int thread) {
     const int n_hidden = pass_.n_hidden, n = part.choosing.n_experts, all = n + part.has_shared;
-    const int n_chosen = part.choosing.n_chosen + part.has_shared, room = 2 * (all + part.choosing.n_groups);
+    const int room = 2 * (all + part.choosing.n_groups);
     const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
-    T* rows = inputs_.last().rows;
-    each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-        normed(part.before, from + int64_t(row_of(list, i)) * n_hidden, n_hidden, rows + i * n_hidden);
+    const Input rows = prepared(list.n, thread, [&](const Input& to, int64_t i) {
+        normed(part.before, from + int64_t(row_of(list, i)) * n_hidden, n_hidden, to.rows + i * n_hidden);
+        if (rounds_once(part)) round_into(to, to.rows + i * n_hidden, *part.in, i);
     });
-    constexpr int TOGETHER = 16;  // experts
-    const int n_blocks = (all + TOGETHER - 1) / TOGETHER;
-    each(REST, thread, list.n * n_blocks, 1, [&](int64_t item, int64_t) {
-        const int64_t i = item / n_blocks;
-        const T* x = rows + i * n_hidden;
-        const int first = int(item % n_blocks) * TOGETHER, last = std::min(all, first + TOGETHER);
-        for (int e = first; e < last; e++) {
-            float score = 0;
-            if (e == n) score = part.shared_gate ? dot(x, (const T*)part.shared_gate, n_hidden) : 0;
-            else if (part.wide_router) score = dot(x, (const float*)part.router + int64_t(e) * n_hidden, n_hidden);
-            else score = dot(x, (const T*)part.router + int64_t(e) * n_hidden, n_hidden);
-            if (e < n && part.router_bias) score += part.router_bias[e];
-            scores_[i * room + e] = part.rounded_logits ? as_stored<T>(score) : score;
-        }
-    });
-    each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
-        float* scores = scores_ + i * room;
-        Choice* choices = choices_ + i * n_chosen;
-        const float shared = scores[n];
-        choose(part.choosing, scores, part.correction, scores + all, scores + 2 * all, choices);
-        if (part.has_shared)
-            choices[n_chosen - 1] = {n, part.shared_gate ? sigmoid_of<T>(shared) : part.shared_scale};
-    });
-    each(REST, thread, 1, 1, [&](int64_t, int64_t) {
-        share_out(list.n, n_chosen, all);
-        if (pass_.experts) count(list, n_chosen, part.has_shared);
-    });
-    each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
-        const Share& share = shares_[s];
-        T* own = input_of(taken_.rows, share).rows;
-        for (int r = 0; r < share.n; r++)
-            memcpy(own + int64_t(r) * n_hidden, rows + int64_t(source_[share.first + r]) * n_hidden, n_hidden * sizeof(T));
-    });
+    // Experts and rows whose scores a thread computes at a time: the experts' weights stay in its cache.
+    constexpr int EXPERTS = 8, ROWS = 64;
+    const int n_blocks = (all + EXPERTS - 1) / EXPERTS;
+    auto score_experts = [&](int64_t item, int64_t) {
+        const int first = int(item % n_blocks) * EXPERTS, last = std::min(all, first + EXPERTS);
+        const int64_t begin = item / n_blocks * ROWS, end = std::min(list.n, begin + ROWS);
+        for (int64_t i = begin; i < end; i++)
+            for (int e = first; e < last; e++) {
+                const T* x = rows.rows + i * n_hidden;
+                const int64_t at = int64_t(e) * n_hidden;
+                const int ahead = i == begin && e + 1 < n ? n_hidden : 0;
+                float score = 0;
+                if (e == n) score = part.shared_gate ? dot(x, (const T*)part.shared_gate, n_hidden) : 0;
+                else if (part.wide_router) score = dot(x, (const float*)part.router + at, n_hidden, ahead);
+                else score = dot(x, (const T*)part.router + at, n_hidden, ahead);
+                if (e < n && part.router_bias) score += part.router_bias[e];
+                scores_[i * room + e] = part.rounded_logits ? as_stored<T>(score) : score;
+            }
+    };
+    const int64_t n_scored = (list.n + ROWS - 1) / ROWS * n_blocks;
+    auto share_rows = [&] {
+        share_out(part, list.n);
+        if (pass_.experts) count(list, part.choosing.n_chosen + part.has_shared, part.has_shared);
+    };
+    if (list.n == 1) {
+        each(REST, thread, n_scored, 1, score_experts, [&] { choose_experts(part, 0), share_rows(); });
+    } else {
+        each(REST, thread, n_scored, 1, score_experts);
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { choose_experts(part, i); }, share_rows);
+    }
+    if (n_apart_)
+        each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
+            if (!reads_row(part, shares_[s])) bring_rows(part, shares_[s], rows);
+        });
     auto in_of = [&](const Share& share) -> const Map& { return part.in[share.expert * part.n_in_maps]; };
     auto out_of = [&](const Share& share) -> const Map& { return part.out[share.expert]; };
-    prepare_shares(taken_.rows, thread, in_of);
+    auto read_by = [&](const Share& share) -> Input {
+        if (!reads_row(part, share)) return input_of(taken_.rows, share);
+        const int64_t i = source_[share.first];
+        const Rounded codes = in_of(share).scales ? codes_at(rows.codes, in_of(share), i) : Rounded{};
+        return {rows.rows + i * n_hidden, codes, nullptr, nullptr};
+    };
     const int most_inner = std::max(part.n_inner, part.n_shared_inner);
     const int64_t panels = (most_inner + PANEL - 1) / PANEL;
     const bool is_gated = part.mlp.gated, joint = is_gated && part.n_in_maps == 1;
@@ -143,8 +206,8 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         const int inner = out_of(share).n_in, first = int(item % panels) * PANEL, last = std::min(first + PANEL, inner);
         if (first >= inner) return;
         const Map* maps = &in_of(share);
-        const Input input = input_of(taken_.rows, share);
-        T* to = input_of(inner_of_, share).rows + first;
+        const Input input = read_by(share), results = input_of(inner_of_, share);
+        T* to = results.rows + first;
         auto& tile = tiles[thread];
         float *gate = tile.items, *up = gate + whole_sides(share.n) * PANEL;
         const int64_t next = item + n_threads_;
@@ -154,35 +217,52 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
                     onward_in(next, 1));
         for (int r = 0; r < share.n; r++)
             gated(part.mlp, gate + r * PANEL, is_gated ? up + r * PANEL : nullptr, last - first, to + int64_t(r) * inner);
+        // Who does the last panel of an expert prepares its rows for the next map.
+        if (done_[item / panels].fetch_add(1, std::memory_order_acq_rel) + 1 == (inner + PANEL - 1) / PANEL)
+            prepare(results, share, out_of(share));
     });
-    prepare_shares(inner_of_, thread, out_of);
+    // With few rows who does the last expert of a panel adds up its outputs.
+    const bool at_once = part.after.kind == NO_NORM && list.n <= ROWS_ADDED;
     each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
         const Share& share = shares_[item / out_panels];
-        const int first = int(item % out_panels) * PANEL, last = std::min(first + PANEL, n_hidden);
-        const Input input = input_of(inner_of_, share);
+        const int64_t panel = item % out_panels;
+        const int first = int(panel) * PANEL, last = std::min(first + PANEL, n_hidden);
         auto& tile = tiles[thread];
-        outputs(out_of(share), input, share.n, first, last, tile.items, PANEL, thread, onward_out(item + n_threads_));
+        outputs(out_of(share), input_of(inner_of_, share), share.n, first, last, tile.items, PANEL, thread,
+                onward_out(item + n_threads_));
         for (int r = 0; r < share.n; r++)
             round_to(out_of_ + (share.first + r) * n_hidden + first, tile.items + r * PANEL, last - first);
+        if (at_once && size_t(done_[all + panel].fetch_add(1, std::memory_order_acq_rel)) + 1 == shares_.n)
+            for (int64_t i = 0; i < list.n; i++) add_up(part, list, i, first, last);
     });
-    each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { gather(part, list, i, n_chosen); });
+    if (!at_once)
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add_up(part, list, i, 0, n_hidden); });
 }
 
-// Add what a row's experts give, in their order.
+// Add outputs [first, last) of what a row's experts give, in their order, to its state; of all outputs behind a norm.
 template <class T>
-void Runner<T>::gather(const Mixture& part, const RowList& list, int64_t i, int n_chosen) {
-    const int n = pass_.n_hidden;
-    T* delta = inputs_.last().rows + i * n;
+void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last) {
+    const int n = pass_.n_hidden, n_chosen = part.choosing.n_chosen + part.has_shared;
+    const bool is_normed = part.after.kind != NO_NORM;
+    T *delta = inputs_.last().rows + i * n, *state = hidden(row_of(list, i));
     const Choice* choices = choices_ + i * n_chosen;
     const int64_t* places = places_of_ + i * n_chosen;
-    for (int at = 0; at < n; at += LANES) {
+    for (int at = first; at < last; at += LANES) {
         vf total = {};
-        for (int c = 0; c < n_chosen; c++) total += part_of(out_of_ + places[c] * n, at, n) * choices[c].weight;
+        for (int c = 0; c < n_chosen; c++) {
+            const bool is_weighed = part.weighs_inputs && choices[c].expert < part.choosing.n_experts;
+            const float weight = is_weighed ? 1 : choices[c].weight;
+            total += part_of(out_of_ + places[c] * n, at, n) * weight;
+        }
+        if (!is_normed) {
+            const vf own = as_stored<T>(total);
+            total = part_of(state, at, n) + (part.added_scale == 1 ? own : as_stored<T>(own * part.added_scale));
+        }
         T last_ones[LANES];
         store(last_ones, total);
-        memcpy(delta + at, last_ones, std::min(LANES, n - at) * sizeof(T));
+        memcpy((is_normed ? delta : state) + at, last_ones, std::min(LANES, n - at) * sizeof(T));
     }
-    add(part.after, part.added_scale, list, i);
+    if (is_normed) add(part.after, part.added_scale, list, i);
 }
 
 template <class T> void Runner<T>::count(const RowList& list, int n_chosen, int n_shared) const {
@@ -196,22 +276,26 @@ template <class T> void Runner<T>::count(const RowList& list, int n_chosen, int 
 }
 
 // List which rows each expert computes, experts in ascending order.
-template <class T> void Runner<T>::share_out(int64_t n_rows, int n_chosen, int n_experts) {
+template <class T> void Runner<T>::share_out(const Mixture& part, int64_t n_rows) {
+    const int n_chosen = part.choosing.n_chosen + part.has_shared, n_experts = part.choosing.n_experts + part.has_shared;
     int64_t counts[MOST_EXPERTS + 1] = {};
     for (int64_t i = 0; i < n_rows * n_chosen; i++) counts[choices_[i].expert]++;
     shares_.clear();
     int64_t first = 0;
+    n_apart_ = 0;
     for (int e = 0; e < n_experts; e++) {
         const int64_t n = counts[e];
         counts[e] = first;
         if (n == 0) continue;
         shares_.add({e, int32_t(n), first});
+        n_apart_ += !reads_row(part, shares_.last());
         first += whole_sides(n);
     }
     for (int64_t i = 0; i < n_rows * n_chosen; i++) {
         places_of_[i] = counts[choices_[i].expert]++;
         source_[places_of_[i]] = int32_t(i / n_chosen);
     }
+    for (int i = 0; i < n_experts + pass_.n_hidden / PANEL + 1; i++) done_[i].store(0, std::memory_order_relaxed);
 }
 
 }  // namespace

@@ -226,17 +226,22 @@ class NativePasses:
         bias = self._kept(getattr(router, "bias", None))
         maps = (layout.Map * len(into))(*into), (layout.Map * len(out))(*out)
         self._held.append(maps)
+        every = [*into, *out]
+        some = {name: next((at for one in every if (at := getattr(one, name))), None) for name in ("scales", "order")}
+        widest = layout.Map(n_in=max(one.n_in for one in every), **some)
         return layout.Mixture(
             *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
             weight.data_ptr(),
             None if correction is None else self._kept(correction.float()).data_ptr(),
             None if bias is None else self._kept(bias.float()).data_ptr(),
+            widest,
             *(ctypes.addressof(array) for array in maps),
             None if gate is None else self._address(self._kept(gate.weight)),
             choosing,
             shared is not None,
             weight.dtype != self.runtime.dtype,
             named.rounds_logits,
+            named.weighs_inputs,
             len(into) // len(out),
             n_inner,
             0 if shared is None else out[-1].n_in,
@@ -426,7 +431,9 @@ class NativePasses:
             at = None if part is None else ctypes.addressof(part)
             has_rotary = runtime.rotation(block.layer_type, runtime.device, 1) is not None
             rotation = self._types.index(block.layer_type) if has_rotary else -1
-            steps.append(layout.Step(at, kind, block.index, block.window or 0, lists.index(members), rotation, 0))
+            window = block.window
+            size = 0 if window is None else -window.size if window.chunks else window.size
+            steps.append(layout.Step(at, kind, block.index, size, lists.index(members), rotation, 0))
 
         everyone = frozenset(range(len(variants)))
         for block in runtime.blocks[first:last]:

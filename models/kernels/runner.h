@@ -126,6 +126,7 @@ template <class T> class Runner {
   private:
     static constexpr int PANEL = 64;  // outputs that a thread takes at a time; twice as many where rows would be read too often
     static constexpr int FEW = 4;     // rows that each thread prepares for itself sooner than it waits for another
+    static constexpr int ROWS_ADDED = 16;  // most rows of which a mixture's outputs are added up panel by panel
 #if defined(WITH_TILES)
     static constexpr bool TILES = sizeof(T) == sizeof(bf16);  // whether weights in T are multiplied by tiles
     static int64_t whole_sides(int64_t rows) { return (rows + SIDE - 1) / SIDE * SIDE; }  // which tiles read and write
@@ -199,12 +200,16 @@ template <class T> class Runner {
         int sequence;
     };
 
-    // Share out work of a kind, and note how long it took where that is wanted.
-    template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
-        if (thread || !pass_.seconds) return team.each(n, piece, body);
+    // Share out work of a kind, and note how long it took where that is wanted. `last`: what one thread does when all of it
+    // is done, before any goes on.
+    template <class F, class G> void each(Work work, int thread, int64_t n, int64_t piece, F&& body, G&& last) const {
+        if (thread || !pass_.seconds) return team.each(n, piece, body, last);
         const double start = clock_s();
-        team.each(n, piece, body);
+        team.each(n, piece, body, last);
         pass_.seconds[work] += clock_s() - start;
+    }
+    template <class F> void each(Work work, int thread, int64_t n, int64_t piece, F&& body) const {
+        each(work, thread, n, piece, body, [] {});
     }
 
     T* hidden(int row) const { return (T*)pass_.hidden + int64_t(row) * pass_.n_hidden; }
@@ -384,12 +389,9 @@ template <class T> class Runner {
         int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
 
         template <class F> void count(const Mixture& part, F&& widest) {
-            const int n = part.choosing.n_experts + part.has_shared;
-            for (int e = 0; e < n; e++) {
-                for (int i = 0; i < part.n_in_maps; i++) widest(part.in[e * part.n_in_maps + i]);
-                widest(part.out[e]);
-            }
-            n_experts = std::max<int64_t>(n_experts, n), n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
+            widest(part.widest);
+            n_experts = std::max<int64_t>(n_experts, part.choosing.n_experts + part.has_shared);
+            n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
             n_chosen = std::max<int64_t>(n_chosen, part.choosing.n_chosen + part.has_shared);
         }
     };
@@ -415,10 +417,13 @@ template <class T> class Runner {
     void mixture(const Step& step, const Mixture& part, const RowList& list, int thread);
     void take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool packed, bool ordered);
     Input input_of(T* rows, const Share& share) const;
-    template <class F> void prepare_shares(T* rows, int thread, F&& map_of);
-    void gather(const Mixture& part, const RowList& list, int64_t i, int n_chosen);
+    void choose_experts(const Mixture& part, int64_t i) const;
+    bool reads_row(const Mixture& part, const Share& share) const;
+    void bring_rows(const Mixture& part, const Share& share, const Input& rows) const;
+    void prepare(const Input& own, const Share& share, const Map& map) const;
+    void add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last);
     void count(const RowList& list, int n_chosen, int n_shared) const;
-    void share_out(int64_t n_rows, int n_chosen, int n_experts);
+    void share_out(const Mixture& part, int64_t n_rows);
 
     void logits(const Map& map, const RowList& list, int thread) {
         const Norm none{};
@@ -443,6 +448,8 @@ template <class T> class Runner {
     T *inner_of_, *out_of_;  // of experts' rows
     Input taken_;          // what experts read
     int64_t wide_;         // values between places, enough for the widest input
+    int64_t n_apart_;      // experts whose rows are brought to places of their own
+    std::atomic<int32_t>*done_;  // panels of each expert's first maps, and then experts of each panel of outputs
     static inline List<View> views_;
     static inline List<Place> places_;       // of each row
     static inline List<List<Part>> parts_;   // of each list

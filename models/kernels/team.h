@@ -77,17 +77,25 @@ class Team {
         sync();
     }
 
-    // Share out 0 … n - 1 in pieces of `piece`; returns when all threads have done theirs.
-    template <class F> void each(int64_t n, int64_t piece, F&& body) {
+    // Share out 0 … n - 1 in pieces of `piece`; returns when all threads have done theirs, and one of them then `last`.
+    template <class F, class G> void each(int64_t n, int64_t piece, F&& body, G&& last) {
         for (int64_t i; (i = next_.fetch_add(piece, std::memory_order_relaxed)) < n;) body(i, i + piece < n ? i + piece : n);
-        sync();
+        sync(last);
+    }
+    template <class F> void each(int64_t n, int64_t piece, F&& body) {
+        each(n, piece, body, [] {});
     }
 
-    // Nobody goes on before all threads have come here.
     void sync() {
+        sync([] {});
+    }
+
+    // Nobody goes on before all threads have come here, and the last of them has done `last`.
+    template <class G> void sync(G&& last) {
         const int n = n_;  // before arriving: when all have, the next run may begin, with other numbers
         uint32_t phase = phase_.value.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
+            last();
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
             phase_.set(phase + 1);

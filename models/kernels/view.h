@@ -7,9 +7,9 @@ struct Run {
     int32_t start, length;
 };
 
-// Which slots the rows of a pass see in one sliding window, as runs of consecutive slots.
+// Which slots the rows of a pass see in one window, as runs of consecutive slots.
 struct View {
-    int window;            // 0: none
+    int window;            // as in `Step`
     List<Run> runs;
     List<int32_t> first;   // run of each row, and the number of runs
     List<int32_t> oldest;  // place of the first slot of each row
@@ -29,7 +29,8 @@ static inline void look(View& view, int n, int first_slot, const int32_t* positi
     const int end = first_slot + n, window = view.window;
     for (int row = 0; row < n; row++) {
         view.first.add(int32_t(view.runs.n));
-        const int oldest = window ? std::max(0, positions[row] - window + 1) : 0;
+        const int position = positions[row];
+        const int oldest = window < 0 ? position - position % -window : window ? std::max(0, position - window + 1) : 0;
         int seen = 0;
         // Runs of slots [from, to) that `sees` marks, slots and positions of the same numbers or not.
         auto see = [&](int from, int to) {

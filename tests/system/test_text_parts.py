@@ -39,7 +39,7 @@ CASES = [
     pytest.param(model_type, spelling, marks=() if spelling == "new" else pytest.mark.families)
     for model_type in MODELS
     for spelling in ("new", "qwen" if model_type in ("qwen2_vl", "qwen2_5_vl") else "llava")
-    if (model_type, spelling) not in (("qwen3_vl", "llava"), ("qwen3_vl_moe", "llava"))
+    if (model_type, spelling) not in (("qwen3_vl", "llava"), ("qwen3_vl_moe", "llava"), ("llama4", "llava"))
 ]
 
 

@@ -29,7 +29,7 @@ N_EXPERTS = 6
 # Settings by which the only layer of a model has a mixture.
 ONE_LAYER = {
     **{"mlp_layer_types": ["sparse"], "mlp_only_layers": []},
-    **{"first_k_dense_replace": 0, "moe_layer_start_index": 0},
+    **{"first_k_dense_replace": 0, "moe_layer_start_index": 0, "moe_layers": [0]},
 }
 
 

@@ -1,0 +1,90 @@
+"""Mixtures of experts as torch computes them, with one form of call for all: rows, chosen experts and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .family import Experts
+
+
+def mixed_by_expert(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    computed: Callable[[int, Tensor], Tensor],
+    weighs_inputs: bool = False,
+) -> Tensor:
+    """Return the weighted sum (rows, hidden_size) of what each row's experts make of it.
+
+    Args: computed: an expert's outputs of rows. weighs_inputs: weights multiply what experts read.
+    """
+    total = torch.zeros_like(hidden_states)
+    for expert in torch.unique(top_k_index).tolist():
+        row, place = torch.where(top_k_index == expert)
+        rows, weights = hidden_states[row], top_k_weights[row, place, None]
+        out = computed(expert, (rows * weights).to(rows.dtype)) if weighs_inputs else computed(expert, rows) * weights
+        total.index_add_(0, row, out.to(total.dtype))
+    return total
+
+
+class LateRouter(nn.Module):
+    """Llama 4's router, which answers as those of other families do: logits, weights and chosen experts."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole, self.top_k = whole, whole.top_k
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.whole.weight)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(rows, self.weight)
+        best, chosen = logits.topk(self.top_k, dim=-1)
+        return logits, best.float().sigmoid().to(logits.dtype), chosen
+
+
+class WeighedExperts(nn.Module):
+    """Llama 4's experts, of which each row takes its own; transformers' module computes all of them for every row."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole, self.act_fn = whole, whole.act_fn
+
+    @property
+    def gate_up_proj(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.whole.gate_up_proj)
+
+    @property
+    def down_proj(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.whole.down_proj)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def computed(expert: int, rows: Tensor) -> Tensor:
+            gate, up = (rows @ self.gate_up_proj[expert]).chunk(2, dim=-1)
+            return cast(Tensor, up * self.act_fn(gate)) @ self.down_proj[expert]
+
+        return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, weighs_inputs=True)
+
+
+class WeighedInputs(nn.Module):
+    """Llama 4's mixture, whose weights multiply what experts read; its modules have the names that the row has."""
+
+    def __init__(self, mixture: nn.Module, named: Experts) -> None:
+        super().__init__()
+        self._names = named.router, named.experts, cast(str, named.shared)
+        router, experts, shared = (mixture.get_submodule(name) for name in self._names)
+        # Experts that compute with codes have the usual form.
+        of_rows = WeighedExperts(experts) if isinstance(getattr(experts, "gate_up_proj", None), Tensor) else experts
+        for name, module in zip(self._names, (LateRouter(router), of_rows, shared), strict=True):
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        router, experts, shared = (getattr(self, name) for name in self._names)
+        rows = x.view(-1, x.shape[-1])
+        _, weights, chosen = router(rows)
+        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + shared(x))
