@@ -66,6 +66,7 @@ def swiftopt(options: Values) -> Decoder:
     from swiftopt.decoding.methods import PLAIN, Resources, build
     from swiftopt.decoding.methods.chains import SpdSettings
     from swiftopt.decoding.session import Session
+    from swiftopt.models.huge_pages import PAGES
     from swiftopt.models.loading import load as load_runtime
     from swiftopt.store import Store
     from swiftopt.tasks.generate import Planner
@@ -83,6 +84,7 @@ def swiftopt(options: Values) -> Decoder:
     if options.get("draft"):
         settings = SpdSettings(options["draft_tokens"], options["min_confidence"] or None)
         fixed = build("spd", Resources(runtime, draft_runtime=loaded(options["draft"])), settings)
+    PAGES.finish()  # The thread that moves weights would disturb the turns of other engines.
 
     def answer(line: Values) -> Values:
         method = planner.drafting_for(line["task"]) if options.get("best") else fixed
