@@ -100,7 +100,8 @@ class Attempts:
             if delivery is None:
                 return
             if with_retries(partial(self._belongs_to_engine, delivery)):
-                log_state(delivery, "queued", reason="left to the engine of this machine that serves its model")
+                message = "job=%s attempt=%d state=queued reason='left to its engine'"
+                logger.debug(message, delivery.job, delivery.attempt)
                 return
             on_begin(delivery)
             self.run(delivery)

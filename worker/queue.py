@@ -274,6 +274,7 @@ class Reconciler:
         self._jobs, self._queue, self._owner = jobs, queue, owner
         # Delivery id -> monotonic time at which it was first missing from its queue.
         self._missing_since: dict[str, float] = {}
+        self._delivered: set[str] = set()  # Ids of deliveries that are due and in the log.
         self._spare_until = 0.0  # Monotonic time before which no lease is expired.
 
     def step(self) -> None:
@@ -293,6 +294,7 @@ class Reconciler:
         self._missing_since = {
             attempt_id: missing_s for attempt_id, missing_s in self._missing_since.items() if attempt_id in missing
         }
+        self._delivered &= {delivery.id for delivery in due_deliveries}
         for delivery in missing.values():
             try:
                 self._deliver(delivery)
@@ -315,7 +317,10 @@ class Reconciler:
         missing_s = self._missing_since.setdefault(delivery.id, time.monotonic())
         if self._queue.deliver(delivery):
             del self._missing_since[delivery.id]  # Restart the timer: workers may requeue it for an engine repeatedly.
-            logger.info("delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
+            # A worker that leaves the attempt to an engine gets it again every few seconds.
+            level = logging.DEBUG if delivery.id in self._delivered else logging.INFO
+            self._delivered.add(delivery.id)
+            logger.log(level, "delivered job=%s attempt=%d queue=%s", delivery.job, delivery.attempt, delivery.queue)
         elif time.monotonic() - missing_s >= CLAIM_S:
             new_delivery = self._jobs.redeliver(delivery)
             if new_delivery is not None:

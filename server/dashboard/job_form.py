@@ -168,15 +168,20 @@ def form_errors(error: ValidationError | SwiftoptError) -> list[tuple[str, str]]
 def form_values(app: State, form: FormData, errors: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the values of the form: its texts, its errors, and suggestions of names.
 
-    Models are those that are served, that were loaded once, and that programs keep on this machine.
+    Models are those that are served, that were loaded once, and that programs keep on this machine. A form that has no
+    field for the model yet names the one that is served, if it is the only one.
     """
-    models_known = dict.fromkeys(engine.served.path for engine in app.engines.of.values())
+    served = [engine.served.path for engine in app.engines.of.values()]
+    models_known = dict.fromkeys(served)
     with suppress(StoreError):  # Without the database, suggest fewer names.
         models_known |= dict.fromkeys(app.store.model_names())
     models_known |= dict.fromkeys(model.name for model in stored_models() if model.problem is None)
     folders = app.settings.stream_folders
+    typed = {name: _form_text(form, name) for name in ("model", "task", "stream", *OPTIONS)}
+    if "model" not in form and len(served) == 1:
+        typed["model"] = served[0]
     return {
-        "typed": {name: _form_text(form, name) for name in ("model", "task", "stream", *OPTIONS)},
+        "typed": typed,
         "wrong": errors,
         "wrong_at": {name for name, _ in errors},
         "first": FIRST_OPTIONS,

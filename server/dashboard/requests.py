@@ -30,7 +30,7 @@ MARKS: dict[TokenSource, str] = {  # SVG path below the bar of a round, by what 
     "grammar": "m0 3h8m0 -3h-8",
     "target": "",
 }
-DRAFTERS = {**SOURCES, "draft": "the method's own draft"}  # What drafted a round, in words.
+DRAFTERS = {**SOURCES, "draft": "the model's draft"}  # What drafted a round, in words.
 VERDICTS: dict[VerdictWord, str] = {
     "use": "drafts were measured to be faster",
     "plain": "drafts were measured to be slower, or not reliably faster",

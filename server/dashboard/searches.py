@@ -24,7 +24,17 @@ from .drawing import differing_parts, layer_map, map_words
 from .overview import served_now
 from .plans import SELDOM_S
 from .trial_costs import cost_values, costs_of
-from .trials import SCORE_OF, TrialQuery, figures_of, importance, importance_map, trial_chart, trial_query, trial_values
+from .trials import (
+    RANK_OF,
+    SCORE_OF,
+    TrialQuery,
+    figures_of,
+    importance,
+    importance_map,
+    trial_chart,
+    trial_query,
+    trial_values,
+)
 
 SPEED, SCORE = "expected speed, plain = 1", "score"  # Labels of the score, by what the search maximised.
 SORTS = {  # Order of the list -> what it sorts by, the highest first.
@@ -151,7 +161,7 @@ def compare(
         if side.stored is None:
             raise Refused(404, "not-found", f"the search {id} has tried nothing: choose another one at /searches")
         sides.append(side)
-    best = [max(side.trials, key=SCORE_OF) for side in sides]
+    best = [max(side.trials, key=RANK_OF) for side in sides]
     differing = differing_parts(best[0].layer_set, best[1].layer_set)
     return {
         "sides": [

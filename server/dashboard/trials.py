@@ -27,8 +27,10 @@ PER_PAGE = 20  # Rows of the table of trials.
 
 Order = Literal["score", "matchness", "newest", "oldest"]
 SCORE_OF, MATCHNESS_OF, STEP_OF = map(attrgetter, ("score", "matchness", "step"))
-ORDERS: dict[Order, tuple[Callable[[Tried], float], bool]] = {  # What each order sorts by, and whether descending.
-    "score": (SCORE_OF, True),
+# What makes one trial better than another. Where drafts do not pay, all have the same score.
+RANK_OF = attrgetter("score", "matchness")
+ORDERS: dict[Order, tuple[Callable[[Tried], Any], bool]] = {  # What each order sorts by, and whether descending.
+    "score": (RANK_OF, True),
     "matchness": (MATCHNESS_OF, True),
     "newest": (STEP_OF, True),
     "oldest": (STEP_OF, False),
@@ -221,7 +223,7 @@ def figures_of(trials: Sequence[Tried], label: str) -> list[tuple[str, str]]:
 
 def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery) -> dict[str, Any]:
     """Return the values of the trials' charts and table; `label` names their score."""
-    best_tenth = heapq.nlargest(-(-len(trials) // 10), trials, key=SCORE_OF)
+    best_tenth = heapq.nlargest(-(-len(trials) // 10), trials, key=RANK_OF)
     shares, weights = skip_shares(best_tenth), importance(trials)
     chosen = [trial for trial in trials if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)]
     key, descending = ORDERS[query.sort]

@@ -118,8 +118,10 @@ def test_attempt_that_waits_is_delivered_once(store: Store, queue: RedisQueue) -
 
 
 def test_attempt_that_workers_leave_to_an_engine_is_not_lost_where_one_has_just_taken_it(
-    store: Store, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+    store: Store, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log has its delivery once."""
+    caplog.set_level("INFO", "swiftopt.worker.queue")
     monkeypatch.setattr("swiftopt.worker.queue.CLAIM_S", 0.1)
     job, _ = store.jobs.submit(noop(1))
     reconciler, known = Reconciler(store.jobs, queue, "r"), queue._queue("default")
@@ -129,6 +131,7 @@ def test_attempt_that_workers_leave_to_an_engine_is_not_lost_where_one_has_just_
         known.empty()  # a worker has taken and left it
         time.sleep(0.05)
     reconciler.step()
+    assert sum("delivered job=" in message for message in caplog.messages) == 1
     queue.connection.delete(known.key)  # one has just taken it
     reconciler.step()
     assert store.jobs.get(job.id).attempt == 1

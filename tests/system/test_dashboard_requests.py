@@ -122,7 +122,7 @@ def test_reason_is_in_words(done: AnswerDone, asked: dict[str, object], sentence
 def test_aspects_name_plan_verdict_load_context_and_grammar() -> None:
     found = dict(aspects(ended(request=replace(SECRET, json_schema={}))))
     assert found == {
-        "Way": "with drafts in 3 of 4 rounds: 1 by the method's own draft, 1 by earlier text, 1 by the grammar",
+        "Way": "with drafts in 3 of 4 rounds: 1 by the model's draft, 1 by earlier text, 1 by the grammar",
         "Plan": "stored version 3 of code",
         "Verdict": "drafts were measured to be faster",
         "Load": "alone",
@@ -147,7 +147,7 @@ def test_strip_has_a_bar_per_round_and_marks_what_drafted() -> None:
     assert "4 rounds, 3 with a draft; 6 of 10 drafted tokens were accepted." in strip
     assert [name for _, name in legend(ROUNDS.first)] == [
         "no draft",
-        "drafted by the method's own draft",
+        "drafted by the model's draft",
         "drafted by earlier text",
         "drafted by the grammar",
     ]
@@ -166,7 +166,7 @@ def test_pages_list_and_show_requests(store: Store) -> None:
     assert "No request of this kind is kept" in client.get("/requests?task=none").text
     page = text(client.get("/requests/cmpl-0054").text)
     assert "equal to plain decoding" in page and "Plan stored version 3 of code" in page and "4.00x" in page
-    assert "2 4 5 3 the method's own draft" in page, "the strip as a table"
+    assert "2 4 5 3 the model's draft" in page, "the strip as a table"
     assert "open sesame" not in page and "Its texts" not in page
     gone = client.get("/requests/cmpl-none")
     assert gone.status_code == 404 and "there is no request 'cmpl-none' here" in unescape(gone.text)

@@ -54,7 +54,7 @@ def test_search_of_a_served_model_is_shown_like_that_of_a_job(store: Store, clie
     listed = page(client, "/searches")
     assert 'href="/searches/served1?task=notes"' in listed and "a served model" in listed
     found = page(client, "/searches/served1", task="notes")
-    assert "beside the requests of a served model" in found and "Which sub-layers matter" in found
+    assert "by a served model, while it answers requests" in found and "Which sub-layers matter" in found
     assert "Cost against quality" in found and "The front" in found, "by the costs of its model"
     assert "hx-sse:connect" in found and client.get("/searches/none").status_code == 404
 
@@ -88,6 +88,16 @@ def test_trials_are_sorted_filtered_and_paged_by_the_address(store: Store, clien
     assert steps(page(client, "/searches/served1", **of, sort="matchness"))[0] == best.step
     assert "No trial is of this kind" in page(client, "/searches/served1", **of, origin="tpe")
     assert TrialQuery("a b", "newest", page=3).address(page=1) == "task=a+b&sort=newest"
+
+
+def test_best_of_trials_with_one_score_has_the_highest_matchness(store: Store, client: TestClient) -> None:
+    """Where drafts do not pay, each promises plain decoding's speed."""
+    made = [replace(trial, score=1.0) for trial in trials(30)]
+    best = max(made, key=lambda trial: trial.matchness)
+    store.add_served_trials(SERVED, made)
+    assert steps(page(client, "/searches/served1", task="notes"))[0] == best.step != 0
+    compared = page(client, "/searches/compare", left="served1/notes", right="served1/notes")
+    assert compared.count(f"Its best set, of trial {best.step}<") == 2
 
 
 def test_dot_leads_to_its_trial(store: Store, client: TestClient) -> None:

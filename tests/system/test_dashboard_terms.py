@@ -150,6 +150,12 @@ def served(store: Store, is_loaded: bool = True) -> TestClient:
     return TestClient(create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines))
 
 
+def test_form_of_jobs_names_the_only_model_that_is_served_until_something_is_typed(store: Store) -> None:
+    client = served(store)
+    assert '<input id="model" name="model" value="m"' in client.get("/jobs/new").text
+    assert '<input id="model" name="model" value=""' in client.get("/jobs/new?model=").text
+
+
 def test_playground_offers_tasks_versions_and_methods(store: Store) -> None:
     fill(store)
     page = unescape(served(store).get("/playground").text)
