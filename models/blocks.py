@@ -15,10 +15,11 @@ from ..core.errors import UnsupportedModel
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import AttentionWindow, HeadLayout, heads_of
-from .family import Experts, Family, GatedDelta, Selective, ShortConv, names_in
+from .family import Experts, Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
 from .mixtures import WeighedInputs
+from .recurrent import RecurrentStates, StateRows
 from .rotation import RotaryTables, joined_rotation, rotate
-from .state_rules import DeltaRule, StateRule, StateSpace
+from .state_rules import DeltaRule, StateRule, StateSpace, ValueSteps
 
 LINEAR = nn.Linear | Conv1D | CodedLinear  # Linear maps that can be quantised.
 PLAIN_LINEAR = {"Linear", "Conv1D", "FalconLinear"}  # Names of classes that compute x · weight + bias, and no more.
@@ -75,6 +76,13 @@ class LayerRows(Protocol):
         """Write the rows' inputs (rows, values); return those that each row reads, (rows, taps, values), oldest first.
 
         There are zeros before the text.
+        """
+        ...
+
+    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
+        """Return what the convolution before a recurrent layer's state reads for rows by their inputs (rows, values).
+
+        As `convolution_inputs`, but that nothing is written.
         """
         ...
 
@@ -174,6 +182,8 @@ def recalled(block: Block, parts: LayerModules, normed: Tensor, rows: LayerRows)
     assert rule is not None
     projected = torch.cat([project(normed) for project in parts.qkv], dim=-1)
     inputs, gates = projected[:, rule.input_order], projected[:, rule.gate_order]
+    if isinstance(rule, ValueSteps):
+        inputs = torch.cat((inputs, rule.selected(rows.recurrence_tails(block, inputs))), dim=-1)
     mixed = rule.gated(parts.inner_norm, rows.recurrence(block, inputs), gates)
     if block.head_order is not None:
         mixed = mixed.view(len(normed), rule.form.n_heads, -1)[:, block.head_order].flatten(1)
@@ -299,6 +309,8 @@ class Block:
             self.rule = DeltaRule.of(mixing.mixer, mixing.conv, mixer.by_key_head)
         elif mixing and isinstance(mixer, Selective):
             self.rule = StateSpace.of(mixing.mixer, mixing.conv, _number(config, mixer.out_scale) or 1.0)
+        elif mixing and isinstance(mixer, SelectiveScan):
+            self.rule = ValueSteps.of(mixing.mixer, mixing.conv, mixer)
         if mixing and self.rule is not None:
             order = getattr(mixing.out, "head_order", None)
             is_of_rule = order is None or torch.equal(order, torch.arange(len(order)))
@@ -327,9 +339,7 @@ class Block:
             attn_post=submodule(layer, family.attn_post_norm),
         )
 
-    def _mixer_modules(
-        self, layer: nn.Module, family: Family, mixer: ShortConv | GatedDelta | Selective
-    ) -> LayerModules:
+    def _mixer_modules(self, layer: nn.Module, family: Family, mixer: Mixer) -> LayerModules:
         module = layer.get_submodule(mixer.module)
         return LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
@@ -397,14 +407,20 @@ class BufferRows:
             read.append(slots[group.before] * (group.before >= 0)[..., None])
         return torch.cat(read)
 
+    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
+        return torch.cat([states.tails(block.index, rows) for states, rows in self._of_states(inputs)])
+
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
         assert block.rule is not None
-        read, n_rows = [], [group.n_rows for group, _ in self.groups]
+        return torch.cat([states.advance(block.index, block.rule, rows) for states, rows in self._of_states(inputs)])
+
+    def _of_states(self, inputs: Tensor) -> Iterator[tuple[RecurrentStates, StateRows]]:
+        """Yield the states of each group's sequence, and its rows."""
+        n_rows = [group.n_rows for group, _ in self.groups]
         for group_inputs, (group, buffer) in zip(torch.split(inputs, n_rows), self.groups, strict=True):
             assert buffer.states is not None
             slots = [slot + i for _, slot, length in group.spans for i in range(length)]
-            read.append(buffer.states.advance(block.index, block.rule, group_inputs, slots, group.seen, group.is_text))
-        return torch.cat(read)
+            yield buffer.states, StateRows(group_inputs, slots, group.seen, group.is_text)
 
 
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:

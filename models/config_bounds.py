@@ -165,6 +165,9 @@ def check_together(config: Any, path: Path) -> None:
         if isinstance(numbers, list) and len(numbers) != layers:
             raise ModelNotFound(f"{path} has {len(numbers)} numbers as {name} for {layers} layers: {ADVICE}")
     _check_experts(config, path)
+    rank = _first(config, "mamba_dt_rank", "time_step_rank")
+    if rank is not None and not WIDTH.holds(rank):
+        raise ModelNotFound(f"{path} has {shown(rank)} as the rank of a state's steps, not {WIDTH.words}: {ADVICE}")
     types = getattr(config, "layer_types", None)
     if types is not None and len(types) != layers:
         raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")

@@ -115,6 +115,30 @@ class Selective:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """A selective state space, Mamba-1's, in place of attention in layers of `layer_type`: its names in the layer.
+
+    `into` maps a row to values and gates. Values go through the convolution `conv`. `low` maps what comes out to a step
+    of low rank, a key and a query, which may have a norm each (`norms`). `steps` maps that step to one for each value.
+    What is read of the state is multiplied by the gate. `expand`: the config's field with values by hidden size.
+    """
+
+    layer_type: str = "linear_attention"
+    module: str = "mamba"
+    into: tuple[str, ...] = ("in_proj",)
+    conv: str = "conv1d"
+    low: str = "x_proj"
+    norms: tuple[str, str, str] = ("dt_layernorm", "b_layernorm", "c_layernorm")
+    steps: str = "dt_proj"
+    norm: str | None = None
+    out: str = "out_proj"
+    expand: str = "mamba_expand"
+
+
+Mixer = ShortConv | GatedDelta | Selective | SelectiveScan
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
@@ -202,7 +226,7 @@ class Family:
     inner_norm: str | None = None
     out: str = "o_proj"
     attn_scales: tuple[str, str, str] | None = None
-    mixer: ShortConv | GatedDelta | Selective | None = None
+    mixer: Mixer | None = None
     alone: Mapping[str, Kind] = field(default_factory=dict)
     gated_heads: bool = False
     experts: Experts | None = None
@@ -223,7 +247,7 @@ class Family:
         """Return a field of a config by its usual name; None: the config has none."""
         return getattr(config, self.fields.get(name, name), None)
 
-    def mixer_of(self, config: Any, layer: int) -> ShortConv | GatedDelta | Selective | None:
+    def mixer_of(self, config: Any, layer: int) -> Mixer | None:
         """Return what a layer has in place of attention, or beside it; None: nothing."""
         is_mixed = self.mixer is not None and config.layer_types[layer] == self.mixer.layer_type
         return self.mixer if is_mixed else None
@@ -284,6 +308,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: isinstance(row.mixer, GatedDelta), "layers with a gated delta rule in place of attention"),
     (lambda row: isinstance(row.mixer, Selective) and not row.mixer.beside, "layers with a state space (Mamba-2)"),
     (lambda row: isinstance(row.mixer, Selective) and row.mixer.beside, "a state space (Mamba-2) beside attention"),
+    (lambda row: isinstance(row.mixer, SelectiveScan), "layers with a state space (Mamba-1)"),
     (lambda row: bool(row.alone), "layers of one sub-layer"),
     (lambda row: isinstance(row.mixer, ShortConv), "layers with a short convolution in place of attention"),
     (lambda row: row.experts is not None, "mixture of experts"),

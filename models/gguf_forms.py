@@ -34,8 +34,9 @@ class GgufForm:
     those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
     which a value is one such setting by another. `choices`: a setting's field, and the field's values by those of the
     setting, with None for a file without the setting. `flags`: a field's values where the first layer has a tensor,
-    and where not. `constants`: fields of files that say nothing of them. `ignored`: settings that change nothing: with
-    these values, or any (None).
+    and where not. `periods`: by the name of a tensor, the fields for every how many layers have it, and for the first
+    that has. `constants`: fields of files that say nothing of them. `ignored`: settings that change nothing: with these
+    values, or any (None).
 
     `has_head_dim`: the config has a field for the size of a head. `rotates_in_part`: it has one for how much of a head
     is rotated. `scalings` of rotary positions that it takes. `window` of files that name none; 0: they have none.
@@ -76,6 +77,7 @@ class GgufForm:
     window_base: float | None = None
     lists_layers: bool = False
     mixed_by: Literal["kv_heads", "interval"] | None = None
+    periods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     score_scale: str | None = None
     wide_scores: int | None = None
     unnormed: int | None = None
@@ -412,6 +414,22 @@ FORMS: dict[str, GgufForm] = {
         window=8192,
         window_period=4,
         unnormed=128,
+    ),
+    "jamba": GgufForm(
+        "jamba",
+        mixed_by="kv_heads",
+        fields=RMS_EPSILON | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        sizes={
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+        },
+        quotients={"mamba_expand": ("ssm.inner_size", "embedding_length")},
+        constants={"mamba_conv_bias": True, "mamba_proj_bias": False},
+        periods={
+            "attn_q.weight": ("attn_layer_period", "attn_layer_offset"),
+            "ffn_gate_inp.weight": ("expert_layer_period", "expert_layer_offset"),
+        },
     ),
     "qwen3_5_text": GgufForm("qwen35", **_DELTA, tiled_heads=True),
     "qwen3_5_moe_text": GgufForm("qwen35moe", **_DELTA, **_GATED_SHARED, tiled_heads=True),

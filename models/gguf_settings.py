@@ -168,7 +168,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     given["num_hidden_layers"] -= n_further
     n_layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
-    if family.rotary is not None:
+    if family.rotary is not None or form.mixed_by == "kv_heads":
         given["num_key_value_heads"] = settings.size(KV_HEADS, heads)
     config: dict[str, Any] = {
         **form.constants,
@@ -187,6 +187,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}
         config[field] = if_not if names.isdisjoint(file.tensors) else if_there
     config |= {field: settings.choice(name, values) for name, (field, values) in form.choices.items()}
+    for tensor, fields in form.periods.items():
+        config |= zip(fields, _period(file, tensor, n_layers), strict=True)
     for name in form.by_layer.values():
         layer_numbers(file, name, n_layers)
     if family.rotary is not None:
@@ -202,7 +204,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             )
         config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
         config |= _windows(settings, family, form, n_layers, n_further)
-    if form.lists_layers or form.mixed_by is not None:
+    if form.lists_layers or (form.mixed_by is not None and not form.periods):
         config["layer_types"] = layer_types
     settings.refuse_left(form)
     check_values(config, file.path)
@@ -253,6 +255,22 @@ def _layer_types(settings: _Settings, family: Family, form: GgufForm, n_layers: 
             raise settings.refusal(RECURRENT, listed)
         mixed = [bool(one) for one in listed[:n_layers]]
     return [family.mixer.layer_type if family.mixer and other else "full_attention" for other in mixed]
+
+
+def _period(file: GgufFile, tensor: str, n_layers: int) -> tuple[int, int]:
+    """Return every how many layers have a tensor, and which the first of them is.
+
+    Raises: UnsupportedModel: they do not follow at equal distances.
+    """
+    having = [layer for layer in range(n_layers) if f"blk.{layer}.{tensor}" in file.tensors]
+    first = having[0] if having else n_layers
+    period = having[1] - first if len(having) > 1 else n_layers + 1
+    if having != list(range(first, n_layers, period)) or first >= period:
+        raise UnsupportedModel(
+            f"{file.path} has {_shown(tensor)} in the layers {_shown(having)}, which do not follow at equal distances:"
+            " use the model's hub id"
+        )
+    return period, first
 
 
 def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> int:

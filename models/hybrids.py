@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, GatedDelta, Selective, ShortConv
+from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, GatedDelta, Selective, SelectiveScan, ShortConv
 from .mtp_names import NAMED
 
 _LFM2: dict[str, Any] = dict(
@@ -22,6 +22,14 @@ _LFM2: dict[str, Any] = dict(
 )
 _QWEN_HYBRID: dict[str, Any] = dict(head_norms=("q_norm", "k_norm"), gated_heads=True, mtp=NAMED)
 _NORM_BEFORE_MLP: dict[str, Any] = dict(norm="model.final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm")
+_BACKBONE: dict[str, Any] = dict(
+    layers="backbone.layers",
+    embed="backbone.embeddings",
+    norm="backbone.norm_f",
+    rotary=None,
+    attn_norm="norm",
+    alone={"linear_attention": "attn"},
+)
 
 HYBRIDS: dict[str, Family] = {
     "granitemoehybrid": Family(
@@ -65,13 +73,20 @@ HYBRIDS: dict[str, Family] = {
     ),
     "mamba2": Family(
         models="Mamba-2, Codestral Mamba",
-        layers="backbone.layers",
-        embed="backbone.embeddings",
-        norm="backbone.norm_f",
-        rotary=None,
-        attn_norm="norm",
+        **_BACKBONE,
         mixer=Selective(module="mixer", sizes=("num_heads", "head_dim", "n_groups", "state_size")),
-        alone={"linear_attention": "attn"},
+    ),
+    "jamba": Family(
+        models="Jamba 1.5 to 1.7, Jamba Reasoning 3B",
+        **_NORM_BEFORE_MLP,
+        rotary=None,
+        mixer=SelectiveScan(),
+        experts=Experts(router="router"),
+    ),
+    "mamba": Family(
+        models="Mamba 130M to 2.8B",
+        **_BACKBONE,
+        mixer=SelectiveScan(module="mixer", expand="expand"),
     ),
     "qwen3_5_text": Family(models="Qwen3.5, Qwen3.6, Qwen3.8 of text alone", **_QWEN_HYBRID, mixer=GatedDelta()),
     "qwen3_5_moe_text": Family(

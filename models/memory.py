@@ -16,7 +16,7 @@ from .config_bounds import ADVICE
 from .config_layout import heads_of, slot_values
 from .expert_checkpoints import BLOCKS
 from .families import family_of
-from .family import Family, GatedDelta, Selective
+from .family import Family, GatedDelta, Selective, SelectiveScan
 from .fingerprint import plain_name
 from .gguf_model import held_bytes, loaded_tensors
 from .gguf_reader import GgufFile
@@ -190,6 +190,8 @@ def _values_beside(config: Any, family: Family) -> int:
     if isinstance(family.mixer, GatedDelta):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
+    elif isinstance(family.mixer, SelectiveScan):
+        keys, values = 0, int(getattr(config, family.mixer.expand)) * hidden
     elif isinstance(family.mixer, Selective):
         heads, width, key_heads, key_width = (int(getattr(config, name)) for name in family.mixer.sizes)
         keys, values = key_heads * key_width, heads * width

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ class Snapshot:
     @property
     def n_bytes(self) -> int:
         return sum(one.nbytes for tensors in (self.states, self.inputs) for one in tensors.values())
+
+
+class StateRows(NamedTuple):
+    """Rows of one sequence in a recurrent layer, in the order of their `slots`.
+
+    `inputs`: (rows, values). `seen`: bool (rows, slots), the slots that each row sees; None: all before its own.
+    `is_text`: they are the next rows of committed text.
+    """
+
+    inputs: Tensor
+    slots: Sequence[int]
+    seen: Tensor | None
+    is_text: bool
 
 
 class RecurrentStates:
@@ -108,22 +122,41 @@ class RecurrentStates:
         self.committed = n_slots
         self.roots[:] = n_slots
 
-    def advance(
-        self, layer: int, rule: StateRule, inputs: Tensor, slots: Sequence[int], seen: Tensor | None, is_text: bool
-    ) -> Tensor:
-        """Return what rows give by their `inputs` (rows, n_inputs): (rows, heads * value_width).
+    def tails(self, layer: int, rows: StateRows) -> Tensor:
+        """Return what the convolution before a layer's rule reads for rows, whose inputs are its own alone.
 
-        Args: seen: bool (rows, slots), the slots that each row sees; None: all before its own.
+        Returns: (rows, n_taps, n_convolved), oldest first, zeros before the text.
         """
-        new_inputs = dict(zip(slots, inputs, strict=True))
+        n = self.form.n_convolved
+        older_root = max(int(self.roots[layer, -1]), self.committed - self.lag) if self.lag else self.committed
+        tails = rows.inputs.new_zeros((len(rows.slots), self.form.n_taps, n))
+        new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
+        for row, slot in enumerate(rows.slots):
+            base = self.committed if self._sees_text(rows, row) else older_root
+            path = (base, _path(rows, row, base)) if not rows.is_text else (slot, [])
+            last = self._last_inputs(layer, slot, *path, new_inputs)
+            tails[row, self.form.n_taps - len(last) :] = torch.stack([one[:n] for one in last])
+        return tails
+
+    def _last_inputs(
+        self, layer: int, slot: int, base: int, path: Sequence[int], new_inputs: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Return the inputs of the last tokens up to a slot, which comes behind the text before `base` and a path."""
+        last = [*range(max(0, base - self.form.n_taps), base), *path, slot][-self.form.n_taps :]
+        return [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in last]
+
+    def _sees_text(self, rows: StateRows, row: int) -> bool:
+        return rows.seen is None or bool(rows.seen[row, : self.committed].all())
+
+    def advance(self, layer: int, rule: StateRule, rows: StateRows) -> Tensor:
+        """Return what rows give by their inputs (rows, n_inputs): (rows, heads * value_width)."""
+        new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
         states = list(self.states[layer])
         roots: list[int] = self.roots[layer, : len(states)].tolist()
 
         def take(slot: int, path: Sequence[int], base: int, state: Tensor) -> tuple[Tensor, Tensor]:
             """Return the state after a slot that comes behind the slots of `path`, and what it gives."""
-            last = [*range(max(0, base - rule.form.n_taps), base), *path, slot][-rule.form.n_taps :]
-            rows = [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in last]
-            return rule.step(state, torch.stack(rows))
+            return rule.step(state, torch.stack(self._last_inputs(layer, slot, base, path, new_inputs)))
 
         def bring(end: int) -> None:
             for which, goal in enumerate((end, end - self.lag)[: len(states)]):
@@ -136,15 +169,15 @@ class RecurrentStates:
         is_kept = True
         done: tuple[int, list[int]] = (-1, [])
         state = states[0]
-        for row, slot in enumerate(slots):
-            sees_all = seen is None or bool(seen[row, : self.committed].all())
+        for row, slot in enumerate(rows.slots):
+            sees_all = self._sees_text(rows, row)
             is_kept &= sees_all
             base = roots[0] if sees_all else roots[-1]
-            if is_text:
+            if rows.is_text:
                 states[0], out = take(slot, (), slot, states[0])
                 outs.append(out)
                 continue
-            path = list(range(base, slot)) if seen is None else (seen[row, base:slot].nonzero()[:, 0] + base).tolist()
+            path = _path(rows, row, base)
             if (base, path) != done:  # A branch, or another text's window: begin at the root again.
                 state = states[0 if sees_all else -1]
                 for n, node in enumerate(path):
@@ -152,13 +185,13 @@ class RecurrentStates:
             state, out = take(slot, path, base, state)
             done = base, [*path, slot]
             outs.append(out)
-        if is_text:
-            roots[0] = slots[-1] + 1
+        if rows.is_text:
+            roots[0] = rows.slots[-1] + 1
             bring(roots[0])
         for which, one in enumerate(states):
             self.states[layer][which] = one
         self.roots[layer, : len(roots)] = torch.tensor(roots)
-        for slot in slots[-self.n_kept :] if is_kept else ():
+        for slot in rows.slots[-self.n_kept :] if is_kept else ():
             self.inputs[layer][slot % self.n_kept] = new_inputs[slot]
         return torch.stack(outs).flatten(1)
 
@@ -286,6 +319,12 @@ class RecurrentStates:
         self.go_on_from(snapshot)
         if self.keeps_snapshots and all(int(root) == n_slots for root in roots.values()):
             self._keep(snapshot)
+
+
+def _path(rows: StateRows, row: int, base: int) -> list[int]:
+    """Return the slots from `base` on that a row sees before its own."""
+    slot = rows.slots[row]
+    return list(range(base, slot)) if rows.seen is None else (rows.seen[row, base:slot].nonzero()[:, 0] + base).tolist()
 
 
 def _bytes_of(part: Tensor) -> bytes:

@@ -425,6 +425,9 @@ class TableRows:
     def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no slots of a convolution's inputs")
 
+    def recurrence_tails(self, block: Block, inputs: Tensor) -> Tensor:
+        raise NotImplementedError("a table of rows has no states")
+
     def recurrence(self, block: Block, inputs: Tensor) -> Tensor:
         raise NotImplementedError("a table of rows has no states")
 

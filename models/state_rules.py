@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -11,12 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import UnsupportedModel
+from .family import SelectiveScan
+
+MOST_VALUES = 128  # Most values of a head of `ValueSteps`.
 
 
 class StateForm(NamedTuple):
     """Sizes of a layer's recurrence; several of its heads share a key head.
 
-    `n_numbers`: of each head in a row's inputs, beside what goes through the convolution.
+    `n_numbers`: of each head in a row's inputs, beside queries, keys and values. `convolves_keys`: 1: queries
+    and keys go through the convolution, as values do; 0: values alone do.
     """
 
     n_heads: int
@@ -25,23 +30,30 @@ class StateForm(NamedTuple):
     value_width: int
     n_taps: int
     n_numbers: int = 2
+    convolves_keys: int = 1
+
+    @property
+    def n_keys(self) -> int:
+        """Values of a row's queries and keys."""
+        return 2 * self.n_key_heads * self.key_width
 
     @property
     def n_convolved(self) -> int:
-        """Values of a row's query, key and value, which go through the convolution."""
-        return 2 * self.n_key_heads * self.key_width + self.n_heads * self.value_width
+        """Values of a row that go through the convolution; its inputs begin with them."""
+        return self.n_keys * self.convolves_keys + self.n_heads * self.value_width
 
     @property
     def n_inputs(self) -> int:
-        """Values that a row's update is made of: those, and the numbers of each head."""
-        return self.n_convolved + self.n_numbers * self.n_heads
+        """Values that a row's update is made of: query, key, value, and the numbers of each head."""
+        return self.n_keys + self.n_heads * (self.value_width + self.n_numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRule:
     """A rule by which a layer's rows change its state, with a short convolution before it.
 
-    `taps`: (n_convolved, n_taps), the newest token's last, in the order of an update's inputs: queries, keys, values.
+    `taps`: (n_convolved, n_taps), the newest token's last, in the order of an update's inputs: queries, keys, values;
+    or values alone, behind which queries and keys lie.
     `taps_bias`: (n_convolved,) or None. `log_decay`, `step_bias`: (heads,), the module's A_log and dt_bias.
     `input_order`, `gate_order`: int64, where inputs and gates lie in the projections' outputs. `norm_width`: values
     that share a mean square in the norm of what heads read. `out_scale`: what the layer gives is multiplied by it.
@@ -68,14 +80,22 @@ class StateRule:
         """Return what heads read (rows, heads * value_width), normed and gated. Args: norm: takes the gate, too."""
         raise NotImplementedError
 
-    def _convolved(self, inputs: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (key heads, key_width), and values (heads, value_width), of the newest row."""
-        form = self.form
-        taps = self.taps[:, form.n_taps - len(inputs) :].t().to(wide)
-        mixed = (inputs[:, : form.n_convolved].to(wide) * taps).sum(dim=0)
+    def convolved(self, tail: Tensor) -> Tensor:
+        """Return what the convolution and its activation give for a row: (…, n_convolved).
+
+        Args: tail: (…, n, n_convolved) of the row's last tokens, its own last; fewer than there are taps begin a text.
+        """
+        wide = torch.promote_types(tail.dtype, torch.float32)
+        taps = self.taps[:, self.form.n_taps - tail.shape[-2] :].t().to(wide)
+        mixed = (tail.to(wide) * taps).sum(dim=-2)
         if self.taps_bias is not None:
             mixed = mixed + self.taps_bias.to(wide)
-        mixed = F.silu(mixed.to(inputs.dtype)).to(wide)
+        return F.silu(mixed.to(tail.dtype))
+
+    def _parts(self, inputs: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (key heads, key_width), and values (heads, value_width), of the newest row."""
+        form = self.form
+        mixed = self.convolved(inputs[:, : form.n_convolved]).to(wide)
         n_keys = form.n_key_heads * form.key_width
         query, key, value = torch.split(mixed, [n_keys, n_keys, form.n_heads * form.value_width])
         by_head = (form.n_key_heads, form.key_width)
@@ -120,7 +140,7 @@ class DeltaRule(StateRule):
 
     def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         form, wide = self.form, state.dtype
-        query, key, value = self._convolved(inputs, wide)
+        query, key, value = self._parts(inputs, wide)
         query, key = self._of_heads(_unit(query)), self._of_heads(_unit(key))
         amount, step_size = torch.split(inputs[-1, form.n_convolved :], form.n_heads)
         decay = self._decay(F.softplus(step_size.to(wide) + self.step_bias.to(wide)))
@@ -192,9 +212,7 @@ class StateSpace(StateRule):
         step_scale, gate_scale = (float(scales[part[0]]) for part in (steps, gates))
         if not (scales == 1).all():
             taps = taps.to(torch.promote_types(taps.dtype, torch.float32)) * scales[order, None].to(taps.device)
-        activation = getattr(module, "activation", "silu")
-        if activation not in ("silu", "swish"):
-            raise UnsupportedModel(f"this model has {activation} before its state, and only silu is supported there")
+        _refuse_other_activation(module)
         limits = getattr(module, "time_step_limit", None) or (0.0, math.inf)
         norm = getattr(module, "norm", None)
         n_norms = getattr(norm, "n_groups", None) or n_values // int(getattr(norm, "group_size", n_values))
@@ -218,7 +236,7 @@ class StateSpace(StateRule):
         # DEVIATION: Steps of a state space lie within the config's limits, as in training. Transformers leaves them
         # out where it decodes one token at a time.
         wide = state.dtype
-        query, key, value = self._convolved(inputs, wide)
+        query, key, value = self._parts(inputs, wide)
         step_size = inputs[-1, self.form.n_convolved :].to(wide) * self.step_scale + self.step_bias.to(wide)
         step_size = F.softplus(step_size).clamp(*self.step_limits)
         change = value * step_size[:, None]
@@ -242,3 +260,73 @@ def _multipliers(module: Any, n_projected: int) -> Tensor:
     if getattr(module.in_proj, "bias", None) is not None and not (scales == 1).all():
         raise UnsupportedModel("this model multiplies a projection that has a bias, which is not supported")
     return scales
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueSteps(StateRule):
+    """The selective state space of a Mamba-1 layer (arXiv:2312.00752): each value has a step and decays of its own.
+
+    A head is a share of the values; all heads have one query (C) and one key (B). Of a row's inputs its values alone go
+    through the convolution; the others, a query, a key and steps, are made of what comes out (`selected`).
+    `log_decay`: (heads, key_width, value_width). `step_bias`, `skip`, which is D: (heads, value_width). `low_map` gives
+    a step of low rank, a key and a query, of which each goes through its norm, if it has one; `step_map` makes the
+    first a step for each value, but for the bias.
+    """
+
+    skip: Tensor
+    low_map: Any
+    low_norms: tuple[Any, Any, Any]
+    step_map: Any
+
+    @classmethod
+    def of(cls, module: Any, conv: Any, names: SelectiveScan) -> ValueSteps:
+        """Return the state space of a layer's module, with its convolution.
+
+        Raises: UnsupportedModel: the convolution is of another kind.
+        """
+        n_values, n_keys = (int(size) for size in module.A_log.shape)
+        width = next(size for size in range(min(n_values, MOST_VALUES), 0, -1) if n_values % size == 0)
+        form = StateForm(n_values // width, 1, n_keys, width, int(conv.kernel_size[0]), width, convolves_keys=0)
+        _refuse_other_activation(module)
+        step_map = module.get_submodule(names.steps)
+        bare_map = copy(step_map)
+        bare_map._parameters = {**step_map._parameters, "bias": None}
+        decay = module.A_log.detach().view(form.n_heads, width, n_keys).transpose(1, 2)
+        step_bias, skip = (part.detach().view(form.n_heads, width) for part in (step_map.bias, module.D))
+        orders = torch.arange(n_values), torch.arange(n_values, 2 * n_values)
+        step_norm, key_norm, query_norm = (getattr(module, name, None) for name in names.norms)
+        maps = module.get_submodule(names.low), (step_norm, key_norm, query_norm), bare_map
+        taps = _taps_of(conv, form, takes_bias=True)
+        return cls(form, *taps, decay, step_bias, *orders, width, skip, *maps)
+
+    def selected(self, tails: Tensor) -> Tensor:
+        """Return what a row's inputs have behind its values: (rows, n_inputs - n_convolved).
+
+        Args: tails: (rows, n_taps, n_convolved), the values of each row's last tokens; zeros before the text.
+        """
+        low = self.low_map(self.convolved(tails))
+        n_keys = self.form.key_width
+        parts = torch.split(low, [low.shape[-1] - 2 * n_keys, n_keys, n_keys], dim=-1)
+        step, key, query = (
+            part if norm is None else norm(part) for norm, part in zip(self.low_norms, parts, strict=True)
+        )
+        return torch.cat((query, key, self.step_map(step)), dim=-1)
+
+    def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        form, wide = self.form, state.dtype
+        value = self.convolved(inputs[:, : form.n_convolved]).to(wide).view(form.n_heads, form.value_width)
+        own = inputs[-1, form.n_convolved :].to(wide)
+        query, key, step_size = torch.split(own, [form.key_width, form.key_width, form.n_convolved])
+        step_size = F.softplus(step_size.view(form.n_heads, form.value_width) + self.step_bias.to(wide))
+        state = state * self._decay(step_size[:, None]) + key[None, :, None] * (value * step_size)[:, None]
+        out = (state * query[None, :, None]).sum(dim=1) + value * self.skip.to(wide)
+        return state, out.to(inputs.dtype)
+
+    def gated(self, norm: Any, read: Tensor, gates: Tensor) -> Tensor:
+        return read * F.silu(gates)
+
+
+def _refuse_other_activation(module: Any) -> None:
+    activation = getattr(module, "activation", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"this model has {activation} before its state, and only silu is supported there")

@@ -306,6 +306,19 @@ def _granitehybrid(config: Any) -> Settings:
     }
 
 
+def _jamba(config: Any) -> Settings:
+    return {
+        **_named(config, "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon"),
+        KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_dt_rank,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+    }
+
+
 def _chatglm(config: Any) -> Settings:
     return {
         **_named(config, KV_HEADS, "attention.layer_norm_rms_epsilon"),
@@ -505,6 +518,7 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "nemotron": _nemotron,
     "granite": _granite,
     "granitehybrid": _granitehybrid,
+    "jamba": _jamba,
     "chatglm": _chatglm,
     "glm4": _glm4,
     "olmo": _olmo,
@@ -569,7 +583,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = _tiled(name, tensor, config)
         if name.endswith(".A_log"):
             tensor = -tensor.exp()
-        if ".mamba." in name and name.endswith((".A_log", ".D")):
+        if architecture == "granitehybrid" and name.endswith((".A_log", ".D")):
             tensor = tensor[:, None]
         if name.endswith(".mamba.norm.weight"):
             tensor = tensor.view(config.mamba_n_groups, -1)

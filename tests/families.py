@@ -160,6 +160,10 @@ DENSE: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
         **{"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 12, "expand": 3, "chunk_size": 8},
     },
+    "mamba": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
+        **{"expand": 5, "state_size": 12, "time_step_rank": 5},
+    },
     "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
     "hyperclovax:plain": {"use_post_norm": False},
     "ernie4_5": {"head_dim": 16, "use_bias": True},
@@ -233,6 +237,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"],
         "head_dim": 16,
         "moe_shared_expert_intermediate_size": 40,
+    },
+    "jamba": {
+        **{"mamba_expand": 5, "mamba_d_state": 12, "mamba_dt_rank": 5, "norm_topk_prob": False},
+        **{"attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     },
     "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 40},

@@ -95,4 +95,5 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("qwen3_next", {"mlp_only_layers": [], "layer_types": THIRDS}),
     "lfm2": ("lfm2", {"conv_bias": False}),
     "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
+    "jamba": ("jamba", {}),
 }

@@ -45,20 +45,27 @@ enum Gating : int32_t { GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE };
 struct Recurrence {  // a gated delta rule, or a state space, in place of attention or beside it; `mixers.h`
     Norm before, after;
     Map projections[4], out;
+    // Where steps are those of values (Mamba-1): from convolved values to a step of low rank, a key and a query, the norms of
+    // these, and the map from the first to a step for each value.
+    Map low, steps;
+    Norm low_norms[3];
     // The runs (place, length) of an update's inputs in the projections' outputs, one after the other; where each gate lies
     // there; and where each head's values lie in the inputs of `out`.
     const int32_t *runs, *gates, *places;
     const float *taps, *taps_bias;           // (n_taps, convolved), the newest token's last; (convolved,) or null: none
-    const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space
+    const float *decay, *step_bias, *skip;   // (n_heads,) each; `skip` null: a delta rule, else a state space. Of a state space
+                                             // with steps of values (n_heads, key_width, value_width), and by value
     const void* norm;                        // (value_width,) of a delta rule's heads, else of all values
     float norm_eps, least_step, largest_step, step_scale, gate_scale;
     float added_scale;  // of what the residual stream gets
     int32_t n_runs, n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
-    int32_t n_numbers;  // of a head in a row's inputs, after what goes through the convolution
+    int32_t n_numbers;  // of a head in a row's inputs, after queries, keys and values
+    int32_t convolves_keys;  // 0: the convolution is of values alone, which come first; steps are those of values
     int32_t gating, norm_width;
 
-    int n_convolved() const { return 2 * n_key_heads * key_width + n_heads * value_width; }
-    int n_inputs() const { return n_convolved() + n_numbers * n_heads; }
+    int n_keys() const { return 2 * n_key_heads * key_width; }
+    int n_convolved() const { return convolves_keys * n_keys() + n_heads * value_width; }
+    int n_inputs() const { return n_keys() + n_heads * (value_width + n_numbers); }
 };
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };

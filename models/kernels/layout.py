@@ -66,11 +66,12 @@ class Recurrence(Structure):
     _fields_ = [
         *_fields(Norm, "before after"),
         ("projections", Map * 4),
-        ("out", Map),
+        *_fields(Map, "out low steps"),
+        ("low_norms", Norm * 3),
         *_fields(c_void_p, "runs gates places taps taps_bias decay step_bias skip norm"),
         *_fields(c_float, "norm_eps least_step largest_step step_scale gate_scale added_scale"),
         *_fields(c_int32, "n_runs n_projections n_heads n_key_heads key_width value_width n_taps n_numbers"),
-        *_fields(c_int32, "gating norm_width"),
+        *_fields(c_int32, "convolves_keys gating norm_width"),
     ]
 
 

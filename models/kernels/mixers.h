@@ -3,11 +3,9 @@
 // Inputs lie in slots as keys do. A row reads the slots of the last tokens that it sees: of a tree's node those of its
 // ancestors, so that a rejected row leaves no trace.
 #pragma once
-#include "runner.h"
+#include "selective.h"
 
 namespace {
-
-constexpr int MOST_TAPS = 64;
 
 template <class T>
 void Runner<T>::convolution(const Step& step, const Convolution& part, const RowList& list, int thread) {
@@ -48,39 +46,7 @@ void Runner<T>::convolution(const Step& step, const Convolution& part, const Row
 // to a decayed state whatever this recalls. A head's state, (key_width, value_width), is taken along from row to row by one
 // order of operations, wherever a row's inputs come from: this pass, or the ring of an earlier one's.
 
-static constexpr int WIDEST_STATE = 256;
 static constexpr int STRETCH = 16;  // rows of text taken into some columns of a state, which then stay in the nearest cache
-
-// The values i, i + 1, … of `n`, as far as there are some.
-template <class T> static inline void store_part(T* x, vf values, int i, int n) {
-    if (i + LANES <= n) return store(x + i, values);
-    T lanes[LANES];
-    store(lanes, values);
-    memcpy(x + i, lanes, (n - i) * sizeof(T));
-}
-
-// One head's part in a row's update, rounded where transformers' modules round it.
-struct Update {
-    float query[WIDEST_STATE], key[WIDEST_STATE], value[WIDEST_STATE];
-    float decay, amount;
-    float skip;  // of a state space: what of the value is read past the state
-    bool corrects;
-};
-
-// `n` channels from `first` on of the last `n_read` rows, the newest last, through the convolution and its activation.
-template <class T> static void convolve(const Recurrence& part, const T* const* rows, int n_read, int first, int n, float* to) {
-    const int n_all = part.n_convolved();
-    for (int at = 0; at < n; at += LANES) {
-        vf mixed = {};
-        for (int r = 0; r < n_read; r++) {
-            const float* weights = part.taps + int64_t(part.n_taps - n_read + r) * n_all + first;
-            mixed = fma(part_of(rows[r] + first, at, n), part_of(weights, at, n), mixed);
-        }
-        if (part.taps_bias) mixed += part_of(part.taps_bias + first, at, n);
-        mixed = as_stored<T>(mixed);
-        store_part(to, as_stored<T>(mixed / (exp(-mixed) + 1.0f)), at, n);
-    }
-}
 
 static inline void to_unit(float* x, int n, float scale) {
     vf squares = {};
@@ -103,6 +69,7 @@ template <class T> static void keys_of(
 // A head's part in the update of the last of `n_read` rows. `shared`: the row's queries and keys, null: to be computed.
 template <class T> static void update_of(
     const Recurrence& part, int head, const T* const* rows, int n_read, const float* shared, Update& to) {
+    if (!part.convolves_keys) return selected_update(part, head, rows, n_read, to);
     const int keys = part.n_key_heads * part.key_width, key_head = head / (part.n_heads / part.n_key_heads);
     if (shared) {
         memcpy(to.query, shared + key_head * part.key_width, part.key_width * sizeof(float));
@@ -112,7 +79,7 @@ template <class T> static void update_of(
     }
     convolve(part, rows, n_read, 2 * keys + head * part.value_width, part.value_width, to.value);
     const T* numbers = rows[n_read - 1] + part.n_convolved();
-    to.corrects = !part.skip;
+    to.corrects = !part.skip, to.decays = nullptr;
     if (to.corrects) {
         to.amount = as_stored<T>(1.0f / (1.0f + std::exp(-to_float(numbers[head]))));
         numbers += part.n_heads;
@@ -219,7 +186,8 @@ static inline void update_state(const Update* by, int n, float* state, int n_key
 
 // Take the updates of `n` rows, one after the other; `read`, null or (n, value_width). Columns do not depend on one another.
 static inline void update_state(const Update* by, int n, float* state, int n_keys, int n_values, float* read) {
-    if (by->corrects) update_state<true>(by, n, state, n_keys, n_values, read);
+    if (by->decays) select_state(by, n, state, n_keys, n_values, read);
+    else if (by->corrects) update_state<true>(by, n, state, n_keys, n_values, read);
     else update_state<false>(by, n, state, n_keys, n_values, read);
 }
 
@@ -234,7 +202,8 @@ void Runner<T>::recurrence(const Step& step, const Recurrence& part, const RowLi
             memcpy(to, inner_ + i * total + run[0], run[1] * sizeof(T));
     });
     const List<Part>& parts = parts_[step.rows];
-    each(REST, thread, list.n * part.n_key_heads, 1, [&](int64_t item, int64_t) {
+    if (!part.convolves_keys) select(step, part, list, thread);
+    else each(REST, thread, list.n * part.n_key_heads, 1, [&](int64_t item, int64_t) {
         const Part* rows = parts.items;
         while (item / part.n_key_heads >= rows->first + rows->n) rows++;
         if (pass_.sequences[rows->sequence].is_text)
@@ -326,7 +295,7 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
                 int n_read = 0;
                 for (int64_t s = std::max<int64_t>(0, from + i - part.n_taps + 1); s <= from + i; s++)
                     last[n_read++] = inputs_at(s);
-                const bool is_shared = own.is_text && from + i >= own.first_slot;
+                const bool is_shared = own.is_text && from + i >= own.first_slot && part.convolves_keys;
                 const float* shared = is_shared ? keys_ + index_of(list, rows, from + i) * n_shared : nullptr;
                 update_of(part, head, last, n_read, shared, by[i]);
             }

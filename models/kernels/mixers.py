@@ -13,12 +13,14 @@ from torch import Tensor
 
 from ..blocks import Block
 from ..rows import Pass
-from ..state_rules import StateRule, StateSpace
+from ..state_rules import DeltaRule, StateRule, StateSpace, ValueSteps
 from . import layout
 from .layout import Unsupported
 
 MOST_TAPS = 64  # Most tokens that a short convolution reads.
 WIDEST_STATE = 256  # Largest head dimension of a recurrence.
+# Of `ValueSteps`: its maps to what a row selects by and to steps, and the norms between them.
+Selection = tuple[layout.Map, layout.Map, Sequence[layout.Norm]]
 Keep = Callable[[Any], Any]  # Returns a tensor, which lives as long as what describes the model.
 
 
@@ -56,11 +58,12 @@ def recurrence_of(
     norms: Sequence[layout.Norm],
     maps: Sequence[layout.Map],
     out: layout.Map,
+    low: Selection,
     keep: Keep,
 ) -> layout.Recurrence:
     """Describe a gated delta rule or a state space.
 
-    Args: norm: of what heads read, whose weight lies at `norm_at`; None: this is gated alone.
+    Args: norm: of what heads read, whose weight lies at `norm_at`; None: this is gated alone. low: of `ValueSteps`.
     """
     rule = block.rule
     assert rule is not None
@@ -71,11 +74,12 @@ def recurrence_of(
     space = rule if isinstance(rule, StateSpace) else None
     if space is not None and block.head_order is not None:
         raise Unsupported("a state space whose heads lie in another order is computed by torch")
-    gating = _gating_of(norm, rule, 1 if space is None else form.n_heads * form.value_width // rule.norm_width)
+    n_norms = 1 if isinstance(rule, DeltaRule) else form.n_heads * form.value_width // rule.norm_width
+    gating = _gating_of(norm, rule, n_norms)
     least, largest = (0.0, math.inf) if space is None else space.step_limits
     taps = rule.taps.t().float()
     decay, bias = -rule.log_decay.float().exp(), rule.step_bias.float()
-    skip = None if space is None else space.skip.float()
+    skip = rule.skip.float() if isinstance(rule, StateSpace | ValueSteps) else None
     taps_bias = None if rule.taps_bias is None else rule.taps_bias.float()
     runs = runs_of(rule.input_order)
     heads = torch.arange(form.n_heads) if block.head_order is None else block.head_order.argsort()
@@ -86,6 +90,8 @@ def recurrence_of(
         *norms,
         (layout.Map * 4)(*maps),
         out,
+        *low[:2],
+        (layout.Norm * 3)(*low[2]),
         *(None if one is None else one.data_ptr() for one in kept),
         norm_at,
         0.0 if norm is None else float(norm.variance_epsilon),

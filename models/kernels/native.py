@@ -23,13 +23,14 @@ from ..coded import GROUPS, CodedLinear
 from ..norms import NormForm
 from ..quantised import QuantisedLinear, weight_of
 from ..rows import HeadRows, Pass, keepers
+from ..state_rules import StateRule, ValueSteps
 from . import layout
 from .build import Kernels
 from .calls import best_to, likeliest, linear, map_of, run
 from .experts import choosing_of, correction_of, halves_of, is_mean, maps_of
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
-from .mixers import convolution_of, recurrence_of, sequence_of
+from .mixers import Selection, convolution_of, recurrence_of, sequence_of
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -172,7 +173,16 @@ class NativePasses:
             return convolution_of(block, parts.conv, norms, (*maps, out), self._kept)
         norm = parts.inner_norm
         norm_at = None if norm is None else self._address(self._kept(norm.weight))
-        return recurrence_of(block, norm, norm_at, norms, maps, out, self._kept)
+        return recurrence_of(block, norm, norm_at, norms, maps, out, self._selection_of(block.rule), self._kept)
+
+    def _selection_of(self, rule: StateRule) -> Selection:
+        if not isinstance(rule, ValueSteps):
+            return layout.Map(), layout.Map(), ()
+        low, steps = self._map_of(rule.low_map), self._map_of(rule.step_map)
+        widths = (steps.n_in, rule.form.key_width, rule.form.key_width)
+        if low.n_in != rule.form.n_convolved or low.n_out != sum(widths) or steps.n_out != low.n_in:
+            raise Unsupported(f"maps of {low.n_in} values to {low.n_out}, and to {steps.n_out}, are computed by torch")
+        return low, steps, [self._norm_of(norm, width) for norm, width in zip(rule.low_norms, widths, strict=True)]
 
     def _mlp_of(self, block: Block, parts: LayerModules) -> layout.Mlp:
         mlp, family = parts.mlp, self.runtime.family

@@ -47,7 +47,7 @@ template <class T> class Runner {
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         views_.clear(), places_.clear(), parts_.clear();
         const size_t rows = std::max(1, pass.n_rows);
-        size_t wide = 1, inner = 1, head = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0;
+        size_t wide = 1, inner = 1, head = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0, low = 0;
         bool packed = false, ordered = false, keeps = false;
         Mixed mixed;  // the largest of the mixtures
         auto widest = [&](const Map& map) {
@@ -79,7 +79,8 @@ template <class T> class Runner {
                 size_t total = 0;
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
-                keys = std::max<size_t>(keys, 2 * part.n_key_heads * part.key_width);
+                keys = std::max<size_t>(keys, part.n_keys());
+                if (!part.convolves_keys) widest(part.low), widest(part.steps), low = std::max<size_t>(low, part.low.n_out);
                 state = std::max<size_t>(state, (part.key_width + 1) * (part.value_width + LANES));
             } else {
                 keeps = true;
@@ -92,6 +93,7 @@ template <class T> class Runner {
         mixed_ = (T*)arena.take(rows * wide * sizeof(T));
         gates_ = (T*)arena.take(rows * gates * sizeof(T));
         updates_ = (T*)arena.take(rows * updates * sizeof(T));
+        low_ = (T*)arena.take(2 * rows * low * sizeof(T));
         keys_ = (float*)arena.take(rows * keys * sizeof(float));
         for (int s = 0; state && s < pass.n_sequences; s++)
             path = std::max<size_t>(path, pass.sequences[s].n_rows + pass.sequences[s].n_kept + 1);
@@ -406,6 +408,8 @@ template <class T> class Runner {
 
     void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
     void recurrence(const Step& step, const Recurrence& part, const RowList& list, int thread);
+    void select(const Step& step, const Recurrence& part, const RowList& list, int thread);
+    int tail_of(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, const T** last) const;
     int64_t index_of(const RowList& list, const Part& rows, int64_t slot) const;
     const T* inputs_at(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const;
     void share_keys(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, int key_head);
@@ -440,6 +444,7 @@ template <class T> class Runner {
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
     T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
+    T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
     float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them
     float* scores_;        // of experts: each row's, and room to choose by them
     Choice* choices_;      // of each row

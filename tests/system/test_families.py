@@ -32,7 +32,7 @@ def type_of(variant: str) -> str:
 
 # Of these a rotation, the exponentials of capped scores, or a router are in float32 whatever a model computes in.
 IN_FLOAT32 = {"ernie4_5", "cohere", "cohere2", "gemma2", "vaultgemma", *map(type_of, MIXTURES)}
-IN_FLOAT32 |= {"qwen3_5_text", "bamba", "falcon_h1", "mamba2"}  # Recurrences.
+IN_FLOAT32 |= {"qwen3_5_text", "bamba", "falcon_h1", "mamba2", "mamba", "jamba"}  # Recurrences.
 each_variant = pytest.mark.parametrize("variant", dense_variants())
 
 

@@ -220,6 +220,7 @@ WIDE = {
     **{name: 256 for name in ("moe_intermediate_size", "shared_expert_intermediate_size")},
     **{name: 64 for name in ("linear_key_head_dim", "linear_value_head_dim")},
     "mamba_d_head": 192,
+    "mamba_dt_rank": 256,
 }
 
 
