@@ -79,6 +79,7 @@ def make_model(vocab_size: int, hidden_size: int, n_layers: int) -> Any:
         intermediate_size=3 * hidden_size,
         moe_intermediate_size=hidden_size,
         num_experts=4,
+        num_experts_per_tok=2,
         num_hidden_layers=n_layers,
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=max(1, hidden_size // 128),

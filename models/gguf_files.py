@@ -119,7 +119,7 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
 
     config = supported_config(folder)
     form = _form_of(config, folder)
-    names = names_of(form.architecture, config)
+    names = names_of(form.architecture, config.num_hidden_layers)
     types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(str(path), form.architecture)
     _add_settings(writer, config, gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])

@@ -95,7 +95,7 @@ def load_gguf(
     is_bare = not isinstance(chosen, str) and fits(config)
     model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
-    reading = _Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
+    reading = Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
     reported = time.monotonic()
     names = list(model.state_dict())
     for number, name in enumerate(names):
@@ -124,17 +124,23 @@ def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -
     return math.prod(experts) * -(-n_out // ROWS) * (ROWS * n_in * form.bits // 8 + form.scale_bytes(n_in))
 
 
-class _Reading:
-    """The state of reading a file into a model without memory."""
+class Reading:
+    """The state of reading a file into a model without memory.
 
-    def __init__(self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None) -> None:
+    Args: first_layer: the number in the file of the model's first layer.
+    """
+
+    def __init__(
+        self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None, first_layer: int = 0
+    ) -> None:
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
+        self.first_layer = first_layer
         self.family: Family = family_of(model.config)
         self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
         mixer = self.family.mixer
         self.delta = DeltaTensors(mixer, self.form, model.config) if isinstance(mixer, GatedDelta) else None
-        self._places = names_of(self.form.architecture, model.config)
+        self._places = names_of(self.form.architecture, first_layer + int(model.config.num_hidden_layers))
         self._values: dict[str, Tensor] = {}
         self._packed: dict[str, PackedBlocks] = {}
         self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
@@ -202,7 +208,7 @@ class _Reading:
 
     def _take_experts(self, module_name: str, leaf: str) -> None:
         """Read the maps of a layer's experts, of which a file has a tensor (experts, out, in) each, or their biases."""
-        number, named = _parts(f"{module_name}.{leaf}", self.family.layers)[0], self.family.experts
+        number, named = self._place(f"{module_name}.{leaf}")[0], self.family.experts
         assert named is not None
         map_name, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in PARTS}
@@ -229,7 +235,7 @@ class _Reading:
 
     def _tensor(self, name: str) -> FileTensor | None:
         """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""
-        number, module, leaf = _parts(name, self.family.layers)
+        number, module, leaf = self._place(name)
         stem, _, index = module.rpartition(".")
         if module in self.form.joined:
             # A shared MLP has other names where there are experts.
@@ -242,7 +248,7 @@ class _Reading:
             stack, row = self._found(f"blk.{number}.{self.form.stacked[stem]}.{leaf}"), int(index)
             if stack is None:
                 return None
-            n_rows = len(self.model.get_submodule(f"{self.family.layers}.{number}.{stem}"))
+            n_rows = len(self.model.get_submodule(name.rpartition(".")[0].rpartition(".")[0]))
             _check_shape(self.file.path, stack, (n_rows, *stack.shape[1:]), stack.shape)
             return _rows(stack, row, row + 1, stack.shape[1:])
         place = self._places.get_name(self._stored_name(name), try_suffixes=(".weight", ".bias"))
@@ -262,9 +268,16 @@ class _Reading:
                 tensor = _rows(tensor, first, last, (last - first, *tensor.shape[1:]))
         return tensor
 
+    def _place(self, name: str) -> tuple[str, str, str]:
+        """Return as `_parts`, by the layer's number in the file."""
+        number, module, leaf = _parts(name, self.family.layers)
+        return number and str(int(number) + self.first_layer), module, leaf
+
     def _stored_name(self, name: str) -> str:
         """Return the name of a parameter in checkpoints, which llama.cpp's converter goes by."""
         named = self.family.experts
+        if (number := self._place(name)[0]) and self.first_layer:
+            name = f"{self.family.layers}.{number}.{name.removeprefix(f'{self.family.layers}.').partition('.')[2]}"
         for stored, current in named.renamed.items() if named is not None else ():
             if current in name:
                 name = name.replace(current, stored, 1)
@@ -317,8 +330,7 @@ class _Reading:
         """
         self.file.refuse_changed()
         factors = FACTORS if self.family.rotary is not None else ()  # The config has them.
-        loaded = loaded_tensors(self.file, self.model.config)
-        unread = [tensor.name for tensor in loaded if tensor.name not in self._read and tensor.name not in factors]
+        unread = [name for name in self.to_read() if name not in self._read and name not in factors]
         if unread:
             raise UnsupportedModel(
                 f"{self.file.path} has a tensor {sorted(unread)[0]!r}, for which a model of type"
@@ -351,6 +363,10 @@ class _Reading:
         buffers = [name for name, _ in self.model.named_buffers() if _is_correction(name)]
         missing += [name for name in buffers if name not in self._values]
         refuse_missing(missing, self.file.path)
+
+    def to_read(self) -> list[str]:
+        """Return the names of the tensors that the model must have a place for."""
+        return [tensor.name for tensor in loaded_tensors(self.file, self.model.config)]
 
     def _keeps_codes(self, module_name: str, module: nn.Module, leaf: str, tensor: FileTensor) -> bool:
         if self.kernels is None or leaf != "weight" or tensor.kind not in forms(self.kernels):
@@ -416,12 +432,12 @@ def _is_correction(name: str) -> bool:
     return any(correction in name for correction in CORRECTIONS)
 
 
-def names_of(architecture: str, config: Any) -> Any:
+def names_of(architecture: str, n_layers: int) -> Any:
     """Return gguf's map from transformers' names of tensors to those of a file."""
     import gguf
 
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    return gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    return gguf.get_tensor_name_map(arch, n_layers)
 
 
 def _check_shape(path: Path, tensor: FileTensor, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:

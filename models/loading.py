@@ -122,7 +122,8 @@ def load(
             fingerprints = identity(adapter, folder), ()
         info = info_of(model, fingerprints[0], source.names, n_parameters, fingerprints[1])
         runtime = Runtime(model, tokenizer, info)
-        if runtime.family.mtp is not None and supported_type(folder)[1] is None and has_mtp(folder):
+        is_read = file is not None or supported_type(folder)[1] is None
+        if runtime.family.mtp is not None and is_read and has_mtp(folder, file, runtime.n_layers):
             runtime.mtp_folder = folder
     if speed != "eager":
         step("preparing the kernels")

@@ -19,11 +19,13 @@ from ..core.records import ModelInfo
 from ..core.types import LayerSet
 from .buffer import KVBuffer
 from .fingerprint import fingerprint_with
+from .gguf_mtp import has_next_layer, next_layer
+from .gguf_reader import GgufFile
 from .mtp_names import LAYER, config_of_layer
 from .quantised import QuantisedLinear
 from .rows import Pass, PassKind, Rows, uploaded
 from .runtime import Runtime
-from .saved import refuse_mismatched, refuse_missing, refuse_unread
+from .saved import GGUF_WEIGHTS, linked_gguf, refuse_mismatched, refuse_missing, refuse_unread
 from .stored_tensors import StoredTensors, stored_tensors
 
 BESIDE = ("embed_norm", "hidden_norm", "projection")  # Parts of the layer that a decoder layer does not have.
@@ -108,8 +110,13 @@ class MtpRuntime(Runtime):
         return Pass(self, rows, buffer, rows_read, {1: out}, hidden, (0, 1), kind), out
 
 
-def has_mtp(folder: Path) -> bool:
-    """Tell whether a folder's files hold a multi-token-prediction layer of which all parts are known."""
+def has_mtp(folder: Path, file: GgufFile | None = None, n_layers: int = 0) -> bool:
+    """Tell whether a folder's files hold a multi-token-prediction layer of which all parts are known.
+
+    Args: file: the GGUF file that the folder is for, of a model with `n_layers` layers.
+    """
+    if file is not None:
+        return has_next_layer(file, n_layers)
     try:
         with stored_tensors(folder, of_mtp=True) as tensors:
             names = tensors.slices()
@@ -124,6 +131,14 @@ def read_mtp(folder: Path, target: Runtime) -> MtpRuntime:
 
     Raises: ModelNotFound: tensors are missing, too many, or of other shapes than the target's config says.
     """
+    if (folder / GGUF_WEIGHTS).exists():
+        coded = target.native is not None and target.dtype == torch.bfloat16
+        place = str(target.blocks[-1].device)
+        made = next_layer(
+            GgufFile(linked_gguf(folder)), target.config, target.family, target.dtype, coded, target.hf_model
+        )
+        model, parts = (part.to(place) for part in made)
+        return MtpRuntime(model, target, parts)
     with stored_tensors(folder, of_mtp=True) as tensors:
         return _made(tensors, folder, target)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from converted import NORMS_PLUS_ONE, add, architecture_of, tensors_of, write_gguf
 from fakes import letter_tokenizer
 from families import dense_config, tiny_model
 from safetensors.torch import load_file, save_file
@@ -87,11 +89,7 @@ def saved(made: Theirs, folder: Path) -> Path:
     family, n_layers = FAMILIES[made.model.config.model_type], made.model.config.num_hidden_layers
     assert family.mtp is not None
     layer = made.mtp.layers[0]
-    has_experts = f"{LAYER}mlp.experts." if hasattr(layer.mtp_block.mlp, "experts") else ""
-    alone = type(made.model)(config_of_layer(made.model.config, family.mtp, [has_experts])).to(made.model.dtype)
-    alone.model.layers[0].load_state_dict(layer.mtp_block.state_dict())
-    alone.model.norm.load_state_dict(layer.post_norm.state_dict())
-    alone.save_pretrained(folder / "alone")
+    alone_of(made).save_pretrained(folder / "alone")
     beside = {"embed_norm": layer.enorm, "hidden_norm": layer.hnorm, "projection": layer.eh_proj}
     tensors = {f"{name}.weight": deepcopy(part.weight.data) for name, part in beside.items()}
     tensors |= load_file(folder / "alone" / "model.safetensors")
@@ -111,6 +109,37 @@ def saved(made: Theirs, folder: Path) -> Path:
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors", {"format": "pt"})
     letter_tokenizer().save_pretrained(folder)
     return folder
+
+
+def alone_of(made: Theirs) -> Any:
+    """A model of the layer alone."""
+    family, layer = FAMILIES[made.model.config.model_type], made.mtp.layers[0]
+    assert family.mtp is not None
+    has_experts = f"{LAYER}mlp.experts." if hasattr(layer.mtp_block.mlp, "experts") else ""
+    alone = type(made.model)(config_of_layer(made.model.config, family.mtp, [has_experts])).to(made.model.dtype)
+    alone.model.layers[0].load_state_dict(layer.mtp_block.state_dict())
+    alone.model.norm.load_state_dict(layer.post_norm.state_dict())
+    return alone
+
+
+def written(made: Theirs, path: Path, kinds: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """A GGUF file of the model with its layer, as llama.cpp's converter writes them. Args: kinds: as `write_gguf`."""
+    architecture, n_layers = architecture_of(made.model), made.model.config.num_hidden_layers
+    layer, added = made.mtp.layers[0], float(architecture in NORMS_PLUS_ONE)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors_of(alone_of(made), architecture):
+            if name.startswith("blk.0."):
+                tensors[f"blk.{n_layers}.{name.removeprefix('blk.0.')}"] = tensor
+        norms = {"enorm": layer.enorm, "hnorm": layer.hnorm, "shared_head_norm": layer.post_norm}
+        beside = {name: norm.weight + added for name, norm in norms.items()} | {"eh_proj": layer.eh_proj.weight}
+        tensors |= {f"blk.{n_layers}.nextn.{name}.weight": tensor for name, tensor in beside.items()}
+
+    def more(writer: Any) -> None:
+        add(writer, f"{writer.arch}.block_count", n_layers + 1)
+        add(writer, f"{writer.arch}.nextn_predict_layers", 1)
+
+    return write_gguf(path, made.model, more=more, edit=edit, kinds=kinds)
 
 
 def with_layer(runtime: Runtime) -> Runtime:

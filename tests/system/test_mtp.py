@@ -7,13 +7,14 @@ import shutil
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from fakes import cheap_draft_costs, results_of
 from families import VOCAB
-from mtp_files import VARIANTS, Theirs, saved, theirs
+from mtp_files import VARIANTS, Theirs, saved, theirs, written
 from native import quick_runtime, words
 from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
@@ -34,6 +35,7 @@ from swiftopt.decoding.methods.chains import ChainDrafter
 from swiftopt.decoding.methods.mtp import MtpSettings
 from swiftopt.decoding.session import Session
 from swiftopt.decoding.work import PassGenerator
+from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.loading import load, mtp_of
 from swiftopt.models.mtp import MtpRuntime
 from swiftopt.models.runtime import Runtime
@@ -144,6 +146,29 @@ def test_drafts_are_those_of_transformers_in_each_round(folders: Any, variant: s
     assert {*done.by_draft_length[3]} == {0, 1} or sum(done.by_draft_length[3][1:]) > 4
     for text, drafted in drafter.rounds:
         assert drafted == made(variant).draft(text, len(drafted))
+
+
+IN_FILES = (
+    "qwen3_5_text",
+    *(pytest.param(name, marks=pytest.mark.families) for name in ("glm4_moe", "qwen3_5_moe_text")),
+)
+
+
+@pytest.mark.parametrize("variant", IN_FILES)
+def test_drafts_of_a_gguf_file_are_the_checkpoints(variant: str, tmp_path: Path, new_cache: Path) -> None:
+    runtime, layer = loaded(str(written(made(variant), tmp_path / "a.gguf")))
+    plain = run(runtime, PLAIN).token_ids
+    method, drafter = followed(runtime, plain)
+    assert run(runtime, method).token_ids == plain and len(drafter.rounds) > 8
+    for text, drafted in drafter.rounds:
+        assert drafted == made(variant).draft(text, len(drafted))
+    names = ("nextn.eh_proj", "attn_q", "attn_output")
+    kinds = {"output.weight": "Q8_0", **{f"blk.4.{name}.weight": "Q8_0" for name in names}}
+    coded, layer = loaded(str(written(made(variant), tmp_path / "b.gguf", kinds)), "bfloat16")
+    for module in (layer.parts["projection"], layer.blocks[0].parts.qkv[0], layer.blocks[0].parts.out):
+        assert isinstance(module, BlockLinear) == coded.exact
+    done = run(coded, mtp(coded, stop_threshold=0.02))
+    assert done.drafted and done.token_ids == run(coded, PLAIN).token_ids
 
 
 @each_type

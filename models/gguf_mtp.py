@@ -1,0 +1,100 @@
+"""Reads the multi-token-prediction layer of a GGUF file: one more layer behind the model's own, with `nextn.*` tensors.
+
+llama.cpp's converter names it so whatever the checkpoint's own names are.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .block_maps import BlockLinear, packed_blocks
+from .coded import plain_linear
+from .family import Family
+from .gguf_model import Reading, numbers
+from .gguf_packing import forms
+from .gguf_reader import FileTensor, GgufFile
+from .kernels.build import kernels
+from .mtp_names import LAYER, config_of_layer
+from .quantised_checkpoints import without_weights
+from .saved import refuse_mismatched
+
+# Parts beside the decoder layer, and the model's norm, by their names in the layer of a file.
+NORMS = {"embed_norm": "enorm", "hidden_norm": "hnorm"}
+PROJECTION, NORM = "eh_proj", "shared_head_norm"
+COPIES = ("embed_tokens", "shared_head_head")  # Of the model's own embedding and head.
+
+
+def has_next_layer(file: GgufFile, n_layers: int) -> bool:
+    """Tell whether a file of a model with so many layers has one more, of which all parts are known."""
+    needed = (*NORMS.values(), PROJECTION, NORM)
+    return all(_name(n_layers, part) in file.tensors for part in needed)
+
+
+def next_layer(file: GgufFile, config: Any, family: Family, dtype: torch.dtype, coded: bool, shared: nn.Module) -> Any:
+    """Return a model of the layer alone and the parts beside it, on the CPU.
+
+    Args:   coded: maps keep the file's codes, where our kernels read them. shared: the target, for its embedding and
+            head.
+    Raises: ModelNotFound, UnsupportedModel: as `gguf_model.load_gguf`.
+    """
+    assert family.mtp is not None
+    n_layers = int(config.num_hidden_layers)
+    has_experts = any(name.startswith(f"blk.{n_layers}.ffn_") and "_exps." in name for name in file.tensors)
+    alone = config_of_layer(config, family.mtp, [f"{LAYER}mlp.experts."] if has_experts else [])
+    model = without_weights(alone, dtype)
+    for name in (family.embed, family.head):
+        model.set_submodule(name, shared.get_submodule(name))
+    chosen = kernels() if coded else ""
+    reading = _NextLayer(file, model, dtype, None if isinstance(chosen, str) else chosen, n_layers)
+    for name in model.state_dict():
+        if name.startswith((LAYER, f"{family.norm}.")):
+            reading.take(name)
+    reading.finish()
+    return model.eval().requires_grad_(False), reading.parts()
+
+
+def _name(n_layers: int, part: str) -> str:
+    return f"blk.{n_layers}.nextn.{part}.weight"
+
+
+class _NextLayer(Reading):
+    """The state of reading the layer."""
+
+    def _tensor(self, name: str) -> FileTensor | None:
+        if name == f"{self.family.norm}.weight":
+            return self._found(_name(self.first_layer, NORM))
+        return super()._tensor(name)
+
+    def to_read(self) -> list[str]:
+        beside = {_name(self.first_layer, part) for part in (*NORMS.values(), PROJECTION, *COPIES)}
+        return [
+            name for name in self.file.tensors if name.startswith(f"blk.{self.first_layer}.") and name not in beside
+        ]
+
+    def parts(self) -> nn.ModuleDict:
+        """Return the two norms, of the kind of the layer's last one, and the projection."""
+        norm, parts = self.model.get_submodule(self.family.norm), nn.ModuleDict()
+        for name, part in NORMS.items():
+            own: Any = deepcopy(norm)
+            tensor = self._beside(part, tuple(own.weight.shape))
+            own.weight = nn.Parameter((numbers(tensor) - self.form.adds_to_norms).to(self.dtype), requires_grad=False)
+            parts[name] = own
+        size = int(self.model.config.hidden_size)
+        tensor = self._beside(PROJECTION, (size, 2 * size))
+        if self.kernels is not None and tensor.kind in forms(self.kernels):
+            packed = packed_blocks(tensor, self.kernels, None, self.file.release)
+            parts["projection"] = BlockLinear(packed, None, self.dtype)
+        else:
+            parts["projection"] = plain_linear(numbers(tensor).to(self.dtype), None)
+        return parts.eval().requires_grad_(False)
+
+    def _beside(self, part: str, shape: tuple[int, ...]) -> FileTensor:
+        """Return a tensor beside the layer. Raises: ModelNotFound: it is of another shape."""
+        tensor = self.file.tensors[_name(self.first_layer, part)]
+        if tensor.shape != shape:
+            refuse_mismatched([(tensor.name, tensor.shape, shape)], self.file.path, "its settings")
+        return tensor
