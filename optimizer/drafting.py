@@ -14,7 +14,7 @@ from ..core.costs import CostProfile, CostSource
 from ..core.errors import SettingsError
 from ..core.events import FormatTried, PhaseChanged
 from ..core.settings import AUTO, STORED, Branching, SwiftSettings
-from ..core.types import LayerSet, Prompt, n_skipped_for
+from ..core.types import LayerSet, Prompt, SubLayer, searchable
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.engine import alone, side_by_side
 from ..decoding.events import Prefilled, Round, Turn
@@ -63,11 +63,17 @@ def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSour
     return swift(draft, settings)
 
 
-def starting_set(n_layers: int, settings: SwiftSettings, skip_ratio: float, chooses_size: bool) -> LayerSet:
+def starting_set(
+    n_layers: int, settings: SwiftSettings, n_skipped: int, chooses_size: bool, sub_layers: Sequence[SubLayer]
+) -> LayerSet:
     """Return a search's first set: evenly spaced skipped sub-layers, or a quantised draft that skips nothing."""
     if chooses_size and settings.draft_format != STORED:
         return LayerSet(n_layers).filled(settings.draft_format)
-    return LayerSet.uniform(n_layers, n_skipped_for(n_layers, skip_ratio)).filled(settings.draft_format)
+    if len(sub_layers) == len(searchable(n_layers)):
+        return LayerSet.uniform(n_layers, n_skipped).filled(settings.draft_format)
+    by_depth = sorted(sub_layers, key=lambda sub_layer: sub_layer[1])
+    spaced = (by_depth[math.floor((j + 0.5) * len(by_depth) / n_skipped)] for j in range(n_skipped))
+    return LayerSet(n_layers).skipping(spaced).filled(settings.draft_format)
 
 
 def branching_of(widest: int) -> Branching:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, PartForm, SubLayer, n_skipped_for, searchable
+from ..core.types import LayerSet, PartForm, SubLayer, searchable
 from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.residual import normed
@@ -39,17 +39,16 @@ def chooses_size(settings: SwiftSettings, costs: CostProfile | None) -> bool:
     return strategy_info(settings.strategy).chooses_size and by_speed
 
 
-def savings_of(costs: CostProfile, base: LayerSet, experts: ExpertLevels | None = None) -> tuple[float, ...]:
-    """Return the cost, in plain passes, saved by skipping each searchable sub-layer; formats as in `base`.
+def savings_of(
+    costs: CostProfile, base: LayerSet, sub_layers: Sequence[SubLayer], experts: ExpertLevels | None = None
+) -> tuple[float, ...]:
+    """Return the cost, in plain passes, saved by skipping each of these sub-layers; formats as in `base`.
 
     With `experts`, then what each bit of a layer's number of experts saves on top of those before it.
     """
-    positions = range(len(base.bits()))
-    full_set = base.with_bits([0 for _ in positions])
+    full_set = base.skipping(())
     full_cost = costs.draft_cost(full_set)
-    costs_without_one = (
-        costs.draft_cost(base.with_bits([int(i == skipped) for i in positions])) for skipped in positions
-    )
+    costs_without_one = (costs.draft_cost(base.skipping([sub_layer])) for sub_layer in sub_layers)
     savings = [max(0.0, full_cost - cost_without) for cost_without in costs_without_one]
     if experts is None:
         return tuple(savings)
@@ -65,6 +64,8 @@ class Proposer:
 
     `chooses_size`: the strategy chooses how many sub-layers are skipped. `paired`: every pass scores the set in use,
     too, and waits until half of its window is new text: such a strategy learns more from a pass than from a round.
+
+    Args: sub_layers: those that a candidate may skip; None: all inner ones.
     """
 
     def __init__(
@@ -75,20 +76,22 @@ class Proposer:
         skip_ratio: float,
         project: Callable[[LayerSet], LayerSet] | None = None,
         whole_layers: bool = False,
+        sub_layers: tuple[SubLayer, ...] | None = None,
     ) -> None:
+        self._sub_layers = searchable(base.n_layers) if sub_layers is None else sub_layers
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
         experts, savings = None, None
         if self.chooses_size and costs is not None:
             experts = ExpertLevels.of(costs.experts, base.n_layers)
-            savings = savings_of(costs, base, experts)
+            savings = savings_of(costs, base, self._sub_layers, experts)
         self.patience = settings.patience
         if self.chooses_size and info.patience is not None:
             self.patience = min(self.patience, info.patience)
         self.rows_run = 0.0  # Rows run by studies, in rows of the full model.
         self._window, self._ratio, self._n_layers = settings.context_window, skip_ratio, base.n_layers
         self.scratch_rows = 0 if info.study is None else study_rows(info.study, self._window, base.n_layers)
-        self._savings = (1.0,) * len(base.bits()) if savings is None else savings
+        self._savings = (1.0,) * len(self._sub_layers) if savings is None else savings
         self._experts = experts
         problem = SearchProblem(
             base,
@@ -101,6 +104,7 @@ class Proposer:
             project=project,
             experts=experts,
             whole_layers=whole_layers,
+            sub_layers=self._sub_layers,
         )
         self._whole_layers = whole_layers
         self.strategy = info.make(problem)
@@ -120,9 +124,8 @@ class Proposer:
         """Return the next `n` candidates; first run a study of the model if the strategy wants one."""
         kind = self.strategy.wants(prompt_id) if n else None
         if kind is not None:
-            study_result = study(
-                context, kind, self._window, self._savings, self._ratio, self._experts, self._whole_layers
-            )
+            sets = self._sub_layers, self._savings, self._ratio, self._experts, self._whole_layers
+            study_result = study(context, kind, self._window, *sets)
             self.rows_run += study_result.rows
             self.strategy.study(prompt_id, study_result)
         return [self.strategy.propose() for _ in range(n)]
@@ -238,6 +241,7 @@ def study(
     context: Context,
     kind: StudyKind,
     window: int,
+    sub_layers: Sequence[SubLayer],
     savings: Sequence[float],
     skip_ratio: float,
     experts: ExpertLevels | None = None,
@@ -245,23 +249,24 @@ def study(
 ) -> Study:
     """Study the latest `window` generated tokens.
 
-    Args: savings: what each bit of a set saves, in any unit: of skipped sub-layers, then of `experts`. skip_ratio:
-          bounds what `clasp` skips. whole_layers: sets skip both sub-layers of a layer, or none.
+    Args: sub_layers: those that a set may skip. savings: what each bit of a set saves, in any unit: of skipped
+          sub-layers, then of `experts`. skip_ratio: bounds what `clasp` skips. whole_layers: sets skip both sub-layers
+          of a layer, or none.
           The buffer must have `study_rows` slots after the committed ones.
     """
     context.load.n_beside += 1
     study_pass = StudyPass(context, window)
     states = study_pass.run_window()
     n_layers = context.runtime.n_layers
-    turns = _measure_turns(states, n_layers)
+    turns = _measure_turns(states, sub_layers)
     programs: list[tuple[Program, Sequence[int]]] = []
     if kind == "knapsack":
         token_indices = sorted(
             {round((i + 1) * window / N_STUDY_TOKENS) - 1 for i in range(min(N_STUDY_TOKENS, window))}
         )
-        programs.append((knapsack_items(n_layers, savings, experts, whole_layers), token_indices))
+        programs.append((knapsack_items(n_layers, sub_layers, savings, experts, whole_layers), token_indices))
     if kind != "similarity":
-        programs.append((clasp_items(n_layers, skip_ratio), [window - 1]))
+        programs.append((clasp_items(n_layers, sub_layers, skip_ratio), [window - 1]))
     found_bits = [
         bits
         for program, token_indices in programs
@@ -288,7 +293,11 @@ def max_study_rows(kind: StudyKind, window: int, n_layers: int, experts: ExpertL
 
 
 def knapsack_items(
-    n_layers: int, savings: Sequence[float], experts: ExpertLevels | None = None, whole_layers: bool = False
+    n_layers: int,
+    searched: Sequence[SubLayer],
+    savings: Sequence[float],
+    experts: ExpertLevels | None = None,
+    whole_layers: bool = False,
 ) -> Program:
     """Return every sub-layer with its changes by measured costs, in depth order, and the largest weight that is saved.
 
@@ -297,7 +306,7 @@ def knapsack_items(
     Source: KnapSpec. DEVIATION: weights are whole buckets of the cost, 1 at least; KnapSpec counts attentions and
     MLPs, whose costs it fits to the context's length. An MLP that is a mixture may take fewer experts, too.
     """
-    places = {sub_layer: place for place, sub_layer in enumerate(searchable(n_layers))}
+    places = {sub_layer: place for place, sub_layer in enumerate(searched)}
     bucket_cost = MAX_SAVED_SHARE * sum(savings[: len(places)]) / N_BUCKETS
 
     def change(bits: tuple[int, ...], number: int | None = None) -> Change:
@@ -313,24 +322,25 @@ def knapsack_items(
         for layer in range(n_layers):
             pair: tuple[SubLayer, SubLayer] = ("attn", layer), ("mlp", layer)
             bits = tuple(places[sub_layer] for sub_layer in pair if sub_layer in places)
-            items.append(StudyItem(pair, (change(bits), *changes[pair[1]][1:]) if bits else ()))
+            items.append(StudyItem(pair, (change(bits), *changes.get(pair[1], [])[1:]) if bits else ()))
         return items, N_BUCKETS
     return [StudyItem((sub_layer,), tuple(changes.get(sub_layer, ()))) for sub_layer in sub_layers], N_BUCKETS
 
 
-def clasp_items(n_layers: int, skip_ratio: float) -> Program:
+def clasp_items(n_layers: int, searched: Sequence[SubLayer], skip_ratio: float) -> Program:
     """Return whole layers, all of one weight, and the number of them that is skipped at most.
 
     Source: CLaSp. DEVIATION: the number is not fixed; the program's sets of every smaller number are kept too, and the
     window's last token stands for the last verified one.
     """
-    places = {sub_layer: place for place, sub_layer in enumerate(searchable(n_layers))}
+    places = {sub_layer: place for place, sub_layer in enumerate(searched)}
     layers: list[tuple[SubLayer, SubLayer]] = [(("attn", layer), ("mlp", layer)) for layer in range(n_layers)]
     items = []
     for sub_layers in layers:
         bits = tuple(places[sub_layer] for sub_layer in sub_layers if sub_layer in places)
         items.append(StudyItem(sub_layers, (Change(bits, 1),) if bits else ()))
-    return items, n_skipped_for(n_layers, skip_ratio) // 2
+    n_searched = sum(bool(item.changes) for item in items)
+    return items, round(skip_ratio * len(searched)) * n_searched // max(1, len(searched))
 
 
 def extend_paths(
@@ -395,9 +405,9 @@ def _keep_nearest(
     return _Paths(sorted(best_row), bits, all_hidden[kept], paths.entered[parents])
 
 
-def _measure_turns(states: Sequence[Tensor], n_layers: int) -> tuple[float, ...]:
+def _measure_turns(states: Sequence[Tensor], sub_layers: Sequence[SubLayer]) -> tuple[float, ...]:
     """Return 1 - cosine of the states before and after each searchable sub-layer, averaged over the window's rows."""
-    state_indices = [2 * layer + (kind == "mlp") for kind, layer in searchable(n_layers)]
+    state_indices = [2 * layer + (kind == "mlp") for kind, layer in sub_layers]
     pairs = [
         (states[state_index].float(), states[state_index + 1].to(states[state_index].device).float())
         for state_index in state_indices

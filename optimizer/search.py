@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..core.costs import CostProfile, CostSource
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, Trial, n_skipped_for
+from ..core.types import LayerSet, Prompt, SubLayer, Trial, searchable
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent
@@ -44,7 +44,8 @@ class Search:
     Args: start: the set to begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by
           `skip_ratio`. n_tokens: how long the stream will be, where that is known: strategies that choose the size are
           kept to a share of it. parallel: attention and MLP read the same values, for `settings.exportable`.
-          whole_layers: a set leaves out both sub-layers of a layer, or none.
+          whole_layers: a set leaves out both sub-layers of a layer, or none. sub_layers: those that a set may leave
+          out; None: all inner ones.
     """
 
     def __init__(
@@ -58,15 +59,16 @@ class Search:
         n_tokens: int | None = None,
         parallel: bool = False,
         whole_layers: bool = False,
+        sub_layers: tuple[SubLayer, ...] | None = None,
     ) -> None:
         self.task, self.settings, self._cost_source = task, settings, costs
         self._longest_draft = settings.max_draft_length  # Upper bound for draft lengths that the search chooses.
-        self.skip_ratio, self.n_layers, self._parallel = skip_ratio, n_layers, parallel
+        self.skip_ratio, self._parallel = skip_ratio, parallel
+        self._sub_layers = searchable(n_layers) if sub_layers is None else sub_layers
         self._whole_layers = whole_layers
         profile = self.costs
-        start = self._nearest_allowed(
-            start or starting_set(n_layers, settings, skip_ratio, chooses_size(settings, profile))
-        )
+        drafting = settings, self._n_skipped_for(skip_ratio), chooses_size(settings, profile)
+        start = self._nearest_allowed(start or starting_set(n_layers, *drafting, self._sub_layers))
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)
@@ -216,9 +218,9 @@ class Search:
             return
         new_ratio = self.skip_ratio - settings.skip_ratio_step
         # A single step of the ratio may not change the number of skipped sub-layers.
-        while 0 < n_before <= n_skipped_for(self.n_layers, new_ratio):
+        while 0 < n_before <= self._n_skipped_for(new_ratio):
             new_ratio -= settings.skip_ratio_step
-        n_skipped = n_skipped_for(self.n_layers, new_ratio)
+        n_skipped = self._n_skipped_for(new_ratio)
         if 0 < n_skipped < n_before:
             self.skip_ratio = new_ratio
             self._proposer.strategy.set_n_skipped(n_skipped)
@@ -369,7 +371,12 @@ class Search:
 
     def _new_proposer(self) -> Proposer:
         project = self._nearest_allowed if self.settings.exportable or self._whole_layers else None
-        return Proposer(self.settings, self.costs, self.layer_set, self.skip_ratio, project, self._whole_layers)
+        space = self.skip_ratio, project, self._whole_layers, self._sub_layers
+        return Proposer(self.settings, self.costs, self.layer_set, *space)
+
+    def _n_skipped_for(self, skip_ratio: float) -> int:
+        """Return how many sub-layers a share of those that a set may leave out is, rounded to the nearest."""
+        return round(skip_ratio * len(self._sub_layers))
 
     def _nearest_allowed(self, layer_set: LayerSet) -> LayerSet:
         """Return the set itself, or the nearest one if only exportable sets are searched, or those of whole layers."""

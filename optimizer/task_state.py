@@ -14,7 +14,7 @@ from ..core.events import Progress, StreamShifted, TaskFinished
 from ..core.records import KnownSet, LayerSetRecord
 from ..core.serialization import adapter
 from ..core.settings import SwiftSettings
-from ..core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, n_turns
+from ..core.types import Completion, LayerSet, Prompt, SubLayer, Timings, Trial, Verdict, n_turns, searchable
 from ..decoding.context import Context, ResumePoint
 from ..decoding.events import Prefilled, Round
 from ..models.costs import machine_name
@@ -26,6 +26,11 @@ from .verdict import Pair, Timed, TimedTurn, speed
 
 VERSION = 5
 COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "n_tokens", "paces")
+
+
+def sub_layers_of(runtime: Runtime) -> tuple[SubLayer, ...]:
+    """Return the sub-layers that a draft may leave out, of those that the model has: some layers have one alone."""
+    return tuple((kind, layer) for kind, layer in searchable(runtime.n_layers) if kind in runtime.blocks[layer].kinds)
 
 
 @dataclass(slots=True)
@@ -59,7 +64,8 @@ class TunedTask:
             parallel=runtime.parallel,
             # Of drafts of Qwen3.5 without any attention 4 % are accepted, and twelve times that with whole layers left
             # out. Source: arXiv:2605.01106.
-            whole_layers=runtime.mixes_in_turns,
+            whole_layers=runtime.mixes_in_turns and not runtime.family.alone,
+            sub_layers=sub_layers_of(runtime),
         )
         return cls(name, search, ShiftWatch(known))
 

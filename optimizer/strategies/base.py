@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from ...core.costs import ExpertCosts
 from ...core.errors import LayerSetError, SettingsError
 from ...core.serialization import Record
-from ...core.types import LayerSet, Trial
+from ...core.types import LayerSet, SubLayer, Trial, searchable
 
 # One entry per searchable sub-layer, 1 if it is skipped, and those of the numbers of experts where they are searched.
 Bits = tuple[int, ...]
@@ -91,9 +91,10 @@ class SearchProblem:
           interval: β, steps between two suggestions of a model of the scores. deterministic: wait for suggestions.
           window: tokens that score a candidate. savings: plain passes that skipping each sub-layer saves; with them
           some strategies choose how many are skipped. project: maps every proposal to an allowed set, where not all
-          sets are; n_skipped is then approximate. experts: numbers of experts that proposals may take, too; None: they
-          keep those of `base`. `savings` then go on with each bit's saving on top of those before it. whole_layers: a
-          proposal skips both sub-layers of a layer, or none.
+          sets are; n_skipped is then approximate. sub_layers: those that a candidate may skip, None: all inner ones.
+          experts: numbers of experts that proposals may take, too; None: they keep those of `base`. `savings` then have
+          each bit's saving, too, on top of those before it. whole_layers: a proposal skips both sub-layers of a layer,
+          or none.
     """
 
     base: LayerSet
@@ -106,28 +107,34 @@ class SearchProblem:
     project: Callable[[LayerSet], LayerSet] | None = None
     experts: ExpertLevels | None = None
     whole_layers: bool = False
+    sub_layers: tuple[SubLayer, ...] | None = None
+
+    @property
+    def searched(self) -> tuple[SubLayer, ...]:
+        """The sub-layers that a candidate may skip, in the order of their bits."""
+        return searchable(self.base.n_layers) if self.sub_layers is None else self.sub_layers
 
     def bits_of(self, layer_set: LayerSet) -> Bits:
         """Return a set as bits: of the searchable sub-layers, then of the numbers of experts that are searched."""
-        return layer_set.bits() + (() if self.experts is None else self.experts.bits_of(layer_set))
+        bits = tuple(int(layer_set.skips(kind, layer)) for kind, layer in self.searched)
+        return bits + (() if self.experts is None else self.experts.bits_of(layer_set))
 
     def set_of(self, bits: Bits) -> LayerSet:
         """Return the set whose bits these are, with the formats of `base`."""
-        if self.experts is None:
-            return self.base.with_bits(bits)
-        n_searchable = len(self.base.bits())
-        return self.experts.set_of(self.base.with_bits(bits[:n_searchable]), bits[n_searchable:])
+        searched = self.searched
+        layer_set = self.base.skipping(sub_layer for sub_layer, bit in zip(searched, bits, strict=False) if bit)
+        return layer_set if self.experts is None else self.experts.set_of(layer_set, bits[len(searched) :])
 
     def draw(self, n_skipped: int, rng: random.Random) -> Bits:
         """Return a uniform choice of `n_skipped` sub-layers, or of as many in whole layers."""
-        size = len(self.base.bits())
+        size = len(self.searched)
         return 2 * draw(size // 2, n_skipped // 2, rng) if self.whole_layers else draw(size, n_skipped, rng)
 
     def exchange(self, bits: Bits, rng: random.Random) -> Bits:
         """Return the set with a random skipped and a random kept sub-layer exchanged, or two such layers."""
         if not self.whole_layers:
             return exchange(bits, rng)
-        n_layers = len(self.base.bits()) // 2
+        n_layers = len(self.searched) // 2
         return 2 * exchange(bits[:n_layers], rng) + bits[2 * n_layers :]
 
     def canonical(self, bits: Bits) -> Bits:
@@ -150,7 +157,7 @@ class Strategy(ABC):
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.size = len(problem.base.bits())  # Number of searchable sub-layers.
+        self.size = len(problem.searched)  # Number of searchable sub-layers.
         self.step = 0
         self.seen: set[Bits] = set()  # Sets proposed or observed so far.
         self.set_n_skipped(problem.n_skipped)

@@ -13,7 +13,7 @@ from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.types import LayerSet, Trial
+from ...core.types import LayerSet, SubLayer, Trial
 from .base import Bits, ExpertLevels, Proposal, SearchProblem, Strategy, StrategyInfo, Study, StudyKind
 
 if TYPE_CHECKING:
@@ -66,13 +66,19 @@ class GuidedStrategy(Strategy):
         self._study, self._n_studies, self._savings = study, n_studies, problem.savings
         self._n_bits = len(problem.bits_of(problem.base))
         self._whole_layers = whole_layers = whole_layers or problem.whole_layers
-        n_layers = self.size // 2
-        layers = [(layer, n_layers + layer) for layer in range(n_layers)]
-        self._units: list[tuple[int, ...]] = [*(() if whole_layers else ((i,) for i in range(self.size))), *layers]
+        places = {sub_layer: place for place, sub_layer in enumerate(problem.searched)}
+        n_layers = problem.base.n_layers
+        pairs: list[tuple[SubLayer, SubLayer]] = [(("attn", layer), ("mlp", layer)) for layer in range(n_layers)]
+        # A layer may have one sub-layer alone.
+        layers = [tuple(places[one] for one in pair if one in places) for pair in pairs]
+        self._layers = [layer for layer in layers if layer]
+        singles: list[tuple[int, ...]] = [] if whole_layers else [(i,) for i in range(self.size)]
+        self._units = list(dict.fromkeys((*singles, *self._layers)))
         self._units += expert_units(problem.experts, self.size)
         if problem.project is not None and not whole_layers:
             # Also move each MLP together with the next layer's attention: attention and MLP then still alternate.
-            self._units += [(n_layers + layer, layer + 1) for layer in range(n_layers - 1)]
+            pairs = [(("mlp", layer), ("attn", layer + 1)) for layer in range(n_layers)]
+            self._units += [tuple(places[one] for one in pair) for pair in pairs if places.keys() >= {*pair}]
         self._studies: dict[str, Study] = {}
         self._trials: list[ScoredSet] = []
         self._cached_model: Posterior | None = None
@@ -135,8 +141,7 @@ class GuidedStrategy(Strategy):
         yield from ((bits, "move") for bits in self._climb(sampled_effects, model.mean))
 
     def _is_allowed(self, bits: Bits) -> bool:
-        n_layers = self.size // 2
-        if self._whole_layers and bits[:n_layers] != bits[n_layers : self.size]:
+        if self._whole_layers and any(len({bits[place] for place in layer}) > 1 for layer in self._layers):
             return False
         return self._savings is not None or sum(bits) == self.n_skipped
 

@@ -76,7 +76,7 @@ class IntervalStrategy(Strategy):
             elif was_asked:
                 origin = "late"
         proposal = self.claim_unseen(bits, origin, rng)
-        self._pending[proposal.layer_set.bits()] = None
+        self._pending[self.problem.bits_of(proposal.layer_set)] = None
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
         if process is not None and not must_wait:

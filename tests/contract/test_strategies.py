@@ -115,6 +115,25 @@ def test_whole_layers_are_skipped_where_only_these_may_be(name: str, savings: tu
             assert strategy.propose().layer_set.n_skipped <= N_SKIPPED_LATER - 2
 
 
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize("has_savings", [False, True], ids=["", "savings"])
+def test_only_the_sub_layers_that_there_are_may_be_skipped(name: str, has_savings: bool) -> None:
+    """Layers of one sub-layer each, as Nemotron-H's."""
+    own = tuple((kind, layer) for kind, layer in searchable(N_LAYERS) if (kind == "attn") == (layer % 2 == 0))
+    savings = tuple(SAVINGS[searchable(N_LAYERS).index(one)] for one in own) if has_savings else None
+    problem = dict(seed=3, interval=INTERVAL, deterministic=True, savings=savings, sub_layers=own)
+    with closing(make(name, LayerSet(N_LAYERS), 3, **problem)) as strategy:
+        assert strategy.size == len(own) == N_LAYERS - 2
+        if strategy.wants("p") is not None:
+            strategy.study(
+                "p", Study(tuple(0.1 * (i + 1) for i in range(len(own))), ((1, *(0 for _ in own[1:])),), 100.0)
+            )
+        sets = [proposal.layer_set for proposal in played(strategy, N_STEPS)]
+    assert {("attn", layer) for one in sets for layer in one.skip_attn} <= {*own}
+    assert {("mlp", layer) for one in sets for layer in one.skip_mlp} <= {*own}
+    assert len({*sets}) > N_STEPS // 2 and (has_savings or {one.n_skipped for one in sets} == {3})
+
+
 def played(strategy: Strategy, n_steps: int) -> Iterator[Proposal]:
     for step in range(n_steps):
         proposal = strategy.propose()

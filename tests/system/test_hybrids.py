@@ -28,6 +28,8 @@ from swiftopt.models.costs import measure_costs
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.optimizer.evaluation import score_window
+from swiftopt.optimizer.search import Search
+from swiftopt.optimizer.task_state import sub_layers_of
 
 N_NEW, PLENTY = 24, 1 << 30
 SKIPPING = LayerSet(4, frozenset({1}), frozenset({2}))
@@ -39,6 +41,7 @@ VARIANTS = [
     "granitemoehybrid:dense",
     *(pytest.param(name, marks=pytest.mark.families) for name in ("lfm2:longer", "qwen3_next", "granitemoehybrid")),
     *(pytest.param(name, marks=pytest.mark.families) for name in ("bamba", "falcon_h1", "nemotron_h", "mamba2")),
+    *(pytest.param(name, marks=pytest.mark.families) for name in ("jamba", "mamba")),
 ]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -157,6 +160,18 @@ def test_candidate_that_leaves_nothing_out_predicts_every_token_of_a_window(vari
     assert alone(scored()) == [1.0]
 
 
+def test_search_leaves_out_sub_layers_that_there_are() -> None:
+    """Each layer of Nemotron-H has one; the first and the last stay."""
+    runtime = native("nemotron_h")
+    own = sub_layers_of(runtime)
+    assert own == (("attn", 1), ("mlp", 2))
+    for ratio, n_skipped in ((0.5, 1), (1.0, 2)):
+        search = Search("t", 4, SwiftSettings(strategy="random"), ratio, None, sub_layers=own)
+        assert search.layer_set.n_skipped == n_skipped
+        assert search.layer_set.skip_attn <= {1} and search.layer_set.skip_mlp <= {2}
+    assert len(sub_layers_of(native("granitemoehybrid:dense"))) == 4
+
+
 def test_costs_are_those_of_the_sub_layers_that_there_are() -> None:
     runtime = native("nemotron_h")
     costs = measure_costs(runtime, 256)
@@ -179,7 +194,7 @@ def chat(served: Served, **way: Any) -> list[str]:
     return [message["content"] for message in messages[1::2]]
 
 
-OTHERS_OVER_HTTP = ("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
+OTHERS_OVER_HTTP = ("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2", "jamba")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_every_path_through_a_mixture_is_the_draft_of_its_set(family: str) -> No
     levels = ExpertLevels((1, 2), (1, 0) if runtime.mixtures.least == 0 else (1,))
     problem = SearchProblem(LayerSet(runtime.n_layers), 0, 0, experts=levels)
     n_bits = len(problem.bits_of(problem.base))
-    items, _ = knapsack_items(runtime.n_layers, [1.0] * n_bits, levels)
+    items, _ = knapsack_items(runtime.n_layers, searchable(runtime.n_layers), [1.0] * n_bits, levels)
     weighted, weight = [], 1
     for item in items:
         changes = tuple(replace(change, weight=n * weight) for n, change in enumerate(item.changes, start=1))
@@ -154,7 +154,7 @@ def test_a_look_leaves_the_committed_slots_as_they_are(kind: Any) -> None:
     context = context_of(deep_runtime())
     root = context.root_slot
     before = [(k[:, :root].clone(), v[:, :root].clone()) for k, v in pairs(context)]
-    study(context, kind, WINDOW, [1.0] * 12, 0.5)
+    study(context, kind, WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
     assert all(
         torch.equal(k[:, :root], old_k) and torch.equal(v[:, :root], old_v)
         for (k, v), (old_k, old_v) in zip(pairs(context), before, strict=True)
@@ -200,7 +200,7 @@ def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
     runtime = deep_runtime()
     model: Any = runtime.hf_model
     model.model.layers[3].mlp.down_proj.weight.zero_()
-    found = study(context_of(runtime), "knapsack", WINDOW, [1.0] * 12, 0.5)
+    found = study(context_of(runtime), "knapsack", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
     order = searchable(N_LAYERS)
     assert found.turns[order.index(("mlp", 3))] == 0 == min(found.turns)
     first = found.sets[0]
@@ -208,18 +208,18 @@ def test_a_sub_layer_that_adds_nothing_is_found_and_left_out_first() -> None:
 
 
 def test_knapsack_weighs_by_measured_cost_and_clasp_by_the_layer() -> None:
-    items, capacity = knapsack_items(6, [1.0] * 4 + [5.0] * 4)
+    items, capacity = knapsack_items(6, searchable(6), [1.0] * 4 + [5.0] * 4)
     weights = {item.sub_layers[0]: [change.weight for change in item.changes] for item in items}
     assert weights["attn", 0] == weights["mlp", 5] == [] and capacity == N_BUCKETS
     assert weights["mlp", 2][0] > 3 * weights["attn", 2][0] > 0
-    layers, most = clasp_items(6, 0.5)
+    layers, most = clasp_items(6, searchable(6), 0.5)
     assert [[change.weight for change in item.changes] for item in layers] == [[], [1], [1], [1], [1], []] and most == 2
     assert layers[2].changes[0].bits == tuple(searchable(6).index((kind, 2)) for kind in ("attn", "mlp"))
 
 
 def test_knapsack_weighs_experts_by_what_all_that_are_left_out_save() -> None:
     levels = ExpertLevels((2, 3), (4, 2, 1))
-    items, _ = knapsack_items(6, [2.0] * 8 + [0.8, 0.4, 0.4] * 2, levels)
+    items, _ = knapsack_items(6, searchable(6), [2.0] * 8 + [0.8, 0.4, 0.4] * 2, levels)
     assert [len(item.changes) for item in items] == [0, 0, 1, 1, 1, 4, 1, 4, 1, 1, 0, 0]
     skipped, *fewer = items[5].changes
     assert [change.experts for change in fewer] == [4, 2, 1]
@@ -234,7 +234,8 @@ def test_a_study_finds_that_a_mixture_needs_one_expert() -> None:
     mixture: Any = runtime.blocks[2].parts.mlp
     mixture.gate.weight.mul_(400.0)  # The first expert's weight becomes one.
     levels = ExpertLevels((1, 2), (1,))
-    found = study(context_of(runtime), "knapsack", WINDOW, [1.0, 1.0, 1.0, 1.0, 0.3, 0.3], 0.5, levels)
+    savings = [1.0, 1.0, 1.0, 1.0, 0.3, 0.3]
+    found = study(context_of(runtime), "knapsack", WINDOW, searchable(runtime.n_layers), savings, 0.5, levels)
     assert found.sets[0] == (0, 0, 0, 0, 0, 1)
     assert all(len(bits) == 6 for bits in found.sets)
     assert found.rows <= max_study_rows("knapsack", WINDOW, runtime.n_layers, levels)
@@ -246,12 +247,12 @@ def test_models_without_inner_layers_have_nothing_to_study(family: str) -> None:
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changes})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     runtime = Runtime(model, None, ModelInfo("tiny", family, 2, 1))
-    found = study(context_of(runtime), "knapsack", WINDOW, [], 0.5)
+    found = study(context_of(runtime), "knapsack", WINDOW, searchable(2), [], 0.5)
     assert found.turns == found.sets == ()
 
 
 def test_cost_of_a_look_is_told_in_rows_of_the_model() -> None:
     context = context_of(deep_runtime())
-    small = study(context, "similarity", WINDOW, [1.0] * 12, 0.5)
-    large = study(context, "knapsack", WINDOW, [1.0] * 12, 0.5)
+    small = study(context, "similarity", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
+    large = study(context, "knapsack", WINDOW, searchable(N_LAYERS), [1.0] * 12, 0.5)
     assert small.rows == WINDOW and small.rows < large.rows <= WINDOW + study_rows("knapsack", WINDOW, N_LAYERS) + 8

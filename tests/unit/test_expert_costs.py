@@ -10,7 +10,7 @@ import pytest
 
 from swiftopt.core.costs import CostProfile, ExpertCosts, ExpertCounts, FormatCosts, distinct_experts
 from swiftopt.core.observed_costs import ObservedCosts, PassTiming
-from swiftopt.core.types import LayerSet
+from swiftopt.core.types import LayerSet, searchable
 from swiftopt.optimizer.proposer import savings_of
 from swiftopt.optimizer.strategies.base import ExpertLevels, SearchProblem
 
@@ -151,10 +151,10 @@ def test_sets_and_their_bits_are_one_to_one() -> None:
 
 
 def test_savings_of_experts_follow_those_of_sub_layers() -> None:
-    savings = savings_of(PROFILE, LayerSet(N_LAYERS), LEVELS)
+    savings = savings_of(PROFILE, LayerSet(N_LAYERS), searchable(N_LAYERS), LEVELS)
     plain_s = PROFILE.target_pass_s(1)
     assert savings[4:] == pytest.approx([2 * EXPERT_S / plain_s, EXPERT_S / plain_s] * 2)
-    assert savings[:4] == savings_of(PROFILE, LayerSet(N_LAYERS))
+    assert savings[:4] == savings_of(PROFILE, LayerSet(N_LAYERS), searchable(N_LAYERS))
 
 
 def test_numbers_of_experts_are_halves_then_the_shared_ones() -> None:
