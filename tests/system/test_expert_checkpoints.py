@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from swiftopt.core.errors import ModelNotFound
 from swiftopt.models.block_experts import HALVES, BlockExperts, stacked
-from swiftopt.models.blocks import has_experts
 from swiftopt.models.loading import load
 from swiftopt.models.memory import memory_plan
 from swiftopt.models.rows import Rows
@@ -27,6 +26,8 @@ from swiftopt.models.rows import Rows
 OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 OF_MAP = re.compile(r"(_proj|shared_\w+\.\w+)\.weight$")
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+WIDE |= {"intermediate_size_mlp": 64}
+FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # As Llama 4 has the maps of all experts of a layer.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -35,11 +36,39 @@ def tiny(family: str) -> Any:
     return tiny_model(family, torch.float32, **{name: size for name, size in WIDE.items() if name in known})
 
 
+def apart(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Maps of experts one by one, (out, in), as tools that quantise write them."""
+    one_by_one = dict[str, Tensor]()
+    for name, value in stored.items():
+        match = FUSED.fullmatch(name)
+        halves = [] if match is None else value.transpose(1, 2).chunk(2 if match[2] == "gate_up_proj" else 1, dim=1)
+        leaves = ("gate_proj", "up_proj") if len(halves) == 2 else ("down_proj",)
+        for leaf, half in zip(leaves, halves, strict=False):
+            assert match is not None
+            one_by_one |= {f"{match[1]}.{expert}.{leaf}.weight": one.contiguous() for expert, one in enumerate(half)}
+        if match is None:
+            one_by_one[name] = value
+    return one_by_one
+
+
+def together(one_by_one: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `stored`, of such maps."""
+    fused = {name: value for name, value in one_by_one.items() if name in stored}
+    for name in stored:
+        if (match := FUSED.fullmatch(name)) is not None:
+            leaves = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+            experts = range(len(stored[name]))
+            maps = (torch.cat([one_by_one[f"{match[1]}.{e}.{leaf}.weight"] for leaf in leaves]).t() for e in experts)
+            fused[name] = torch.stack(list(maps))
+    return fused
+
+
 def quantised_folder(folder: Path, family: str, packing: Packing) -> Path:
     """Write a tiny mixture with its maps quantised one by one, and a folder of what the codes stand for."""
     save_words(folder)
     tiny(family).save_pretrained(folder)
-    whole = load_file(folder / "model.safetensors")
+    saved = load_file(folder / "model.safetensors")
+    whole = apart(saved)
     stored, meant, rng = dict[str, Tensor](), dict[str, Tensor](), np.random.default_rng(4)
     for name, value in whole.items():
         if OF_EXPERT.search(name) or OF_MAP.search(name):
@@ -49,7 +78,7 @@ def quantised_folder(folder: Path, family: str, packing: Packing) -> Path:
             stored[name] = value.half()
             meant[name] = stored[name].float()
     assert sum(bool(OF_EXPERT.search(name)) for name in whole) >= 3 * 3 * 6
-    return _written(folder, stored, meant, packing.config)
+    return _written(folder, stored, together(meant, saved), packing.config)
 
 
 def _written(folder: Path, stored: dict[str, Tensor], meant: dict[str, Tensor], scheme: dict[str, Any]) -> Path:
@@ -90,9 +119,9 @@ def check(folder: Path, right: Path, keeps: bool = True) -> None:
     for dtype in ("float32", "bfloat16"):
         runtime = load(str(folder), dtype, "cpu", speed="exact")
         experts = {name: one for name, one in runtime.hf_model.named_modules() if isinstance(one, BlockExperts)}
-        assert len(experts) == (sum(has_experts(one.mlp) for one in model.model.layers) if keeps else 0)
         named = runtime.family.experts
         assert named is not None
+        assert len(experts) == (sum(block.experts is not None for block in runtime.blocks) if keeps else 0)
         for name, one in experts.items() if dtype == "float32" else ():
             numbers = {part: torch.stack([own.numbers() for own in maps]) for part, maps in one.maps.items()}
             for leaf in HALVES:
@@ -122,6 +151,7 @@ def further(*row: Any) -> Any:
         further("phimoe", Packing("int-quantized", 8, -1, scale_dtype=torch.float32), True),
         ("qwen2_moe", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32), False),
         further("ernie4_5_moe", Packing("gptq", 8, 32), True),
+        further("llama4_text", Packing("pack-quantized", 4, 32, scale_dtype=torch.bfloat16), True),
         further("hy_v3", Packing("awq", 4, 32, symmetric=False), True),
         further("exaone_moe", Packing("gptq_v2", 4, 32), True),
         further("minimax_m2", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32), False),
