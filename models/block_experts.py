@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,14 @@ class BlockExperts(nn.Module):
             return self._mapped("down", expert, inner)
 
         return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockExperts:
+        """Move the maps of a checkpoint's codes, too: they are in no list of modules."""
+        for maps in self.maps.values():
+            for one in maps:
+                if isinstance(one, nn.Module):
+                    cast(Any, one)._apply(fn, recurse)
+        return cast(BlockExperts, cast(Any, super())._apply(fn, recurse))
 
     def _mapped(self, part: str, expert: int, x: Tensor) -> Tensor:
         bias = self.biases.get(part)

@@ -109,7 +109,8 @@ def load(
         with reporting_progress(step, doing):
             coded = place == "cpu" and speed in ("auto", "exact")
             if adapter is None:
-                model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file)
+                for_device = place.startswith("cuda") and speed == "exact"
+                model, n_parameters = _load_model(folder, dtype, place, doing, step, coded, file, for_device)
             else:
                 model, n_parameters = load_merged(adapter, folder, dtype, place)
         if generation_config is not None:
@@ -225,10 +226,12 @@ def _load_model(
     step: OnStep,
     coded: bool = True,
     file: GgufFile | None = None,
+    for_device: bool = False,
 ) -> tuple[Any, int]:
     """Return the model, in evaluation mode, and how many parameters it stands for.
 
-    Args: coded: whether weights of a GGUF file may keep its codes. file: what was read of it already.
+    Args: coded: whether weights of a GGUF file may keep its codes. file: what was read of it already. for_device: as
+          `load_packed`.
     """
     scheme = supported_type(folder)[1]
     if scheme is not None and scheme.kind is None:
@@ -240,7 +243,7 @@ def _load_model(
             if scheme.format == "gguf":
                 model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)
             else:
-                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded)
+                model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded, for_device)
             return model.to(placement), n_parameters
     if scheme is not None:
         check_library(folder, scheme)

@@ -126,7 +126,9 @@ def memory_plan(
     elif shapes:
         codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
         by_library = scheme is not None and scheme.kind is not None
-        codes_stay = codes_stay or speed == "exact" or by_library
+        # A device's kernels compute with the integer codes of all maps, and with those of MXFP4 nowhere.
+        is_integer = scheme is not None and scheme.format != "mxfp4"
+        codes_stay = codes_stay or by_library or (is_integer and speed == "exact")
         sizes = [_size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()]
         _refuse_other_shapes(config, shapes, folder)
     else:  # Files of torch have no header that could be read alone.

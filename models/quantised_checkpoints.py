@@ -54,12 +54,19 @@ PACKED_ROWS = 32  # Outputs per block of bitsandbytes' own weight layout for CPU
 
 
 def load_packed(
-    folder: Path, scheme: Scheme, dtype: str, doing: str, on_step: OnStep, coded: bool = True
+    folder: Path,
+    scheme: Scheme,
+    dtype: str,
+    doing: str,
+    on_step: OnStep,
+    coded: bool = True,
+    for_device: bool = False,
 ) -> tuple[Any, int]:
     """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
     Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read. coded:
-             False: experts are de-quantised, for our kernels do not compute them.
+             False: experts are de-quantised, for our kernels do not compute them. for_device: they keep integer codes
+             for those of a CUDA device.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
@@ -109,7 +116,7 @@ def load_packed(
         for stored in experts:
             assert named is not None
             with _fitting(stored.module, folder, scheme):
-                kept = not isinstance(chosen, str)
+                kept = not isinstance(chosen, str) or for_device
                 read_experts(
                     model, stored, named, dtype_asked, kept, lambda name: tensors.read(name).contiguous(), make
                 )

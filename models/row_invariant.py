@@ -5,7 +5,7 @@ A drafted completion then equals plain decoding's in bfloat16, too. Torch comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .block_experts import gating_of
+from .block_experts import PARTS, BlockExperts, gating_of
 from .blocks import Block, in_order
 from .coded import CodedLinear
 from .expert_choice import chooser_of
@@ -85,8 +85,9 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
     for module in mlp.modules():
         refuse_hooks(module)
     router, experts = mlp.get_submodule(named.router), mlp.get_submodule(named.experts)
-    into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in ("gate_up_proj", "down_proj"))
-    how, correction = choosing_of(runtime.config, mlp, named, len(into)), correction_of(mlp)
+    products = _products(runtime, experts, named)
+    n_experts = router.weight.shape[0]
+    how, correction = choosing_of(runtime.config, mlp, named, n_experts), correction_of(mlp)
     bias: Any = getattr(router, "bias", None)
     rounded = router.weight.dtype if named.rounds_logits else torch.float32
     chooser = chooser_of(mlp, named)
@@ -101,20 +102,86 @@ def _mixture(runtime: Runtime, block: Block, named: Experts) -> dict[Any, Callab
         taken, weights = device_experts.choose(logits, correction, how)
         return (taken, weights, logits) if is_reversed else (logits, weights, taken)
 
-    biases = {name: getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")}
-    gate = _gate(runtime, experts, named)
-
     def computed(hidden: Tensor, taken: Tensor, weights: Tensor) -> Tensor:
         taken, weights = taken.int().contiguous(), weights.contiguous()
-        tiles = device_experts.shared_out(taken, len(into))
+        tiles = device_experts.shared_out(taken, n_experts)
         readers = taken
         if named.weighs_inputs:  # Each choice has an input of its own.
             hidden, readers = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1), taken.view(-1, 1)
             weights = torch.ones_like(weights)
-        both = device.expert_linear(hidden, into, biases["gate_up_proj"], readers, *tiles)
-        return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, *tiles)
+        return products(hidden, readers, taken, weights, *tiles)
 
     return {chooser: chosen, experts: computed}
+
+
+# The sum of what experts give, by the rows or choices that read, the experts of these and of rows, weights, and tiles.
+_Products = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
+    """Return what computes experts: by their weights, or by codes."""
+    gate = _gate(runtime, experts, named)
+    if isinstance(experts, BlockExperts):
+        if experts.biases:
+            raise Unsupported("experts by codes with biases are computed by torch")
+        maps = {part: _coded_stack(experts.maps[part]) for part in PARTS}
+
+        def by_codes(
+            hidden: Tensor, readers: Tensor, taken: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+        ) -> Tensor:
+            halves = []
+            for part in ("gate", "up"):
+                stack, inputs = maps[part]
+                read, by = (hidden, readers) if inputs is None else _in_order(hidden, inputs, readers)
+                halves.append(device.expert_linear(read, stack, None, by, order, tiles))
+            inner, (stack, inputs) = gate(torch.cat(halves, dim=-1)), maps["down"]
+            inner = inner if inputs is None else _in_order(inner, inputs, taken.view(-1, 1))[0]
+            return device_experts.mixed(inner, stack, None, taken, weights, order, tiles)
+
+        return by_codes
+    into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in ("gate_up_proj", "down_proj"))
+    biases = {name: getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")}
+
+    def by_weights(
+        hidden: Tensor, readers: Tensor, taken: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+    ) -> Tensor:
+        both = device.expert_linear(hidden, into, biases["gate_up_proj"], readers, order, tiles)
+        return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, order, tiles)
+
+    return by_weights
+
+
+def _coded_stack(maps: Sequence[Any]) -> tuple[device.CodedMap, Tensor | None]:
+    """Return a map of each expert as one, whose codes and scales theirs are views of, and the orders of their inputs.
+
+    The orders are (experts, in), None where all are as they are.
+
+    Raises: Unsupported: the kernels do not compute such codes.
+    """
+    first = maps[0]
+    if not all(isinstance(one, CodedLinear) and one.bias is None for one in maps):
+        raise Unsupported("experts of such codes are computed by torch")
+    if len({(one.bits, one.group, one.scale_type) for one in maps}) > 1:
+        raise Unsupported("experts of several codes are computed by torch")
+    refuse_group(first)
+    stacks = [torch.stack([getattr(one, name).data for one in maps]) for name in ("codes", "scales")]
+    for name, stack in zip(("codes", "scales"), stacks, strict=True):
+        for one, own in zip(maps, stack, strict=True):
+            getattr(one, name).data = own
+    orders = None
+    if any(one.order is not None for one in maps):
+        usual = torch.arange(first.n_in, device=first.codes.device)
+        orders = torch.stack([usual if one.order is None else one.order.long() for one in maps])
+    return device.CodedMap(stacks[0], stacks[1], first.bits, first.group, first.n_out, True), orders
+
+
+def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inputs (choices, in) of each choice in its expert's order, and the experts (choices, 1).
+
+    Args: x: (rows, in). experts: (rows, chosen).
+    """
+    own = experts.flatten().long()
+    return x.repeat_interleave(experts.shape[1], dim=0).gather(1, orders[own]), experts.view(-1, 1)
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:
@@ -125,7 +192,7 @@ def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], 
     activation = runtime.family.setting(runtime.config, "hidden_act")
     if activation in GATES:
         return partial(device.gated, activation=GATES[activation], by_turns=named.alternating)
-    gated = gating_of(experts, named)
+    gated = experts.gated if isinstance(experts, BlockExperts) else gating_of(experts, named)
     return lambda both: gated(*both.chunk(2, dim=-1))
 
 

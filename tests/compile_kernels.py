@@ -136,6 +136,10 @@ def compile_experts(dtype: torch.dtype) -> None:
         inner = device.gated(both, device.CLAMPED, by_turns=True, limit=7.0, slope=1.7)
         weights = meta(ROWS, 8, dtype=torch.float32)
         device_experts.mixed(inner, meta(128, 2048, 768, dtype=dtype), biases[1], taken, weights, *shared)
+    for bits in (4, 8):
+        codes = meta(128, 48, 2048 * 16 * bits // 8, dtype=torch.uint8)
+        by = device.CodedMap(codes, meta(128, 48, 16, 2, 16, dtype=torch.float16), bits, 128, 768, True)
+        device.expert_linear(x, by, None, taken, *shared)
 
 
 main()

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,12 +89,13 @@ if importlib.util.find_spec("triton") is not None:
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=is_row[:, None] & (outputs < n_out)[None, :])
 
-    @triton.jit(do_not_specialize=["n_rows"])
+    @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
     def _coded(
-        x, codes, scales, out, n_rows, n_in, n_out, x_stride, n_words, n_groups,
-        BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO_CODES: tl.constexpr, MAGIC: tl.constexpr,
-        BASE: tl.constexpr, STAGES: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr, READ: tl.constexpr,
-        STEPS: tl.constexpr,
+        x, codes, scales, out, order, tiles, n_tiles, n_rows, n_in, n_out, x_stride, n_words, n_groups, code_stride,
+        scale_stride,
+        TAKEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO_CODES: tl.constexpr,
+        MAGIC: tl.constexpr, BASE: tl.constexpr, STAGES: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr,
+        READ: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
         # Multiply with the floats BASE + code: put a code into a float's mantissa instead of converting it. Each
         # group's sum is then corrected for BASE and scaled.
@@ -102,6 +103,18 @@ if importlib.util.find_spec("triton") is not None:
         bottom: tl.constexpr = 17 * BASE + 128 if BITS == 8 else BASE + 8
         half = x.dtype.element_ty
         rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
+        is_row, read_rows = rows < n_rows, rows
+        if TAKEN:  # As in `_dense`.
+            tile = tl.program_id(0)
+            count = tl.load(tiles + 2 * n_tiles + tile)
+            if count <= 0:
+                return
+            is_row = tl.arange(0, ROWS_) < count
+            rows = tl.load(order + tl.load(tiles + n_tiles + tile) + tl.arange(0, ROWS_), mask=is_row, other=0)
+            read_rows = rows // TAKEN
+            expert = tl.load(tiles + tile).to(tl.int64)
+            codes += expert * code_stride
+            scales += expert * scale_stride
         # Codes and scales are stored in blocks of 16 outputs, so that loads are wide.
         blocks = tl.program_id(1) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
         there = (blocks * 16 < n_out)[:, None]
@@ -118,8 +131,8 @@ if importlib.util.find_spec("triton") is not None:
             begun = (first + step * READ) * per_word
             steps = tl.arange(0, READ * per_word)
             x_part = tl.load(
-                x + rows[:, None] * x_stride + (begun + steps)[None, :],
-                mask=(rows < n_rows)[:, None] & (begun + steps < n_in)[None, :],
+                x + read_rows[:, None] * x_stride + (begun + steps)[None, :],
+                mask=is_row[:, None] & (begun + steps < n_in)[None, :],
                 other=0.0,
             )
             for span in tl.static_range(READ * per_word // SPAN):
@@ -163,7 +176,7 @@ if importlib.util.find_spec("triton") is not None:
                     total += low * scale[None, :] + sums * (zero - bottom * scale)[None, :]
         outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
-        tl.store(out + at, total, mask=(rows < n_rows)[:, None] & (outputs < n_out)[None, :])
+        tl.store(out + at, total, mask=is_row[:, None] & (outputs < n_out)[None, :])
 
     @triton.jit
     def _joined(
@@ -331,17 +344,38 @@ def linear(
     return parts[0] if whole else _finished(parts, scales, bias, dtype)
 
 
+class CodedMap(NamedTuple):
+    """A map by codes and scales as `coded.pack` lays them out, or those of all experts, (experts, …) each.
+
+    `group`: inputs that share a scale. `zero_codes`: zeros are added to codes, and not to weights.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    group: int
+    n_out: int
+    zero_codes: bool
+
+
 @on_its_device
 def expert_parts(
-    x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, n_chosen: int, dtype: torch.dtype = torch.float32
+    x: Tensor,
+    weight: Tensor | CodedMap,
+    order: Tensor,
+    tiles: Tensor,
+    n_chosen: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return partial sums (parts, choices, out) of the maps of experts (experts, out, in), of any strides.
+    """Return partial sums (parts, choices, out) of the maps of experts, (experts, out, in) of any strides, or of codes.
 
     An expert's weight is read for all rows that took it, and that of an expert that no row took is not read.
 
     Args: x: (rows, in), or (choices, in): of each choice of each row. order, tiles: as `device_experts.shared_out`
           makes them. n_chosen: experts that a row takes. dtype: of sums in one part; several are in float32.
     """
+    if isinstance(weight, CodedMap):
+        return _coded_parts(x, weight, order, tiles, n_chosen)
     x = x.contiguous()
     (n_rows, n_in), n_out, n_choices = x.shape, weight.shape[1], len(order)
     # A row's experts are so many weights at least: their number belongs to the shapes by which a row is summed.
@@ -356,14 +390,14 @@ def expert_parts(
 
 @on_its_device
 def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
+    x: Tensor, weight: Tensor | CodedMap, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
 ) -> Tensor:
     """Return what the experts that each row took make of it, (choices, out), by `expert_parts`.
 
     Args: x: (rows, in). bias: (experts, out). experts: (rows, n_chosen), int32.
     """
     parts = expert_parts(x, weight, order, tiles, experts.shape[1], x.dtype if bias is None else torch.float32)
-    whole = bias is None and len(parts) == 1
+    whole = bias is None and len(parts) == 1 and parts.dtype == x.dtype
     return parts[0] if whole else _finished(parts, None, bias, x.dtype, experts)
 
 
@@ -375,21 +409,32 @@ def coded_linear(
 
     Products with codes are summed in float32, and then scaled, group by group.
 
-    Args: group: inputs that share a scale. zero_codes: zeros are added to codes, and not to weights.
+    Args: group, zero_codes: as in `CodedMap`.
     """
+    return _finished(_coded_parts(x, CodedMap(codes, scales, bits, group, n_out, zero_codes)), None, bias, x.dtype)
+
+
+def _coded_parts(
+    x: Tensor, by: CodedMap, order: Tensor | None = None, tiles: Tensor | None = None, n_chosen: int = 1
+) -> Tensor:
+    """Return partial sums (parts, rows, out), float32; with `tiles` those of choices, as `expert_parts`."""
     x = x.contiguous()
-    n_rows, n_in = x.shape
-    n_words, per_word = codes.shape[1] // (4 * scales.shape[-1]), 32 // bits
+    (n_rows, n_in), (codes, scales, bits, group, n_out, zero_codes) = x.shape, by
+    n_words, per_word = codes.shape[-1] // (4 * scales.shape[-1]), 32 // bits
     read = WORDS if group % (WORDS * per_word) == 0 else LEAST_WORDS
-    steps, n_parts = _parts(n_out, CODED_OUTPUTS, n_words, read, CODED_PROGRAMS)
-    parts = torch.empty((n_parts, n_rows, n_out), dtype=torch.float32, device=x.device)
+    steps, n_parts = _parts(n_out, CODED_OUTPUTS, n_words, read, -(-CODED_PROGRAMS // n_chosen))
+    n_sums = n_rows if order is None else len(order)
+    parts = torch.empty((n_parts, n_sums, n_out), dtype=torch.float32, device=x.device)
     magic, base = MAGIC.get(x.dtype, (0, 0))
-    _coded[(-(-n_rows // TILE), -(-n_out // CODED_OUTPUTS), n_parts)](
-        x, codes.view(torch.int32), scales, parts, n_rows, n_in, n_out, x.stride(0), n_words, scales.shape[1],
-        BITS=bits, GROUP=group, SPAN=math.gcd(group, read * per_word), ZERO_CODES=zero_codes, MAGIC=magic, BASE=base,
+    words, n_tiles = codes.view(torch.int32), 0 if tiles is None else tiles.shape[1]
+    _coded[(n_tiles or -(-n_rows // TILE), -(-n_out // CODED_OUTPUTS), n_parts)](
+        x, words, scales, parts, x if order is None else order, x if tiles is None else tiles, n_tiles, n_sums, n_in,
+        n_out, x.stride(0), n_words, scales.shape[-3], words.stride(0), scales.stride(0),
+        TAKEN=0 if order is None else n_sums // n_rows, BITS=bits, GROUP=group,
+        SPAN=math.gcd(group, read * per_word), ZERO_CODES=zero_codes, MAGIC=magic, BASE=base,
         STAGES=CODED_STAGES, ROWS_=TILE, OUTPUTS=CODED_OUTPUTS, READ=read, STEPS=steps,
     )  # fmt: skip
-    return _finished(parts, None, bias, x.dtype)
+    return parts
 
 
 @on_its_device

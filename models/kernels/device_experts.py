@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .device import TILE, expert_parts, on_its_device
+from .device import TILE, CodedMap, expert_parts, on_its_device
 
 CELLS = 8192  # Most choices times experts that a program compares at once.
 MIXED = 256  # Outputs of a row that a Triton program adds up.
@@ -191,11 +191,17 @@ def shared_out(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 @on_its_device
 def mixed(
-    inner: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
+    inner: Tensor,
+    weight: Tensor | CodedMap,
+    bias: Tensor | None,
+    experts: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    tiles: Tensor,
 ) -> Tensor:
     """Return the sum (rows, out) of what a row's experts make of it, in the order of `experts` (rows, chosen).
 
-    Args: inner: (choices, in), what each choice's output map reads. weight: (experts, out, in), of any strides. bias:
+    Args: inner: (choices, in), what each choice's output map reads. weight: as `expert_parts` takes it. bias:
           (experts, out). weights: (rows, chosen).
     """
     n_rows, n_chosen = experts.shape

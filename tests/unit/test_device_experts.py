@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,10 @@ from families import MIXTURES, VOCAB, tiny_runtime
 from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a_tree
 
 from swiftopt.core.types import LayerSet
+from swiftopt.models.block_experts import HALVES, PARTS, BlockExperts, stacked
 from swiftopt.models.blocks import in_order
+from swiftopt.models.coded import CodedLinear, Codes
+from swiftopt.models.expert_checkpoints import mixtures_of
 from swiftopt.models.expert_choice import chooser_of
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.kernels.experts import choosing_of, correction_of
@@ -163,6 +166,55 @@ def test_rows_of_a_mixture_have_the_bits_that_they_have_alone(variant: str) -> N
         draft = Rows([4], len(prompt), variants=(LayerSet(1, experts=(("mlp", 1),)),))
         drafted, wanted = (each.forward(draft, buffer) for each, buffer in ((runtime, tree), (reference, tree)))
         close(drafted, wanted, torch.float32)
+
+
+def coded(n_out: int, n_in: int, bits: int, seed: int, is_ordered: bool) -> CodedLinear:
+    """A map by drawn codes in groups of 32 inputs, which may be in another order."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (n_out, n_in), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand((n_out, n_in // 32), generator=draw) + 0.5) / ((1 << bits) * n_in**0.5)
+    zeros = torch.randint(0, 1 << bits, scales.shape, dtype=torch.int16, generator=draw)
+    order = torch.randperm(n_in, generator=draw) if is_ordered else None
+    return CodedLinear(Codes(codes, scales, zeros, bits, 32, order), None, torch.float32)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(
+    ("bits", "variant", "is_ordered"),
+    [
+        (4, "qwen3_moe", True),
+        *(
+            pytest.param(*row, marks=pytest.mark.families)
+            for row in ((8, "qwen3_moe", False), (4, "llama4_text", True), (8, "glm4_moe", False))
+        ),
+    ],
+)
+def test_experts_by_codes_are_those_of_their_numbers(bits: int, variant: str, is_ordered: bool) -> None:
+    """Rows have the bits that they have alone; codes and scales of a layer lie in one tensor each afterwards."""
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
+    shape |= {name: value for name, value in ONE_LAYER.items() if name in MIXTURES[variant]}
+    runtime, reference = (tiny_runtime(variant, torch.float32, **shape) for _ in range(2))
+    named = runtime.blocks[0].experts
+    assert named is not None
+    name = next(name for name in mixtures_of(runtime.hf_model, named))
+    sizes = {"gate": (32, 32), "up": (32, 32), "down": (32, 32)}
+    maps = {
+        part: [coded(*sizes[part], bits, 7 * i + e, is_ordered) for e in range(N_EXPERTS)]
+        for i, part in enumerate(PARTS)
+    }
+    whole: Any = reference.hf_model.get_submodule(name)
+    for leaf in HALVES:
+        numbers = {part: torch.stack([one.numbers() for one in maps[part]]) for part in PARTS}
+        getattr(whole, leaf).data = stacked(numbers, leaf, named).contiguous()
+    cast(Any, runtime.hf_model).set_submodule(name, BlockExperts(maps, named, whole, torch.float32))
+    runtime, reference = here(runtime), here(reference)
+    assert make_row_invariant(runtime) is None and runtime.exact
+    assert len({one.codes.untyped_storage().data_ptr() for one in maps["gate"]}) == 1
+    rng = random.Random(3)
+    prompt, chain = ([rng.randrange(2, VOCAB) for _ in range(n)] for n in (3, 1))
+    prefilled, steps, rows, _ = in_steps_and_in_a_tree(runtime, prompt, chain)
+    close(prefilled, reference.prefill(prompt, reference.new_buffer(64)), torch.float32)
+    assert torch.equal(rows, torch.stack(steps))
 
 
 def test_experts_of_another_form_say_so() -> None:
