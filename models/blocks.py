@@ -16,6 +16,8 @@ from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import AttentionWindow, HeadLayout, heads_of
 from .family import Experts, Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
+from .heads import split_gates, split_heads
+from .latents import heads_of_latents, without_padding
 from .mixtures import WeighedInputs
 from .recurrent import RecurrentStates, StateRows
 from .rotation import RotaryTables, joined_rotation, rotate
@@ -93,10 +95,15 @@ class LayerRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """Modules of a layer, None where it lacks one; `beside`: those of a mixer that stands beside attention."""
+    """Modules of a layer, None where it lacks one; `beside`: those of a mixer that stands beside attention.
+
+    `latents`: the maps from latents to heads, of queries, and of keys and values; the latents' norms are `q_norm` and
+    `k_norm` then.
+    """
 
     attn_norm: Any = None
     qkv: tuple[Any, ...] = ()
+    latents: tuple[Any, ...] = ()
     q_norm: Any = None
     k_norm: Any = None
     inner_norm: Any = None
@@ -119,13 +126,13 @@ class LayerModules:
         """Return the modules with another linear map of what mixes tokens."""
         if not any(one is old for one in self.maps()):
             return self
-        qkv = tuple(new if one is old else one for one in self.qkv)
+        qkv, latents = (tuple(new if one is old else one for one in some) for some in (self.qkv, self.latents))
         beside = None if self.beside is None else self.beside.with_map(old, new)
-        return replace(self, qkv=qkv, out=new if self.out is old else self.out, beside=beside)
+        return replace(self, qkv=qkv, latents=latents, out=new if self.out is old else self.out, beside=beside)
 
     def maps(self) -> list[Any]:
         """Return the linear maps of what mixes tokens."""
-        linear_maps = [] if self.out is None else [*self.qkv, self.out]
+        linear_maps = [] if self.out is None else [*self.qkv, *filter(None, self.latents), self.out]
         return linear_maps if self.beside is None else [*linear_maps, *self.beside.maps()]
 
 
@@ -140,7 +147,10 @@ def rotated_heads(
     block: Block, parts: LayerModules, projected: Sequence[Tensor], rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `queries_keys_values` does, of the projections' outputs."""
-    query, key, value = split_heads(block.heads, projected)
+    if block.heads.latent is not None:
+        query, key, value = heads_of_latents(block.heads, (parts.q_norm, parts.k_norm), parts.latents, projected)
+    else:
+        query, key, value = split_heads(block.heads, projected)
     is_normed, kind = parts.q_norm is not None and parts.k_norm is not None, block.head_norm
     if is_normed and kind == "whole":
         query = parts.q_norm(query.flatten(1)).view_as(query)
@@ -158,8 +168,9 @@ def rotated_heads(
     return query, key, value
 
 
-def attention_out(parts: LayerModules, mixed: Tensor) -> Tensor:
+def attention_out(block: Block, parts: LayerModules, mixed: Tensor) -> Tensor:
     """Return attention's output, given its heads' outputs (rows, heads * width)."""
+    mixed = without_padding(block.heads, mixed)
     out = cast(Tensor, parts.out(mixed if parts.inner_norm is None else parts.inner_norm(mixed)))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
@@ -288,7 +299,8 @@ class Block:
         self.clip = _number(config, family.clip)
         self.softcap = _number(config, "attn_logit_softcapping")
         self.sinks: Tensor | None = None
-        self.added_scale = _number(config, family.residual_scale) or 1.0
+        scales = (_number(owner, family.residual_scale) for owner in (config, layer))  # MiniCPM 3's layers have it.
+        self.added_scale = next((scale for scale in scales if scale is not None), 1.0)
         mixer = family.mixer_of(config, index)
         mixing = None if mixer is None else self._mixer_modules(layer, family, mixer)
         attention = self._attention_modules(layer, family, config) if self.has_attention else None
@@ -322,7 +334,7 @@ class Block:
         self.scaling = float(getattr(attn, family.scaling))
         self.sinks = None if family.sinks is None else getattr(attn, family.sinks)
         q_norm, k_norm = family.head_norms or (None, None)
-        qkv = tuple(attn.get_submodule(name) for name in family.qkv)
+        qkv = tuple(submodule(attn, name) for name in family.qkv)
         if family.attn_scales is not None:
             # Attention is linear in its values, and scores in queries and keys.
             into, keys, given = (_number(config, name) or 1.0 for name in family.attn_scales)
@@ -332,6 +344,7 @@ class Block:
         return LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=qkv,
+            latents=tuple(submodule(attn, name) for name in family.latents or ()),
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm),
             inner_norm=submodule(attn, family.inner_norm),
@@ -366,7 +379,7 @@ class Block:
         if self.heads.gated:
             gates = split_gates(self.heads, projected)
             mixed = mixed * torch.sigmoid(gates)
-        out = attention_out(parts, mixed)
+        out = attention_out(self, parts, mixed)
         out = out if self.attn_scale == 1.0 else out * self.attn_scale
         return self.added(out if parts.beside is None else out + recalled(self, parts.beside, normed, rows))
 
@@ -432,29 +445,6 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: Ro
     keys, values = buffer.between(group.start, group.end)
     layer_slots = keys[block.index], values[block.index]
     return attend(query, *layer_slots, group.mask, block.scaling, block.softcap, block.sinks)
-
-
-def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the outputs of the projections, (rows, width) each, into queries, keys and values by head."""
-    rows = projected[0].shape[0]
-    if heads.grouped:
-        grouped = projected[0].view(rows, heads.n_kv_heads, heads.n_groups + 2, heads.width)
-        return grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
-    query, key, value = (part.view(rows, -1, heads.width) for part in _parted(heads, projected))
-    return query[:, :: 1 + heads.gated], key, value
-
-
-def split_gates(heads: HeadLayout, projected: Sequence[Tensor]) -> Tensor:
-    """Return the gates of heads, (rows, heads * width), each of which lies after its query."""
-    queries = _parted(heads, projected)[0]
-    return queries.view(len(queries), heads.n_heads, 2, heads.width)[:, :, 1].flatten(1)
-
-
-def _parted(heads: HeadLayout, projected: Sequence[Tensor]) -> Sequence[Tensor]:
-    if len(projected) > 1:
-        return projected
-    kv = heads.n_kv_heads * heads.width
-    return torch.split(projected[0], [(1 + heads.gated) * heads.n_heads * heads.width, kv, kv], dim=-1)
 
 
 def attend(

@@ -68,7 +68,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("mamba_d_conv", "conv_kernel", "mamba_expand", "expand"), TAPS),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "moe_shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
-    "block_multiple_of": WIDTH,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), WIDTH),
+    **dict.fromkeys(("block_multiple_of", "dim_model_base"), WIDTH),
     **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS), EXPERTS),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), GROUPS),
@@ -91,6 +92,7 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), AMOUNT),
     **dict.fromkeys(("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"), AMOUNT),
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "ssm_multipliers"), AMOUNT),
+    **dict.fromkeys(("scale_emb", "scale_depth"), AMOUNT),
     "lm_head_multiplier": CAP,
     **dict.fromkeys(("logits_scaling", "logit_scale", "clip_qkv", "swiglu_limit"), CAP),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), CAP),
@@ -182,7 +184,13 @@ def check_together(config: Any, path: Path) -> None:
     if shared % key_heads:
         raise ModelNotFound(f"{path} has {shared} heads of a state for {key_heads} key heads, no multiple: {ADVICE}")
     for parameters in rotations(config):
-        width = int(heads.width * (parameters.get("partial_rotary_factor") or 1.0))
+        # Of heads of latents, configs call the rotated part, or all of a head, its size.
+        size = getattr(config, "head_dim", None) or heads.width
+        width = int(size * (parameters.get("partial_rotary_factor") or 1.0))
+        if heads.latent is not None and (width != heads.latent.rotary or width % 2):
+            raise ModelNotFound(
+                f"{path} rotates {width} values of a head, and qk_rope_head_dim is {heads.latent.rotary}: {ADVICE}"
+            )
         if width < 2:
             raise ModelNotFound(f"{path} rotates {width} values of a head, and a pair is the least: {ADVICE}")
         for name in FACTORS:

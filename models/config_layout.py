@@ -33,10 +33,28 @@ def mixes_in_turns(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentLayout:
+    """Sizes of multi-head latent attention: see `models/latents.py`.
+
+    `query_rank`, `rank`: of the latents of queries (0: there is none), and of keys and values. `rotary`: of a key's
+    values, those that are rotated. `value_width`: of a head's value.
+    """
+
+    query_rank: int
+    rank: int
+    rotary: int
+    value_width: int
+
+    def projected(self, heads: HeadLayout) -> list[int]:
+        """Return the sizes of what a row is projected to: queries or their latent, the other latent, a rotated key."""
+        return [self.query_rank or heads.n_heads * heads.width, self.rank, self.rotary]
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLayout:
     """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
 
-    `gated`: after each query lies a gate of its width.
+    `gated`: after each query lies a gate of its width. `latent`: heads are made of latents; None: they are not.
     """
 
     n_heads: int
@@ -44,6 +62,7 @@ class HeadLayout:
     width: int
     grouped: bool
     gated: bool = False
+    latent: LatentLayout | None = None
 
     @property
     def n_groups(self) -> int:
@@ -56,6 +75,10 @@ def heads_of(config: Any) -> HeadLayout:
     if getattr(config, "num_attention_heads", None) is None:
         return HeadLayout(1, 1, 1, grouped=False)
     family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
+    if family.latents is not None:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+        sizes = LatentLayout(*(int(getattr(config, name) or 0) for name in names))
+        return HeadLayout(n_heads, n_heads, int(config.qk_nope_head_dim) + sizes.rotary, False, latent=sizes)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
     if family.projection == "multi_query":
         is_new = getattr(config, "new_decoder_architecture", False)

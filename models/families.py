@@ -15,6 +15,7 @@ from ..core.errors import UnsupportedModel
 from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, differences
 from .gguf_forms import FORMS
 from .hybrids import HYBRIDS
+from .latent_families import LATENT
 from .mtp_names import NAMED, NUMBERED
 from .text_parts import MULTIMODAL, NAMES
 
@@ -377,6 +378,7 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(shared="shared_experts?", scores="configured"),
     ),
     **HYBRIDS,
+    **LATENT,
 }
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
@@ -386,6 +388,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "use_bidirectional_attention": (bool, "bidirectional attention"),
     "add_cross_attention": (bool, "cross-attention"),
     "attention_chunk_size": (bool, "chunked attention"),
+    "rope_interleave": (lambda value: value is False, "a rotation of halves in latent attention"),
     "alibi": (bool, "a bias of scores by distance"),
     "do_layer_norm_before": (lambda value: value is False, "a norm of the residual stream itself"),
     "_remove_final_layer_norm": (bool, "a head without a norm before it"),

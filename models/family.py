@@ -20,9 +20,10 @@ class Experts:
 
     `scores`: of experts, "softmax" or "sigmoid" of the logits, or which the config's expert_selection_fn says, or those
     by which Phi's "sparse_mixer" chooses two; with "late_sigmoid" experts are chosen by logits. Weights of a row's
-    experts are their scores, divided by the sum: always (`normalised`), or as norm_topk_prob says. Logits are in
-    float32, or rounded to the model's type before (`rounds_logits`). With `weighs_inputs` a weight multiplies what an
-    expert reads, and not what it gives (Llama 4).
+    experts are their scores, divided by the sum: as `normalised` says, or where it is None as norm_topk_prob does. A
+    group's score, of experts in groups, is the sum of its `n_best` best. Logits are in float32, or rounded to the
+    model's type before (`rounds_logits`). With `weighs_inputs` a weight multiplies what an expert reads, and not what
+    it gives (Llama 4).
 
     Checkpoints that are quantised map by map call an expert's gate, other half and output as in `stored`; parts of the
     names of a mixture's other tensors there are `renamed` here.
@@ -41,7 +42,8 @@ class Experts:
     shared: str | None = None
     shared_gate: str | None = None
     scores: Literal["softmax", "sigmoid", "configured", "sparse_mixer", "late_sigmoid"] = "softmax"
-    normalised: bool = False
+    normalised: bool | None = None
+    n_best: int = 2
     rounds_logits: bool = True
     weighs_inputs: bool = False
     stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -153,8 +155,10 @@ class Family:
     `projection`: "split" has q_proj, k_proj, v_proj; "fused" one projection, queries then keys then values; "grouped"
     one projection that has, per key head, its queries, then the key and the value (GPT-NeoX); "multi_query" is fused
     with one key head where the config says multi_query, else grouped. `clip`: the config's bound of what they give.
-    `head_norms` are of queries and of keys. `head_norm`: by head, of all heads at once ("whole"), or by head after the
-    rotation ("rotated"). `scaling` is the attention module's name for what scores are multiplied by; the config's
+    `head_norms` are of queries and of keys. `head_norm`: by head, of all heads at once ("whole"), by head after the
+    rotation ("rotated"), or of latents ("latent"). With `latents`, multi-head latent attention, the maps of `qkv` are
+    to latents, and these maps from there to heads: of queries, without which they have no latent, and of keys and
+    values. `scaling` is the attention module's name for what scores are multiplied by; the config's
     attn_logit_softcapping bounds them. `sinks`, a tensor of attention (heads,), are further scores, which take a share
     and read nothing. `inner_norm` is of what the heads read.
 
@@ -220,7 +224,8 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     clip: str | None = None
     head_norms: tuple[str, str] | None = None
-    head_norm: Literal["by_head", "whole", "rotated"] = "by_head"
+    head_norm: Literal["by_head", "whole", "rotated", "latent"] = "by_head"
+    latents: tuple[str, str] | None = None
     scaling: str = "scaling"
     sinks: str | None = None
     inner_norm: str | None = None
@@ -289,6 +294,7 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.head_norms is not None and row.head_norm == "by_head", "q/k norms"),
     (lambda row: row.head_norm == "whole", "q/k norms over all heads"),
     (lambda row: row.head_norm == "rotated", "q/k norms after the rotation"),
+    (lambda row: row.latents is not None, "multi-head latent attention (MLA)"),
     (lambda row: row.inner_norm is not None, "norms inside sub-layers"),
     (lambda row: row.embed_norm is not None, "a norm of embeddings"),
     (lambda row: row.positions is not None, "learned positions"),

@@ -111,6 +111,8 @@ def norms_of(runtime: Runtime) -> Iterator[tuple[Any, int, torch.device]]:
 
 def _width_of(norm: str, block: Block, hidden: int) -> int:
     heads = block.heads
+    if heads.latent is not None and norm in HEAD_NORMS:
+        return heads.latent.query_rank if norm == "q_norm" else heads.latent.rank
     of_all = {"q_norm": heads.n_heads, "k_norm": heads.n_kv_heads, "inner_norm": heads.n_heads}
     if norm not in of_all:
         return hidden

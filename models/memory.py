@@ -13,7 +13,7 @@ import torch
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from .config_bounds import ADVICE
-from .config_layout import heads_of, slot_values
+from .config_layout import HeadLayout, heads_of, slot_values
 from .expert_checkpoints import BLOCKS
 from .families import family_of
 from .family import Family, GatedDelta, Selective, SelectiveScan
@@ -203,14 +203,23 @@ def _values_beside(config: Any, family: Family) -> int:
     return int(n_values + n_mixers * (2 * keys + 3 * values) * hidden)
 
 
+def _attention_values(hidden: int, heads: HeadLayout) -> int:
+    """Return how many values the maps of a layer's attention have."""
+    if heads.latent is None:
+        return 2 * (heads.n_heads + heads.n_kv_heads) * heads.width * hidden
+    sizes, width, kept = heads.latent, heads.width, heads.width - heads.latent.rotary
+    of_heads = sizes.query_rank * width + sizes.rank * (kept + sizes.value_width) + sizes.value_width * hidden
+    return hidden * sum(sizes.projected(heads)) + heads.n_heads * of_heads
+
+
 def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
     """Raises: ModelNotFound: a model of the config is much larger than what the files hold."""
     family, hidden, heads = family_of(config), config.hidden_size, heads_of(config)
     inner = family.setting(config, "intermediate_size") or 4 * hidden
     kinds = [kind for layer in range(config.num_hidden_layers) for kind in family.kinds_of(config, layer)]
-    by_kind = {"attn": 2 * (heads.n_heads + heads.n_kv_heads) * heads.width, "mlp": (2 + family.gated) * inner}
+    by_kind = {"attn": _attention_values(hidden, heads), "mlp": (2 + family.gated) * inner * hidden}
     n_rows = config.vocab_size + (config.max_position_embeddings if family.positions else 0)
-    n_values = hidden * (sum(by_kind[kind] for kind in kinds) + n_rows) + _values_beside(config, family)
+    n_values = sum(by_kind[kind] for kind in kinds) + hidden * n_rows + _values_beside(config, family)
     if n_values > MOST_TIMES * n_stored + SMALL:
         raise ModelNotFound(
             f"{folder / 'config.json'} describes a model of {n_values:,} parameters, and its files hold {n_stored:,}:"

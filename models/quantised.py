@@ -456,7 +456,11 @@ def _mixers_by(modules: LayerModules, make: Callable[[Sequence[nn.Module]], Quan
     """Copy a layer's modules, with maps of what mixes tokens made by `make(maps of one input)`."""
     changed: dict[str, Any] = {}
     if modules.out is not None:
-        changed |= {"qkv": (make(modules.qkv),), "out": make([modules.out])}
+        changed |= {
+            "qkv": (make(modules.qkv),),
+            "latents": tuple(None if one is None else make([one]) for one in modules.latents),
+            "out": make([modules.out]),
+        }
     if modules.beside is not None:
         changed["beside"] = _mixers_by(modules.beside, make)
     return replace(modules, **changed)

@@ -90,7 +90,7 @@ def rotation_tables(
         # Text has the same position as a frame, a row and a column of an image; older modules want all three.
         places = positions.expand(3, 1, -1) if hasattr(module, "mrope_section") else positions
         turns = module(probe, places, layer_type) if layer_type else module(probe, places)
-        # Llama 4's module returns complex numbers.
+        # Llama 4's and DeepSeek-V2's modules return complex numbers.
         cos, sin = (turns.real, turns.imag) if isinstance(turns, Tensor) else turns
         # With accelerate's dispatch over several devices, the rotary module returns tensors on its own device.
         cos, sin = (table[0].to(device, probe.dtype) for table in (cos, sin))

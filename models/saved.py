@@ -343,7 +343,7 @@ def supported_config(folder: Path) -> Any:
 
     Raises: as `supported_type`.
     """
-    from .transformers_models import import_models
+    from .transformers_models import import_models, list_language_model
 
     import_models()
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
@@ -365,6 +365,7 @@ def supported_config(folder: Path) -> Any:
         raise
     except Exception as error:  # Config classes raise various exceptions for invalid values.
         raise _no_config(path, error) from error
+    list_language_model(config.model_type)
     family_of(config)
     check_together(config, path)
     return config

@@ -18,12 +18,13 @@ from ..core.errors import UnsupportedModel
 # several the first is usual.
 MULTIMODAL: dict[str, Mapping[str, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text"},
-    "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
+    "mistral3": {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
     "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
+    "kimi_k25": {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
     "llama4": {"llama4_text": "llama4_text"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
@@ -31,12 +32,13 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
 # Which models are of these types.
 NAMES = {
     "gemma3": "Gemma 3 4B, 12B, 27B",
-    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
+    "mistral3": "Mistral Small 3.1, 3.2 and 4, Ministral 3",
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL 30B-A3B and 235B-A22B",
     "glm4v_moe": "GLM-4.5V, GLM-4.6V",
+    "kimi_k25": "Kimi K2.5",
     "llama4": "Llama 4 Scout and Maverick",
     "qwen3_5": "Qwen3.5, Qwen3.6, Qwen3.8",
     "qwen3_5_moe": "Qwen3.5 MoE, Qwen3.6 MoE",
@@ -52,7 +54,7 @@ OF_ALL = (
 # Rotary parameters that tell only what images change, and the older name of "rope_type", which has been read then.
 OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 HEAD = "lm_head.weight"
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 
@@ -101,7 +103,8 @@ def text_config(values: Mapping[str, Any], outer: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     family = MULTIMODAL[outer][values["model_type"]]
-    # Each type has defaults of its own: let its class fill them in first.
+    # Each type has defaults of its own: let its class fill them in first. Kimi K2 has no class but the family's.
+    values = values if values["model_type"] in CONFIG_MAPPING else {**values, "model_type": family}
     filled = AutoConfig.for_model(**values).to_dict()
     config_class: Any = CONFIG_MAPPING[family]
     # Qwen3 MoE's config takes the size of a head, and does not declare it; a field may have another name within.

@@ -1,4 +1,4 @@
-"""Imports `transformers.models` in half the time.
+"""Imports `transformers.models` in half the time, and completes its list of language models.
 
 transformers lists what its models' files define, some 1,650 of them, when it is imported, and again for the package of
 its models: the cache of that function has places for 128 folders, and there are 550 (transformers 5.23).
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "models."
+# Types whose language model transformers lists for other tasks alone, and its class.
+UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 
 
 def import_models() -> None:
@@ -38,3 +40,11 @@ def import_models() -> None:
         import transformers.models
     finally:
         utils.define_import_structure = define
+
+
+def list_language_model(model_type: str) -> None:
+    """Let transformers' auto classes find the language model of a type."""
+    if model_type in UNLISTED:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(model_type, UNLISTED[model_type])

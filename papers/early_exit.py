@@ -261,14 +261,17 @@ class StackedLayers:
             field.name: [getattr(block.parts, field.name) for block in runtime.blocks] for field in fields(LayerModules)
         }
         modules.pop("beside")
-        qkv = tuple(
-            _stack_modules(layer_modules, self._chosen_layers)
-            for layer_modules in zip(*modules.pop("qkv"), strict=True)
-        )
+        several: dict[str, Any] = {
+            name: tuple(
+                _stack_modules(layer_modules, self._chosen_layers)
+                for layer_modules in zip(*modules.pop(name), strict=True)
+            )
+            for name in ("qkv", "latents")
+        }
         stacked: dict[str, Any] = {
             name: _stack_modules(layer_modules, self._chosen_layers) for name, layer_modules in modules.items()
         }
-        self._parts = LayerModules(qkv=qkv, **stacked)
+        self._parts = LayerModules(**several, **stacked)
         runtime.weights_moved()
 
     @torch.inference_mode()
@@ -298,7 +301,7 @@ class StackedLayers:
             visible_slots = slice(0 if block.window is None else max(0, block.window.oldest(slot)), slot + 1)
             seen = keys[:, visible_slots], values[:, visible_slots]
             attention_rows.append(attend(query[row : row + 1], *seen, None, block.scaling, block.softcap, block.sinks))
-        after_attention = hidden + first.added(attention_out(self._parts, torch.cat(attention_rows)))
+        after_attention = hidden + first.added(attention_out(first, self._parts, torch.cat(attention_rows)))
         read = hidden if runtime.parallel else after_attention
         return after_attention + first.added(mlp_out(self._parts, normed(self._parts.mlp_norm, read)))
 

@@ -26,6 +26,7 @@ from transformers import (
 
 from swiftopt.core.records import ModelInfo
 from swiftopt.models.runtime import Runtime
+from swiftopt.models.transformers_models import list_language_model
 
 VOCAB = 97
 WINDOW = 12  # tokens; shorter than what the tests decode, so that windows are crossed
@@ -121,6 +122,14 @@ DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+# Values of heads narrower than keys, of which some are rotated.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 _CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
 
 # Types of models whose layers are attention, or what stands for it, and one MLP: how each differs from `GROUPED`; the
@@ -193,6 +202,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "gpt_bigcode:heads": {"multi_query": False, "n_inner": 48},
     "qwen3_5_text": {**DELTA, "rope_parameters": {**_AXES, "partial_rotary_factor": 0.5}},
     "lfm2": {**_CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+    "youtu": {**LATENT, "q_lora_rank": 20},
+    "youtu:queries": {**LATENT, "q_lora_rank": None, "attention_bias": True},
+    "minicpm3": {**LATENT, "q_lora_rank": 20, "scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 20},
     "lfm2:longer": {"layer_types": ["full_attention", "conv", "conv", "conv"], "conv_L_cache": 5},
 }
 
@@ -245,6 +257,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 40},
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "use_expert_bias": True},
+    "deepseek_v2": {
+        **{**_GROUPS, **LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": {**_YARN, "mscale_all_dim": 0.7, "mscale": 0.7},
+    },
+    "deepseek_v2:greedy": {**LATENT, "n_group": 3, "topk_group": 2, "topk_method": "greedy", "q_lora_rank": 20},
+    "deepseek_v3": {**_GROUPS, **LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_GROUPS, **LATENT, "q_lora_rank": 20, "v_head_dim": 20, "attention_bias": True},
+    "mistral4": {
+        **{**_GROUPS, **LATENT, "q_lora_rank": 20},
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3, "mscale_all_dim": 0.7, "mscale": 0.7},
+    },
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
     "phimoe": {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
@@ -300,9 +324,13 @@ def dense_config(variant: str) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **settings)
 
 
+# Types whose mechanisms others have in the default suite.
+ALIKE = ("deepseek_v2", "glm4_moe_lite", "mistral4", "minicpm3", "youtu")
+
+
 def dense_variants() -> list[Any]:
-    """Parameters: the variants of `DENSE`; those beyond the first of a type are marked `families`."""
-    return [pytest.param(name, marks=pytest.mark.families if ":" in name else ()) for name in DENSE]
+    """Parameters: the variants of `DENSE`; those beyond the first of a type, and of types `ALIKE`, are marked."""
+    return [pytest.param(name, marks=pytest.mark.families if ":" in name or name in ALIKE else ()) for name in DENSE]
 
 
 # One variant of each family, with the mechanisms of its others, for the default suite; `make families` runs the rest.
@@ -343,6 +371,7 @@ def tiny_model(
     if settings.get("layer_types") is not None:
         settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     config = type(usual)(**settings)
+    list_language_model(config.model_type)
     # Torch's own attention, transformers' default, leaves caps of scores out.
     how: dict[str, Any] = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     how |= {"experts_implementation": "eager"} if is_mixture(family) else {}  # The default knows no float64.

@@ -28,6 +28,8 @@ from swiftopt.models.runtime import Runtime
 VARIANTS = {
     "qwen3_5_text": "dense",
     "glm4_moe": "sparse",
+    "deepseek_v3": "sparse",
+    "glm4_moe_lite": "sparse",
     "exaone_moe": "dense",
     "hy_v3": "sparse",
     "mellum": "sparse",

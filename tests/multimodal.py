@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import DELTA, GROUPED, WINDOW
+from families import DELTA, GROUPED, LATENT, WINDOW
 from safetensors.torch import save_file
 from tiny_files import save_words
 from torch import Tensor
@@ -18,6 +18,10 @@ from torch import Tensor
 _LAYERS: dict[str, Any] = dict(hidden_size=16, intermediate_size=16)
 _IMAGES: dict[str, Any] = dict(**_LAYERS, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 _QWEN_IMAGES: dict[str, Any] = dict(depth=1, num_heads=2, patch_size=4)
+
+_ROUTED: dict[str, Any] = dict(
+    n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1
+)
 
 
 def _axes(*section: int, **more: Any) -> dict[str, Any]:
@@ -58,6 +62,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"model_type": "pixtral", **_IMAGES, "head_dim": 8},
     ),
+    "mistral3:mistral4": (
+        "Mistral3",
+        {
+            **{**GROUPED, **LATENT, **_ROUTED, "model_type": "mistral4", "q_lora_rank": 20},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+        {"model_type": "pixtral", **_IMAGES, "head_dim": 8},
+    ),
     "qwen2_vl": (
         "Qwen2VL",
         {**GROUPED, "rope_parameters": _axes(2, 1, 1)},
@@ -78,6 +96,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VL",
         {**GROUPED, "head_dim": 16, "rope_parameters": _axes(4, 2, 2, mrope_interleaved=True)},
         {**_QWEN_IMAGES, **_LAYERS, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {**GROUPED, **LATENT, **_ROUTED, "model_type": "deepseek_v3", "q_lora_rank": 20},
+        {
+            **{**_LAYERS, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4},
+            **{"pos_emb_height": 2, "pos_emb_width": 2},
+        },
     ),
     "qwen3_5": (
         "Qwen3_5",

@@ -1,6 +1,6 @@
 // Attention: projections, rotation, keys and values to their slots, what heads read; a part of `pass.cpp`.
 #pragma once
-#include "runner.h"
+#include "latents.h"
 
 namespace {
 
@@ -68,7 +68,9 @@ template <class T>
 void Runner<T>::attention(const Step& step, const Attention& part, const RowList& list, int thread) {
     const Input input = enter(
         part.before, list, (const T*)pass_.hidden, part.projections, part.n_projections, thread);
-    const int total = project(part.projections, part.n_projections, input, list, thread);
+    int total = project(part.projections, part.n_projections, input, list, thread);
+    const T* heads = inner_;
+    if (part.head_norm == LATENT) total = make_heads(part, total, list, thread), heads = heads_;
     if (part.head_norm == WHOLE) {
         norm_rows(part.query_norm, inner_ + part.query_at, total, part.n_heads * part.width, list.n, thread);
         norm_rows(part.key_norm, inner_ + part.key_at, total, part.n_kv_heads * part.width, list.n, thread);
@@ -87,7 +89,7 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         for (int64_t item = first; item < last; item++) {
             const int64_t i = item / per_row;
             const int row = row_of(list, i), h = int(item % per_row), kv = h - part.n_heads;
-            const T* in = inner_ + i * total;
+            const T* in = heads + i * total;
             const Rotation* rotation = step.rotation < 0 ? nullptr : pass_.rotations + step.rotation;
             const int position = pass_.positions[row];
             if (kv < 0) {
@@ -105,7 +107,8 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 const int64_t to = kv * own.head_stride + int64_t(places_[row].slot) * width;
                 head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
                         (T*)own.keys[step.layer] + to);
-                memcpy((T*)own.values[step.layer] + to, in + part.value_at + kv * part.value_step, width * sizeof(T));
+                memcpy((T*)own.values[step.layer] + to, in + part.value_at + kv * part.value_step,
+                       part.value_width * sizeof(T));
             }
         }
     });
@@ -143,8 +146,10 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 return v * as_stored<T>(splat(1.0f) / (exp(-part_of(gates_ + i * q_size, at, q_size)) + 1.0f));
             });
         });
-    norm_rows(part.inner, inner_, q_size, q_size, list.n, thread);
-    leave(part.out, part.after, part.added_scale, taken(inner_, part.out, list.n, thread), list, thread);
+    T* read = part.value_width < width ? narrow_values(part, list.n, thread) : inner_;
+    const int n_read = part.n_heads * part.value_width;
+    norm_rows(part.inner, read, n_read, n_read, list.n, thread);
+    leave(part.out, part.after, part.added_scale, taken(read, part.out, list.n, thread), list, thread);
 }
 
 }  // namespace

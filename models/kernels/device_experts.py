@@ -32,7 +32,7 @@ if importlib.util.find_spec("triton") is not None:
     def _chosen(
         logits, correction, experts, weights, n_experts, least, scale, jitter,
         SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALISED: tl.constexpr, N_CHOSEN: tl.constexpr,
-        N_GROUPS: tl.constexpr, N_GROUPS_CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
+        N_GROUPS: tl.constexpr, N_GROUPS_CHOSEN: tl.constexpr, N_BEST: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         # As `choose` in mixture.h, which the laws of both are tested against torch's routers by.
         row = tl.program_id(0).to(tl.int64)
@@ -66,14 +66,14 @@ if importlib.util.find_spec("triton") is not None:
             if HAS_CORRECTION:
                 rank += tl.load(correction + at, mask=is_there, other=0.0)
             is_free = is_there
-            if N_GROUPS_CHOSEN < N_GROUPS:  # A group's rank is the sum of its two best.
+            if N_GROUPS_CHOSEN < N_GROUPS:  # A group's rank is the sum of its one or two best.
                 size = n_experts // N_GROUPS
                 of_groups = tl.full((WIDTH,), float("-inf"), tl.float32)
                 for group in tl.static_range(N_GROUPS):
                     is_own = is_there & (at // size == group)
                     first = _best(rank, is_own, at, n_experts)
                     total = tl.sum(tl.where(at == first, rank, 0.0), axis=0)
-                    if size > 1:
+                    if size > 1 and N_BEST > 1:
                         second = _best(rank, is_own & (at != first), at, n_experts)
                         total += tl.sum(tl.where(at == second, rank, 0.0), axis=0)
                     of_groups = tl.where(is_own, total, of_groups)
@@ -164,7 +164,7 @@ def choose(logits: Tensor, correction: Tensor | None, how: layout.Choosing) -> t
     _chosen[(n_rows,)](
         logits, logits if correction is None else correction, experts, weights, n_experts, how.least, how.scale,
         how.jitter, SCORES=how.scores, HAS_CORRECTION=correction is not None, NORMALISED=bool(how.normalised),
-        N_CHOSEN=how.n_chosen, N_GROUPS=how.n_groups, N_GROUPS_CHOSEN=how.n_groups_chosen,
+        N_CHOSEN=how.n_chosen, N_GROUPS=how.n_groups, N_GROUPS_CHOSEN=how.n_groups_chosen, N_BEST=how.n_best,
         WIDTH=triton.next_power_of_2(n_experts),
     )  # fmt: skip
     return experts, weights

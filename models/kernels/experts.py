@@ -131,7 +131,11 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
         return next((getattr(one, name) for name in names for one in owners if hasattr(one, name)), default)
 
     scores = named.scores if named.scores != "configured" else config.expert_selection_fn
-    normalised = named.normalised or (scores == "softmax" and named.scores == "configured")
+    is_normalised = named.normalised
+    if is_normalised is None:
+        is_always = scores == "softmax" and named.scores == "configured"
+        is_normalised = is_always or setting("norm_topk_prob", default=False)
+    grouped = setting("topk_method", default="") != "greedy"  # DeepSeek-V2's has groups that it does not use.
     n_chosen = int(setting("top_k", "num_experts_per_tok", "moe_topk", default=1))
     least = 0 if isinstance(mlp.get_submodule(named.experts), NoExperts) else 1  # 0: a draft's shared experts alone.
     is_possible = n_chosen == 2 if scores == "sparse_mixer" else n_chosen >= least
@@ -140,10 +144,11 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
     return layout.Choosing(
         n_experts,
         n_chosen,
-        setting("num_group", "n_group", default=1) or 1,
-        setting("topk_group", default=1) or 1,
+        (grouped and setting("num_group", "n_group", default=1)) or 1,
+        (grouped and setting("topk_group", default=1)) or 1,
         layout.SCORES.index(scores),
-        normalised or bool(setting("norm_topk_prob", default=False)),
+        bool(is_normalised),
+        named.n_best,
         float(setting("norm_min", default=1e-20)),
         float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)),
         float(setting("router_jitter_noise", default=0.0)),

@@ -18,12 +18,16 @@ struct Norm {
     int32_t kind, step;  // `step`: between the weights of heads
 };
 
-enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED };  // before the rotation, head by head or all as one; or behind it
+// Before the rotation, head by head or all as one; or behind it; or of latents that heads are made of.
+enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED, LATENT };
 struct Attention {
     Norm before, after, query_norm, key_norm, inner;  // inner: of what the heads read
     Map projections[3], out;
-    int32_t n_projections, n_heads, n_kv_heads, width;
-    // In the projections' outputs, for each key head: its queries, which lie together, its key and its value.
+    // From latents to heads: of queries (without inputs where they have no latent), and of keys and values. Projections give the
+    // one, the other, and then `rotary` values that all keys share. See `latents.h`.
+    Map latents[2];
+    int32_t n_projections, n_heads, n_kv_heads, width, value_width, rotary;
+    // In the projections' outputs, or in what is made of latents, for each key head: its queries, which lie together, its key and its value.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
     int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
     float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none

@@ -8,7 +8,7 @@ from typing import Any
 NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer", "late_sigmoid")  # How experts are scored.
-BY_HEAD, WHOLE, ROTATED = range(3)  # When queries and keys go through their norms.
+BY_HEAD, WHOLE, ROTATED, LATENT = range(4)  # When queries and keys, or their latents, go through their norms.
 ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE = range(7)
 GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How what heads read of a state is normed and gated.
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
@@ -45,7 +45,8 @@ class Attention(Structure):
         *_fields(Norm, "before after query_norm key_norm inner"),
         ("projections", Map * 3),
         ("out", Map),
-        *_fields(c_int32, "n_projections n_heads n_kv_heads width"),
+        ("latents", Map * 2),
+        *_fields(c_int32, "n_projections n_heads n_kv_heads width value_width rotary"),
         *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated"),
         *_fields(c_float, "scaling softcap clip added_scale"),
         ("sinks", c_void_p),
@@ -88,7 +89,7 @@ class Mlp(Structure):
 
 class Choosing(Structure):
     _fields_ = [
-        *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen scores normalised"),
+        *_fields(c_int32, "n_experts n_chosen n_groups n_groups_chosen scores normalised n_best"),
         *_fields(c_float, "least scale jitter"),
     ]
 

@@ -14,7 +14,17 @@ FOLDER = Path(__file__).parent
 BUILT = FOLDER / "built"  # Folder of the libraries shipped in the wheel.
 SOURCES = (
     *("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "codes.h", "quantised.h", "gguf.h", "view.h", "attention.h"),
-    *("mixture.h", "layout.h", "elementwise.h", "runner.h", "attention_layer.h", "selective.h", "mixers.h", "mlps.h"),
+    *(
+        "mixture.h",
+        "layout.h",
+        "elementwise.h",
+        "runner.h",
+        "latents.h",
+        "attention_layer.h",
+        "selective.h",
+        "mixers.h",
+    ),
+    "mlps.h",
     "pass.cpp",
 )
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")

@@ -48,6 +48,7 @@ static inline int64_t common(const Choice* a, const Choice* b, int n) {
 struct Choosing {  // how experts are chosen by scores
     int32_t n_experts, n_chosen, n_groups, n_groups_chosen;
     int32_t scores, normalised;   // what scores are; weights are divided by their sum
+    int32_t n_best;               // a group's score: the sum of its best, one or two
     float least, scale;           // the least sum that they are divided by; what they are then multiplied by
     float jitter;                 // of SPARSE_MIXER: half the largest share by which an expert counts beside the best
 };
@@ -89,7 +90,7 @@ static inline void choose(
         for (int e = 0; e < n; e++) scores[e] /= total;
     }
     for (int e = 0; e < n && !late; e++) taken[e] = correction ? scores[e] + correction[e] : scores[e];
-    if (how.n_groups > 1 && how.n_groups_chosen < how.n_groups) {  // a group's score: the sum of its two best
+    if (how.n_groups > 1 && how.n_groups_chosen < how.n_groups) {
         const int size = n / how.n_groups;
         for (int g = 0; g < how.n_groups; g++) {
             float best = -INFINITY, next = -INFINITY;
@@ -97,7 +98,7 @@ static inline void choose(
                 if (taken[e] > best) next = best, best = taken[e];
                 else next = std::max(next, taken[e]);
             }
-            groups[g] = size > 1 ? best + next : best;
+            groups[g] = size > 1 && how.n_best > 1 ? best + next : best;
         }
         for (int left = how.n_groups - how.n_groups_chosen; left > 0; left--) {
             int worst = -1;  // of equal groups the last one goes

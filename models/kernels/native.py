@@ -47,7 +47,12 @@ ACTIVATIONS = {
     "relu2": layout.RELU_SQUARED,
     "xielu": layout.XIELU,
 }
-HEAD_NORMS = {"by_head": layout.BY_HEAD, "whole": layout.WHOLE, "rotated": layout.ROTATED}
+HEAD_NORMS = {
+    "by_head": layout.BY_HEAD,
+    "whole": layout.WHOLE,
+    "rotated": layout.ROTATED,
+    "latent": layout.LATENT,
+}
 STEPS: dict[type[ctypes.Structure], int] = {
     **{layout.Attention: layout.ATTENTION, layout.Convolution: layout.CONVOLUTION},
     **{layout.Recurrence: layout.RECURRENCE, layout.Mlp: layout.MLP, layout.Mixture: layout.MIXTURE},
@@ -131,8 +136,11 @@ class NativePasses:
         heads, kv_heads, width = block.heads.n_heads, block.heads.n_kv_heads, block.heads.width
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
-        groups = block.heads.n_groups
-        if block.heads.grouped:
+        groups, sizes = block.heads.n_groups, block.heads.latent
+        value_width = width if sizes is None else sizes.value_width
+        if sizes is not None:  # Made of latents: all queries, all keys, all values.
+            places = (0, width, heads * width, width, 2 * heads * width, value_width)
+        elif block.heads.grouped:
             step = (groups + 2) * width
             places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
@@ -140,6 +148,8 @@ class NativePasses:
             places = (0, queries // kv_heads * width, queries * width, width, (queries + kv_heads) * width, width)
 
         def head_norm(module: Any, n_heads: int) -> layout.Norm:
+            if sizes is not None:
+                return self._norm_of(module, sizes.query_rank if module is parts.q_norm else sizes.rank)
             is_whole = block.head_norm == "whole"
             return self._norm_of(module, n_heads * width) if is_whole else self._norm_of(module, width, n_heads)
 
@@ -147,13 +157,16 @@ class NativePasses:
             *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
             head_norm(parts.q_norm, heads),
             head_norm(parts.k_norm, kv_heads),
-            self._norm_of(parts.inner_norm, heads * width),
+            self._norm_of(parts.inner_norm, heads * value_width),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
+            (layout.Map * 2)(*(layout.Map() if one is None else self._map_of(one) for one in parts.latents)),
             len(maps),
             heads,
             kv_heads,
             width,
+            value_width,
+            0 if sizes is None else sizes.rotary,
             *places,
             HEAD_NORMS[block.head_norm],
             block.heads.gated,

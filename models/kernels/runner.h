@@ -47,7 +47,8 @@ template <class T> class Runner {
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         views_.clear(), places_.clear(), parts_.clear();
         const size_t rows = std::max(1, pass.n_rows);
-        size_t wide = 1, inner = 1, head = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0, low = 0;
+        size_t wide = 1, inner = 1, head = 0, heads = 0, queries = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0;
+        size_t low = 0;
         bool packed = false, ordered = false, keeps = false;
         Mixed mixed;  // the largest of the mixtures
         auto widest = [&](const Map& map) {
@@ -59,9 +60,13 @@ template <class T> class Runner {
                 const auto& part = *(const Attention*)steps[s].part;
                 size_t total = 0;
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
-                widest(part.out), inner = std::max(inner, total);
+                widest(part.out), inner = std::max<size_t>({inner, total, size_t(part.n_heads) * part.width});
+                if (part.head_norm == LATENT) {
+                    for (const Map& map : part.latents) widest(map);
+                    heads = std::max<size_t>(heads, part.n_heads * (2 * part.width + part.value_width));
+                }
                 if (part.gated) gates = std::max<size_t>(gates, part.n_heads * part.width);
-                head = std::max<size_t>(head, part.width);
+                head = std::max<size_t>(head, part.width), queries = std::max<size_t>(queries, part.n_heads * part.width);
                 look_once(steps[s].window);
             } else if (steps[s].kind == MLP) {
                 const auto& part = *(const Mlp*)steps[s].part;
@@ -90,7 +95,8 @@ template <class T> class Runner {
         part_lists();
         arena.pieces.clear(), inputs_.clear();
         inner_ = (T*)arena.take(rows * inner * sizeof(T));
-        mixed_ = (T*)arena.take(rows * wide * sizeof(T));
+        mixed_ = (T*)arena.take(rows * std::max(wide, queries) * sizeof(T));
+        heads_ = (T*)arena.take(rows * heads * sizeof(T));
         gates_ = (T*)arena.take(rows * gates * sizeof(T));
         updates_ = (T*)arena.take(rows * updates * sizeof(T));
         low_ = (T*)arena.take(2 * rows * low * sizeof(T));
@@ -404,6 +410,8 @@ template <class T> class Runner {
     };
 
     void attention(const Step& step, const Attention& part, const RowList& list, int thread);
+    int make_heads(const Attention& part, int total, const RowList& list, int thread);
+    T* narrow_values(const Attention& part, int64_t n, int thread);
     Split split_of(const List<Part>& parts, int n_kv_heads, int group) const;
 
     void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
@@ -443,6 +451,7 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
+    T* heads_;             // queries, keys and values made of latents
     T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
     T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
     float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them

@@ -31,6 +31,7 @@ from swiftopt.models.gguf_reader import GgufFile
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import refuse_architectures
 from swiftopt.models.sources import known_folder, local_folder, resolve
+from swiftopt.models.transformers_models import list_language_model
 
 TOKEN_IDS = torch.tensor([[1, 5, 9, 2, 7]])
 
@@ -292,6 +293,7 @@ def test_a_tied_folder_of_a_causal_language_model_or_its_decoder_loads(name: str
 
 def test_the_classes_of_transformers_for_each_family_are_causal_language_models() -> None:
     for model_type in FAMILIES:
+        list_language_model(model_type)
         named = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], MODEL_MAPPING_NAMES[model_type]]
         refuse_architectures(named, model_type, Path("config.json"))
         with pytest.raises(UnsupportedModel, match="is no causal language model"):
