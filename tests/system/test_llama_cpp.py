@@ -26,6 +26,7 @@ PROMPTS = [IDS[:length] for length in range(5, 40, 3)]
 _STATES: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": THIRDS}
 SIZES: dict[str, dict[str, Any]] = {name: _STATES for name in ("qwen35", "qwen35moe", "qwen3next")}
 SIZES |= {name: {"mamba_expand": 2, "mamba_d_head": 16} for name in FILES if name.startswith("granitehybrid")}
+SIZES["llama4"] = {"num_experts_per_tok": 1}  # As real ones take.
 SIZES["jamba"] = {"mamba_expand": 2, "mamba_d_state": 16}
 
 
@@ -55,7 +56,17 @@ def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     "what",
-    ["qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid, with experts", "jamba"],
+    [
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "lfm2",
+        "lfm2moe",
+        "granitehybrid",
+        "granitehybrid, with experts",
+        "jamba",
+        "llama4",
+    ],
 )
 def test_greedy_tokens_are_those_of_llama_cpp(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, changed = FILES[what]
