@@ -63,7 +63,7 @@ IDS = {
 SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2}  # Ids that llama.cpp takes where such a file names none.
 TURN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 # End-of-turn tokens of usual chat templates, for files that name none.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>")
 
 
 class _Settings:
