@@ -221,6 +221,10 @@ class LayerSet(Record):
         layers = [*sorted(both), *sorted(either - both)][: self.n_skipped // 2]
         return replace(self, skip_attn=frozenset(layers), skip_mlp=frozenset(layers))
 
+    def keeping_attn(self, layers: frozenset[int]) -> LayerSet:
+        """The set that leaves out the same, but for the attention of those layers."""
+        return replace(self, skip_attn=self.skip_attn - layers) if self.skip_attn & layers else self
+
     def skipping(self, sub_layers: Iterable[SubLayer]) -> LayerSet:
         """The set that leaves out those sub-layers and no others, with the same formats and numbers of experts."""
         skipped: dict[str, set[int]] = {"attn": set(), "mlp": set()}

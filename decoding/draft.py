@@ -286,7 +286,8 @@ class DraftModel(ABC):
         """
         import torch
 
-        from ..models.rows import fetched, uploaded
+        from ..models.rows import uploaded
+        from ..models.transfers import fetched
         from .context import likeliest, most_probable, possible_candidates
 
         context, leaf_ids = self.context, list[tuple[int, ...]]()

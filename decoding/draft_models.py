@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
-from ..models.rows import Pass, PassKind, fetched
+from ..models.rows import Pass, PassKind
 from ..models.runtime import Runtime
+from ..models.transfers import fetched
 from .draft import Draft, DraftModel
 from .draft_tree import UNKNOWN
 from .work import PassGenerator

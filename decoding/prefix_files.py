@@ -42,7 +42,7 @@ from .work import Slots
 BLOCK_TOKENS = 128
 # Of a file: MARK, CRC-32 of the rest, values of the mean state, bytes of the slots. Recurrent states follow.
 HEADER = struct.Struct("<4sIIQ")
-MARK = b"SwP1"
+MARK = b"SwP2"
 LENGTH_BYTES = 4
 NAME_BYTES = hashlib.sha256().digest_size  # Of a block's name; that of a place is longer by its number of tokens.
 SUFFIX, UNFINISHED = ".block", ".tmp"

@@ -14,11 +14,12 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import UnsupportedModel
 from .buffer import KVBuffer
 from .coded import CodedLinear
-from .config_layout import AttentionWindow, HeadLayout, heads_of
-from .family import Experts, Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
+from .config_layout import AttentionWindow, HeadLayout, heads_of, key_sources
+from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
 from .heads import split_gates, split_heads
 from .latents import heads_of_latents, without_padding
-from .mixtures import WeighedInputs
+from .layer_inputs import LayerEnding
+from .mixtures import MlpBesideExperts, NormedMixture, WeighedInputs
 from .recurrent import RecurrentStates, StateRows
 from .rotation import RotaryTables, joined_rotation, rotate
 from .state_rules import DeltaRule, StateRule, StateSpace, ValueSteps
@@ -71,7 +72,7 @@ class LayerRows(Protocol):
     rotation: RotaryTables | None
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the rows' keys and values; return the attention heads' outputs, (rows, heads * width)."""
+        """Write the rows' keys and values, if there are any; return the heads' outputs, (rows, heads * width)."""
         ...
 
     def convolution_inputs(self, block: Block, inputs: Tensor) -> Tensor:
@@ -106,6 +107,7 @@ class LayerModules:
     latents: tuple[Any, ...] = ()
     q_norm: Any = None
     k_norm: Any = None
+    v_norm: Any = None
     inner_norm: Any = None
     out: Any = None
     attn_post: Any = None
@@ -139,7 +141,10 @@ class LayerModules:
 def queries_keys_values(
     block: Block, parts: LayerModules, normed: Tensor, rotation: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated."""
+    """Return queries (rows, heads, width), keys and values (rows, kv_heads, width) of normed states, rotated.
+
+    There are 0 kv_heads where the layer reads another one's.
+    """
     return rotated_heads(block, parts, [project(normed) for project in parts.qkv], rotation)
 
 
@@ -151,12 +156,14 @@ def rotated_heads(
         query, key, value = heads_of_latents(block.heads, (parts.q_norm, parts.k_norm), parts.latents, projected)
     else:
         query, key, value = split_heads(block.heads, projected)
-    is_normed, kind = parts.q_norm is not None and parts.k_norm is not None, block.head_norm
+    is_normed, kind = parts.q_norm is not None and (parts.k_norm is not None or not key.numel()), block.head_norm
     if is_normed and kind == "whole":
         query = parts.q_norm(query.flatten(1)).view_as(query)
         key = parts.k_norm(key.flatten(1)).view_as(key)
     elif is_normed and kind == "by_head":
-        query, key = parts.q_norm(query), parts.k_norm(key)
+        query, key = parts.q_norm(query), parts.k_norm(key) if key.numel() else key
+    if parts.v_norm is not None:
+        value = parts.v_norm(value)
     if block.clip is not None:
         query, key, value = (part.clamp(-block.clip, block.clip) for part in (query, key, value))
     if rotation is not None:
@@ -232,34 +239,11 @@ class LayersMaps(nn.Module):
         return x
 
 
-def in_order(answer: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a router's logits, weights and chosen experts; transformers 5.17 has those of Granite in reverse."""
-    return answer if answer[0].is_floating_point() else answer[::-1]
-
-
-class MlpBesideExperts(nn.Module):
-    """The sum of a mixture's chosen experts and of an MLP, its shared expert, which stand side by side in a layer.
-
-    Its router, its experts and the MLP have the names that the family's row has for them.
-    """
-
-    def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
-        super().__init__()
-        mixture = layer.get_submodule(named.beside or "")
-        self._names = named.router, named.experts, mlp
-        for name in (named.router, named.experts):
-            self.add_module(name, mixture.get_submodule(name))
-        self.add_module(mlp, layer.get_submodule(mlp))
-
-    def forward(self, x: Tensor) -> Tensor:
-        router, experts, mlp = (getattr(self, name) for name in self._names)
-        rows = x.view(-1, x.shape[-1])
-        _, weights, chosen = in_order(router(rows))
-        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
-
-
 def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
     named = family.experts
+    if named is not None and named.norms is not None:
+        has_one = getattr(layer, named.router.partition(".")[0], None) is not None
+        return NormedMixture(layer, named, family.mlp) if has_one else layer.get_submodule(family.mlp)
     if named is not None and named.beside is not None and getattr(layer, named.beside) is not None:
         return MlpBesideExperts(layer, named, family.mlp)
     if named is not None and named.weighs_inputs and has_experts(mixture := layer.get_submodule(family.mlp)):
@@ -276,7 +260,8 @@ class Block:
     its output map reads is; None: they are in the rule's order. `clip`: what the projections give lies between it and
     its negative; None: no bound. `head_norm`: as in `Family`. `layer_type`: of its rotation, None without one.
     `softcap` bounds scores; None: no bound. `sinks`: (heads,) further scores that read nothing; None: none.
-    `added_scale`: what a sub-layer adds is multiplied by it; `attn_scale`: what attention gives, before.
+    `added_scale`: what a sub-layer adds is multiplied by it; `attn_scale`: what attention gives, before. `source`: the
+    layer whose keys and values attention reads. `end`: what the layer does after its sub-layers; None: nothing.
     """
 
     def __init__(
@@ -293,7 +278,9 @@ class Block:
         self.has_attention = family.has_attention(config, index)
         self.window = window
         self.layer_type = layer_type if self.has_attention else None
-        self.heads = heads_of(config)
+        self.heads = heads_of(config, index)
+        self.source = key_sources(config)[index]
+        self.end = LayerEnding.of(layer, index, family, config)
         self.head_norm = family.head_norm
         self.scaling, self.attn_scale = 1.0, 1.0
         self.clip = _number(config, family.clip)
@@ -306,12 +293,9 @@ class Block:
         attention = self._attention_modules(layer, family, config) if self.has_attention else None
         parts = replace(attention, beside=mixing) if attention else mixing or LayerModules()
         if "mlp" in self.kinds:
-            parts = replace(
-                parts,
-                mlp_norm=submodule(layer, family.mlp_norm),
-                mlp=_mlp_of(layer, family),
-                mlp_post=submodule(layer, family.mlp_post_norm),
-            )
+            mlp, mlp_norm = _mlp_of(layer, family), submodule(layer, family.mlp_norm)
+            mlp_norm = None if isinstance(mlp, NormedMixture) else mlp_norm  # Its parts have norms of their own.
+            parts = replace(parts, mlp_norm=mlp_norm, mlp=mlp, mlp_post=submodule(layer, family.mlp_post_norm))
         self.parts = parts
         self.n_taps = mixing.conv.kernel_size[0] if mixing else 0
         # None: the layer has one MLP, or none.
@@ -334,7 +318,8 @@ class Block:
         self.scaling = float(getattr(attn, family.scaling))
         self.sinks = None if family.sinks is None else getattr(attn, family.sinks)
         q_norm, k_norm = family.head_norms or (None, None)
-        qkv = tuple(submodule(attn, name) for name in family.qkv)
+        # All of a fused projection; else as many as the layer has.
+        qkv = tuple(submodule(attn, name) for name in family.qkv[: self.heads.projected])
         if family.attn_scales is not None:
             # Attention is linear in its values, and scores in queries and keys.
             into, keys, given = (_number(config, name) or 1.0 for name in family.attn_scales)
@@ -346,7 +331,8 @@ class Block:
             qkv=qkv,
             latents=tuple(submodule(attn, name) for name in family.latents or ()),
             q_norm=submodule(attn, q_norm),
-            k_norm=submodule(attn, k_norm),
+            k_norm=submodule(attn, k_norm) if self.heads.projected > 1 else None,
+            v_norm=submodule(attn, family.value_norm) if self.heads.projected > 1 else None,
             inner_norm=submodule(attn, family.inner_norm),
             out=attn.get_submodule(family.out),
             attn_post=submodule(layer, family.attn_post_norm),
@@ -437,13 +423,13 @@ class BufferRows:
 
 
 def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor, group: RowGroup, buffer: KVBuffer) -> Tensor:
-    for row, slot, length in group.spans:
+    for row, slot, length in group.spans if key.numel() else ():
         whole = length == key.shape[0]
         keys, values = buffer.between(slot, slot + length)
         keys[block.index].copy_((key if whole else key[row : row + length]).transpose(0, 1))
         values[block.index].copy_((value if whole else value[row : row + length]).transpose(0, 1))
     keys, values = buffer.between(group.start, group.end)
-    layer_slots = keys[block.index], values[block.index]
+    layer_slots = keys[block.index].to(query.device), values[block.index].to(query.device)
     return attend(query, *layer_slots, group.mask, block.scaling, block.softcap, block.sinks)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,9 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .family import SlotShape
 from .free_memory import free_memory
 from .recurrent import RecurrentStates
 
+_Form = tuple[torch.device, int, int]  # Device, heads and width of keys, or of values, that lie in one block.
+_Place = tuple[_Form, int]  # Which tensor of which block.
 MOST_VIEWS = 8  # Cached views of a buffer, one per range of slots; the cache is cleared when full.
 
 
@@ -31,57 +35,59 @@ class KVBuffer:
 
     Slot i holds position i of the committed text. After the committed slots a draft writes its chain, the target
     overwrites it when it verifies, and candidate evaluation writes scratch rows that the next pass overwrites.
-    Layers on one device share one block of shape (2, layers, kv_heads, capacity, head_dim), so that moving a row
-    is one copy per device, and one of (layers, capacity, values) for convolutions. Zero-filled: a masked slot that was
-    never written must not hold a NaN.
+    Keys and values of one form on one device share one block of shape (tensors, n_heads, capacity, width), keys of all
+    layers before values, so that moving a row is one copy per block. Zero-filled: a masked slot that was never written
+    must not hold a NaN.
 
-    Args: conv_inputs: per layer the values of a convolution's input, 0 for others; of one size (default: all 0).
-          states: of recurrent layers. without_slots: layers that keep nothing by slot.
+    Args: shapes: of each layer; None: it keeps nothing by slot. states: of recurrent layers. sources: the layer whose
+          keys and values each layer reads (default: its own).
     """
 
     def __init__(
         self,
         devices: Sequence[torch.device],
-        kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[SlotShape | None],
         capacity: int,
         dtype: torch.dtype,
-        conv_inputs: Sequence[int] = (),
         states: RecurrentStates | None = None,
-        without_slots: Collection[int] = (),
+        sources: Sequence[int] = (),
     ) -> None:
-        self.capacity, self.head_stride, self.states = capacity, capacity * head_dim, states
-        conv_inputs = conv_inputs or (0,) * len(devices)
-        self._blocks: dict[torch.device, Tensor] = {}
-        self._inputs: dict[torch.device, Tensor] = {}
-        # One tensor (kv_heads, capacity, head_dim) per layer; of a convolution twice its (1, capacity, values); empty
-        # ones of a layer without slots.
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.capacity, self.states = capacity, states
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        for device in dict.fromkeys(devices):
-            layers_here = enumerate(zip(conv_inputs, devices, strict=True))
-            widths = [width for at, (width, place) in layers_here if place == device and at not in without_slots]
-            shape = (2, widths.count(0), kv_heads, capacity, head_dim)
-            self._blocks[device] = torch.zeros(shape, dtype=dtype, device=device)
-            if any(widths):
-                n_convolutions = len(widths) - widths.count(0)
-                self._inputs[device] = torch.zeros((n_convolutions, capacity, max(widths)), dtype=dtype, device=device)
-        layers = {device: iter(block.transpose(0, 1)) for device, block in self._blocks.items()}
-        convolutions = {device: iter(inputs[:, None]) for device, inputs in self._inputs.items()}
-        self._has_keys = [not width and layer not in without_slots for layer, width in enumerate(conv_inputs)]
-        for layer, (device, has_keys) in enumerate(zip(devices, self._has_keys, strict=True)):
-            if layer in without_slots:
-                keys, values = [torch.empty((1, 0, 0), dtype=dtype, device=device)] * 2
-            else:
-                keys, values = next(layers[device]) if has_keys else [next(convolutions[device])] * 2
-            self.keys.append(keys)
-            self.values.append(values)
+        counts: Counter[_Form] = Counter()
+
+        def places_of(widths: Sequence[int]) -> list[_Place | None]:
+            places: list[_Place | None] = []
+            for device, own, width in zip(devices, shapes, widths, strict=True):
+                form = None if own is None or not width else (device, own.n_heads, width)
+                places.append(None if form is None else (form, counts[form]))
+                if form is not None:
+                    counts[form] += 1
+            return [places[source] for source in sources] if sources else places
+
+        self._key_places = places_of([0 if shape is None else shape.key_width for shape in shapes])
+        values = places_of([0 if shape is None else shape.value_width for shape in shapes])
+        # Of a convolution both are of its inputs.
+        self._value_places = [value or key for value, key in zip(values, self._key_places, strict=True)]
+        self._blocks: dict[_Form, Tensor] = {}
+        for (device, n_heads, width), n in counts.items():
+            shape = n, n_heads, capacity, width
+            self._blocks[device, n_heads, width] = torch.zeros(shape, dtype=dtype, device=device)
+        self._nothing = [torch.empty((1, 0, 0), dtype=dtype, device=device) for device in devices]
+        # One tensor (n_heads, capacity, width) per layer; empty ones of a layer without slots.
+        self.keys, self.values = self._by_layer({form: block.unbind() for form, block in self._blocks.items()})
+
+    def _by_layer(self, tensors: Mapping[_Form, Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return each layer's keys and values, given the tensors of each block."""
+
+        def at(places: Sequence[_Place | None]) -> tuple[Tensor, ...]:
+            pairs = zip(places, self._nothing, strict=True)
+            return tuple(nothing if place is None else tensors[place[0]][place[1]] for place, nothing in pairs)
+
+        return at(self._key_places), at(self._value_places)
 
     def between(self, start: int, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Views of the keys and the values at slots start … end - 1, per layer (kv_heads, end - start, head_dim).
-
-        Of a convolution both are of its inputs: (1, end - start, values).
+        """Views of the keys and the values at slots start … end - 1, per layer (n_heads, end - start, width).
 
         The views of all layers are created together and cached: creating them one by one takes several times as long.
         """
@@ -89,20 +95,14 @@ class KVBuffer:
         if views is None:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
-            per_device = {
-                device: zip(*(part.unbind() for part in block[:, :, :, start:end].unbind()), strict=True)
-                for device, block in self._blocks.items()
-            }
-            layers = zip(self.keys, self._has_keys, strict=True)
-            keys, values = zip(
-                *(next(per_device[part.device]) if has_keys else [part[:, start:end]] * 2 for part, has_keys in layers),
-                strict=True,
-            )
-            views = self._views[start, end] = keys, values
+            views = self._by_layer({form: block[:, :, start:end].unbind() for form, block in self._blocks.items()})
+            self._views[start, end] = views
         return views
 
     def address(self, device: torch.device) -> int:
-        return self._blocks[device].data_ptr()
+        """Memory address of the keys and values on a device, where they are of one form."""
+        (block,) = (block for form, block in self._blocks.items() if form[0] == device)
+        return block.data_ptr()
 
     @cached_property
     def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ...]:
@@ -134,10 +134,8 @@ class KVBuffer:
         """Take another buffer's first `n` slots, a number that it says is `reachable`; before the first pass."""
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states, other.states.reachable(n))
-        for device, block in self._blocks.items():
-            block[:, :, :, :n] = other._blocks[device][:, :, :, :n]
-        for device, inputs in self._inputs.items():
-            inputs[:, :n] = other._inputs[device][:, :n]
+        for form, block in self._blocks.items():
+            block[:, :, :n] = other._blocks[form][:, :, :n]
 
     def places(self, n_slots: int) -> list[int]:
         """Return behind which numbers of slots, up to `n_slots`, only states tell where a text can go on."""
@@ -153,21 +151,17 @@ class KVBuffer:
         assert self.states is not None
         self.states.restore(n_slots, saved)
 
-    @property
-    def _stored(self) -> tuple[Tensor, ...]:
-        """All that the slots hold: tensors (…, capacity, values)."""
-        return *self._blocks.values(), *self._inputs.values()
-
     def saved(self, start: int, end: int) -> NDArray[np.uint8]:
         """Return a copy of the bytes of slots start … end - 1, of all layers, for `restore` of a buffer of its kind."""
-        parts = (block[..., start:end, :].cpu().contiguous() for block in self._stored)
-        return torch.cat([part.flatten().view(torch.uint8) for part in parts]).numpy()
+        parts = (block[:, :, start:end].cpu().contiguous() for block in self._blocks.values())
+        as_bytes = [part.flatten().view(torch.uint8) for part in parts]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *as_bytes]).numpy()
 
     def restore(self, start: int, end: int, saved: NDArray[np.uint8]) -> None:
         """Write what `saved` returned into slots start … end - 1."""
         place = 0
-        for block in self._stored:
-            slots = block[..., start:end, :]
+        for block in self._blocks.values():
+            slots = block[:, :, start:end]
             if not slots.numel():  # Torch cannot view empty bytes as numbers.
                 continue
             n_bytes = slots.numel() * slots.element_size()
@@ -179,9 +173,9 @@ class KVBuffer:
         """Copy a slot's keys and values of all layers to another slot; several, int64 (n,), to consecutive ones."""
         if self.states is not None:
             self.states.move(source if isinstance(source, int) else source.tolist(), target)
-        for device, block in (*self._blocks.items(), *self._inputs.items()):
-            slots = block.movedim(-2, 0)
+        for block in self._blocks.values():
+            slots = block.movedim(2, 0)
             if isinstance(source, int):
                 slots[target] = slots[source]
             else:
-                slots[target : target + len(source)] = slots.index_select(0, source.to(device))
+                slots[target : target + len(source)] = slots.index_select(0, source.to(block.device))

@@ -71,7 +71,7 @@ def _source(folder: Path, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _by_outputs(name: str, stored: Any, config: Any) -> Any:
     """Return a stored tensor; maps of experts by outputs: Qwen3-VL's checkpoints have them by inputs."""
-    leaf, hidden, inner = name.rpartition(".")[2], config.hidden_size, getattr(config, "moe_intermediate_size", 0)
+    leaf, hidden, inner = name.rpartition(".")[2], config.hidden_size, getattr(config, "moe_intermediate_size", 0) or 0
     shape = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}.get(leaf)
     if ".experts." not in name or shape is None or tuple(stored.get_shape()[:0:-1]) != shape:
         return stored

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ModelNotFound
-from .config_layout import heads_of, windows_of
+from .config_layout import heads_of, layer_config, windows_of
 from .families import family_of
 from .family import Selective
 
@@ -49,7 +49,7 @@ THETA, CAP, AMOUNT = Bounds(1, 1e18, False), Bounds(TINY, 1e9, False), Bounds(0,
 
 # Names of the field with a layer's experts, and of that with those of a token.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 # Fields by all names that configs have for them, at any level; a field that is missing or null has a default.
 BOUNDS: dict[str, Bounds] = {
@@ -69,7 +69,11 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "moe_shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), WIDTH),
-    **dict.fromkeys(("block_multiple_of", "dim_model_base"), WIDTH),
+    **dict.fromkeys(("block_multiple_of", "dim_model_base", "global_head_dim"), WIDTH),
+    "hidden_size_per_layer_input": Bounds(0, 1 << 16),
+    "vocab_size_per_layer_input": VOCAB,
+    "num_global_key_value_heads": HEADS,
+    "num_kv_shared_layers": COUNT,
     **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS), EXPERTS),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), GROUPS),
@@ -155,13 +159,25 @@ def check_together(config: Any, path: Path) -> None:
     Raises: ModelNotFound: heads do not share key heads evenly or do not fill the hidden size, a list has another length
             than what it is for, or a field that every model has is missing.
     """
-    layers, hidden, heads = config.num_hidden_layers, config.hidden_size, heads_of(config)
-    if heads.n_heads % heads.n_kv_heads:
-        raise ModelNotFound(
-            f"{path} has {heads.n_heads} attention heads for {heads.n_kv_heads} key heads, no multiple: {ADVICE}"
-        )
-    if not getattr(config, "head_dim", None) and hidden % heads.n_heads:
-        raise ModelNotFound(f"{path} has a hidden size of {hidden} for {heads.n_heads} heads, no multiple: {ADVICE}")
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    types = getattr(config, "layer_types", None)
+    if types is not None and len(types) != layers:
+        raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
+    for layer in range(layers):
+        heads = heads_of(config, layer)
+        if heads.n_heads % heads.n_kv_heads:
+            raise ModelNotFound(
+                f"{path} has {heads.n_heads} attention heads for {heads.n_kv_heads} key heads, no multiple: {ADVICE}"
+            )
+        if not getattr(layer_config(config, layer), "head_dim", None) and hidden % heads.n_heads:
+            raise ModelNotFound(
+                f"{path} has a hidden size of {hidden} for {heads.n_heads} heads, no multiple: {ADVICE}"
+            )
+    heads = heads_of(config)
+    inputs = family_of(config).layer_inputs
+    n_inputs = config.vocab_size_per_layer_input if inputs is not None and inputs.width(config) else config.vocab_size
+    if n_inputs < config.vocab_size:
+        raise ModelNotFound(f"{path} has inputs by layer for {n_inputs} of {config.vocab_size} tokens: {ADVICE}")
     for name in PER_LAYER:
         numbers = getattr(config, name, None)
         if isinstance(numbers, list) and len(numbers) != layers:
@@ -170,9 +186,6 @@ def check_together(config: Any, path: Path) -> None:
     rank = _first(config, "mamba_dt_rank", "time_step_rank")
     if rank is not None and not WIDTH.holds(rank):
         raise ModelNotFound(f"{path} has {shown(rank)} as the rank of a state's steps, not {WIDTH.words}: {ADVICE}")
-    types = getattr(config, "layer_types", None)
-    if types is not None and len(types) != layers:
-        raise ModelNotFound(f"{path} has {len(types)} layer_types for {layers} layers: {ADVICE}")
     if any(window is not None and window.size == 0 for window in windows_of(config, family_of(config), layers)):
         raise ModelNotFound(f"{path} has a sliding window of 0 tokens: {ADVICE}")
     listed = getattr(config, "no_rope_layers", None)
@@ -185,7 +198,7 @@ def check_together(config: Any, path: Path) -> None:
         raise ModelNotFound(f"{path} has {shared} heads of a state for {key_heads} key heads, no multiple: {ADVICE}")
     for parameters in rotations(config):
         # Of heads of latents, configs call the rotated part, or all of a head, its size.
-        size = getattr(config, "head_dim", None) or heads.width
+        size = getattr(layer_config(config, 0), "head_dim", None) or heads.width
         width = int(size * (parameters.get("partial_rotary_factor") or 1.0))
         if heads.latent is not None and (width != heads.latent.rotary or width % 2):
             raise ModelNotFound(

@@ -1,4 +1,4 @@
-"""What a config lays out per layer: heads, values of a slot, windows, rotations; and how many positions there are."""
+"""What a config lays out per layer: heads, slots, windows, rotations; and how many positions there are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..core.errors import UnsupportedModel
 from .families import CHUNKS, FAMILIES
-from .family import Family, ShortConv
+from .family import Family, ShortConv, SlotShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+SLIDING = "sliding_attention"  # Type of layers with a window.
 UNROTATED = "unrotated"  # Type of layers whose queries are scaled by position, and not rotated.
 Positions = TypeVar("Positions", int, "Tensor", "NDArray[Any]")
 
@@ -55,6 +56,8 @@ class HeadLayout:
     """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
 
     `gated`: after each query lies a gate of its width. `latent`: heads are made of latents; None: they are not.
+    `projected`: of which of queries, keys and values there are projections. Without values these are the keys; without
+    both they are another layer's.
     """
 
     n_heads: int
@@ -63,6 +66,7 @@ class HeadLayout:
     grouped: bool
     gated: bool = False
     latent: LatentLayout | None = None
+    projected: int = 3
 
     @property
     def n_groups(self) -> int:
@@ -70,8 +74,13 @@ class HeadLayout:
         return self.n_heads // self.n_kv_heads
 
 
-def heads_of(config: Any) -> HeadLayout:
-    """Return the layout of a config's heads; of a model without attention, one of one value."""
+def layer_config(config: Any, layer: int) -> Any:
+    """Return the config of one layer, where a config has fields by layer; else the config itself."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def heads_of(config: Any, layer: int = 0) -> HeadLayout:
+    """Return the layout of a layer's heads; of a model without attention, one of one value."""
     if getattr(config, "num_attention_heads", None) is None:
         return HeadLayout(1, 1, 1, grouped=False)
     family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
@@ -79,28 +88,56 @@ def heads_of(config: Any) -> HeadLayout:
         names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
         sizes = LatentLayout(*(int(getattr(config, name) or 0) for name in names))
         return HeadLayout(n_heads, n_heads, int(config.qk_nope_head_dim) + sizes.rotary, False, latent=sizes)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+    own = layer_config(config, layer)
+    width = int(getattr(own, "head_dim", None) or config.hidden_size // n_heads)
     if family.projection == "multi_query":
         is_new = getattr(config, "new_decoder_architecture", False)
         n_kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else n_heads
         return HeadLayout(n_heads, int(n_kv_heads), width, bool(is_new or not config.multi_query))
-    n_kv_heads = int(getattr(config, "num_key_value_heads", None) or n_heads)
-    return HeadLayout(n_heads, n_kv_heads, width, family.projection == "grouped", family.gated_heads)
+    n_kv_heads = int(getattr(own, "num_key_value_heads", None) or n_heads)
+    projected = 3
+    if family.key_values and getattr(config, family.key_values) and config.layer_types[layer] != SLIDING:
+        projected = 2
+    if family.sharing and key_sources(config)[layer] != layer:
+        projected = 1
+    is_grouped = family.projection == "grouped"
+    return HeadLayout(n_heads, n_kv_heads, width, is_grouped, family.gated_heads, projected=projected)
 
 
-def slot_values(config: Any) -> list[int]:
-    """Return per layer how many values each slot of a sequence has.
+def key_sources(config: Any) -> list[int]:
+    """Return per layer the layer whose keys and values its attention reads: its own, or an earlier one's.
 
-    They are a key and a value, or a convolution's input; recurrent layers without attention have none.
+    Raises: UnsupportedModel: no layer before those that share is of the type of one of them.
     """
-    heads, family, n_layers = heads_of(config), FAMILIES[config.model_type], int(config.num_hidden_layers)
-    keys_and_values = 2 * heads.n_kv_heads * heads.width
-    return [
-        keys_and_values
-        if family.has_attention(config, layer)
-        else int(config.hidden_size) * isinstance(family.mixer_of(config, layer), ShortConv)
-        for layer in range(n_layers)
-    ]
+    family, n_layers = FAMILIES[config.model_type], int(config.num_hidden_layers)
+    n_sharing = getattr(config, family.sharing, None) or 0 if family.sharing else 0
+    n_own = n_layers - n_sharing
+    last_of = {kind: layer for layer, kind in enumerate(config.layer_types[:n_own])} if n_sharing else {}
+    sharing = config.layer_types[n_own:] if n_sharing else ()
+    missing = next((kind for kind in sharing if kind not in last_of), None)
+    if n_own < 1 or missing is not None:
+        raise UnsupportedModel(
+            f"this config says {family.sharing} {n_sharing} of {n_layers} layers, and no layer before these has keys"
+            f" for {missing or 'them'}: copy or download it again"
+        )
+    return [*range(n_own), *(last_of[kind] for kind in sharing)]
+
+
+def slot_shapes(config: Any) -> list[SlotShape | None]:
+    """Return per layer what it keeps in each slot of a sequence; None: nothing.
+
+    Recurrent layers without attention keep nothing by slot, nor do those that read another layer's keys.
+    """
+
+    def shape_of(layer: int) -> SlotShape | None:
+        if not family.has_attention(config, layer):
+            has_inputs = isinstance(family.mixer_of(config, layer), ShortConv)
+            return SlotShape(1, int(config.hidden_size)) if has_inputs else None
+        heads = heads_of(config, layer)
+        return None if heads.projected == 1 else SlotShape(heads.n_kv_heads, heads.width, heads.width)
+
+    family = FAMILIES[config.model_type]
+    return [shape_of(layer) for layer in range(int(config.num_hidden_layers))]
 
 
 class AttentionWindow(NamedTuple):
@@ -120,7 +157,7 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[AttentionWin
     size = getattr(config, "attention_chunk_size" if in_chunks else "sliding_window", None)
     if family.sliding == "none" or size is None:
         return (None,) * n_layers
-    window, has_window = AttentionWindow(int(size), in_chunks), CHUNKS if in_chunks else "sliding_attention"
+    window, has_window = AttentionWindow(int(size), in_chunks), CHUNKS if in_chunks else SLIDING
     if family.sliding == "all":
         return (window,) * n_layers
     return tuple(window if kind == has_window else None for kind in config.layer_types)
@@ -131,14 +168,13 @@ def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) ->
 
     Whole multiples of 16, and at least 16 or `n_rows`: fewer rows read the weights for little.
     """
-    heads, family = heads_of(config), FAMILIES[config.model_type]
+    family = FAMILIES[config.model_type]
     windows = windows_of(config, family, int(config.num_hidden_layers))
-    n_seen = sum(
-        min(n_slots, window.size if window else n_slots)
-        for layer, window in enumerate(windows)
-        if family.has_attention(config, layer)
-    )
-    of_attention = 2 * heads.n_heads * heads.width * n_seen
+    of_attention = 0
+    for layer, window in enumerate(windows):
+        if family.has_attention(config, layer):
+            heads = heads_of(config, layer)
+            of_attention += 2 * heads.n_heads * heads.width * min(n_slots, window.size if window else n_slots)
     affordable = n_rows * n_parameters // max(1, n_parameters + of_attention)
     return max(min(n_rows, 16), affordable // 16 * 16)
 

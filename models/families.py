@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import UnsupportedModel
-from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, differences
+from .family import GATED_SHARED, SIGMOID_EXPERTS, Experts, Family, LayerInputNames, MixtureNorms, differences
 from .gguf_forms import FORMS
 from .hybrids import HYBRIDS
 from .latent_families import LATENT
@@ -36,6 +36,17 @@ _JOINT_GATE: dict[str, Any] = dict(mlp_in=("gate_up_proj",))
 _PAIRS: dict[str, Any] = dict(rotation="pairs")
 _WIDE_PAIRS: dict[str, Any] = dict(rotation="pairs", rotates_wide=True)
 _HIDDEN_ACTIVATION = {"hidden_act": "hidden_activation"}
+_GEMMA4: dict[str, Any] = dict(
+    _FOUR_NORMS,
+    rotary_by_type=True,
+    head_norms=_HEAD_NORMS,
+    value_norm="v_norm",
+    key_values="attention_k_eq_v",
+    sharing="num_kv_shared_layers",
+    layer_scale="layer_scalar",
+    fields=_HIDDEN_ACTIVATION,
+    sliding="by_layer",
+)
 _MULTIPLIERS: dict[str, Any] = dict(embed_scale="embedding_multiplier", residual_scale="residual_multiplier")
 _GPT2: dict[str, Any] = dict(
     layers="transformer.h",
@@ -94,6 +105,13 @@ FAMILIES: dict[str, Family] = {
         fields=_HIDDEN_ACTIVATION,
         sliding="by_layer",
     ),
+    "gemma4_text": Family(
+        models="Gemma 4 of text alone",
+        **_GEMMA4,
+        layer_inputs=LayerInputNames(),
+        experts=Experts(router="router.proj", shared="mlp", normalised=True, norms=MixtureNorms()),
+    ),
+    "gemma4_unified_text": Family(models="Gemma 4 12B of text alone", **_GEMMA4),
     "phi3": Family(
         models="Phi-3, Phi-3.5, Phi-4",
         **_JOINT_GATE,
@@ -385,7 +403,8 @@ FAMILIES: dict[str, Family] = {
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 CHUNKS = "chunked_attention"  # Type of layers whose rows see their own chunk alone.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "use_bidirectional_attention": (bool, "bidirectional attention"),
+    # "vision": among the tokens of an image, which a text has not.
+    "use_bidirectional_attention": (lambda value: value not in (None, False, "vision"), "bidirectional attention"),
     "add_cross_attention": (bool, "cross-attention"),
     "attention_chunk_size": (bool, "chunked attention"),
     "rope_interleave": (lambda value: value is False, "a rotation of halves in latent attention"),

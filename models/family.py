@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.types import KINDS, Kind
 from .mtp_names import Mtp
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNorms:
+    """Norms of a layer whose experts and MLP each have their own (Gemma 4): their names in the layer.
+
+    All of them, and the router, read the residual stream. `mlp_before` is the family's `mlp_norm`.
+    """
+
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"
+    mlp_before: str = "pre_feedforward_layernorm"
+    mlp_after: str = "post_feedforward_layernorm_1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class Experts:
     module's `limit` and `alpha` are the numbers (gpt-oss).
 
     With `beside` the layer has the router and the experts in a module of this name, and the family's MLP beside it is
-    the shared one.
+    the shared one. With `norms` it has them itself.
     """
 
     router: str = "gate"
@@ -52,6 +65,7 @@ class Experts:
     alternating: bool = False
     clamped: bool = False
     beside: str | None = None
+    norms: MixtureNorms | None = None
 
 
 GATED_SHARED = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
@@ -141,6 +155,40 @@ Mixer = ShortConv | GatedDelta | Selective | SelectiveScan
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputNames:
+    """A vector for each token and layer, which a layer's last term is multiplied by: names in the model and the layer.
+
+    It is a token's row of `embed`, plus the norm of what `project` makes of the token's embedding. The layer's term is
+    `after` of `out` of the `activation` of `gate`, times the vector. `size` is the config's field with its length; 0 or
+    None: there are none.
+    """
+
+    embed: str = "model.embed_tokens_per_layer"
+    project: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    after: str = "post_per_layer_input_norm"
+    activation: str = "act_fn"
+    size: str = "hidden_size_per_layer_input"
+
+    def width(self, config: Any) -> int:
+        return int(getattr(config, self.size, None) or 0)
+
+
+class SlotShape(NamedTuple):
+    """What a layer keeps in a slot: a key and a value for each of `n_heads`, or of a convolution one input."""
+
+    n_heads: int
+    key_width: int
+    value_width: int = 0
+
+    @property
+    def n_values(self) -> int:
+        return self.n_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Module names, dotted from the causal-LM model (`layers` … `head`) or from one decoder layer (the rest).
 
@@ -160,7 +208,10 @@ class Family:
     to latents, and these maps from there to heads: of queries, without which they have no latent, and of keys and
     values. `scaling` is the attention module's name for what scores are multiplied by; the config's
     attn_logit_softcapping bounds them. `sinks`, a tensor of attention (heads,), are further scores, which take a share
-    and read nothing. `inner_norm` is of what the heads read.
+    and read nothing. `inner_norm` is of what the heads read. `value_norm` is of each value. `key_values`: a flag of the
+    config by which layers without a window have no map of values: these are the keys before their norm and rotation.
+    `sharing`: the config's number of last layers that have neither, and read those of the last layer of their type
+    before them.
 
     `rotation`: which values of a head are a pair: those half the rotated width apart, turned forwards ("halves") or
     backwards ("reversed"), or neighbours ("pairs"). `rotates_wide`: in float32, and rounded once. `unrotated`: layers
@@ -175,6 +226,9 @@ class Family:
     `activation`. With `gated`, the output map reads the product of two halves, one of them after the activation;
     `mlp_inner_norm` is before it. With `experts`, layers may have a mixture of such MLPs instead. Linear maps that are
     `transposed` are stored as (inputs, outputs).
+
+    `layer_inputs`: see there. `layer_scale` is a tensor (1,) of a layer, which the residual stream is multiplied by
+    after it.
 
     With `gated_heads` what a head reads is multiplied by the sigmoid of a gate, which lies after its query. `mixer` is
     what layers of its type have in place of attention, or beside it. Layers of a type in `alone` are one sub-layer of
@@ -226,6 +280,9 @@ class Family:
     head_norms: tuple[str, str] | None = None
     head_norm: Literal["by_head", "whole", "rotated", "latent"] = "by_head"
     latents: tuple[str, str] | None = None
+    value_norm: str | None = None
+    key_values: str | None = None
+    sharing: str | None = None
     scaling: str = "scaling"
     sinks: str | None = None
     inner_norm: str | None = None
@@ -234,6 +291,8 @@ class Family:
     mixer: Mixer | None = None
     alone: Mapping[str, Kind] = field(default_factory=dict)
     gated_heads: bool = False
+    layer_inputs: LayerInputNames | None = None
+    layer_scale: str | None = None
     experts: Experts | None = None
     hidden_act: str | None = None
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -295,6 +354,11 @@ DIFFERENCES: tuple[tuple[Callable[[Family], bool], str], ...] = (
     (lambda row: row.head_norm == "whole", "q/k norms over all heads"),
     (lambda row: row.head_norm == "rotated", "q/k norms after the rotation"),
     (lambda row: row.latents is not None, "multi-head latent attention (MLA)"),
+    (lambda row: row.value_norm is not None, "norms of values"),
+    (lambda row: row.key_values is not None, "keys as values, by config"),
+    (lambda row: row.sharing is not None, "layers that read another layer's keys and values"),
+    (lambda row: row.layer_inputs is not None, "inputs by layer, and what a layer adds by them"),
+    (lambda row: row.layer_scale is not None, "a scale of each layer's output"),
     (lambda row: row.inner_norm is not None, "norms inside sub-layers"),
     (lambda row: row.embed_norm is not None, "a norm of embeddings"),
     (lambda row: row.positions is not None, "learned positions"),

@@ -130,8 +130,11 @@ class GraphPasses:
                 f"CUDA graphs need our kernels in Triton, which do not compute in {runtime.dtype_name}: use the speed"
                 " eager"
             )
-        if not runtime.has_only_attention:
-            raise SettingsError("CUDA graphs have no kernel for short convolutions: use the speed eager")
+        if not runtime.has_alike_layers:
+            raise SettingsError(
+                "CUDA graphs have no kernels for layers with convolutions, states or heads of several forms: use the"
+                " speed eager"
+            )
         self.runtime = runtime
         pool = None if record else torch.cuda.graph_pool_handle()
         self._record: Record = record or (lambda static: captured(static.run, runtime.device, pool))

@@ -11,12 +11,16 @@ from .config_layout import HeadLayout
 
 
 def split_heads(heads: HeadLayout, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the outputs of the projections, (rows, width) each, into queries, keys and values by head."""
+    """Cut the outputs of the projections, (rows, width) each, into queries, keys and values by head.
+
+    Without a projection of values these are the keys; without both there are none, (rows, 0, width).
+    """
     rows = projected[0].shape[0]
     if heads.grouped:
         grouped = projected[0].view(rows, heads.n_kv_heads, heads.n_groups + 2, heads.width)
         return grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
-    query, key, value = (part.view(rows, -1, heads.width) for part in _parted(heads, projected))
+    query, *others = (part.view(rows, -1, heads.width) for part in _parted(heads, projected))
+    key, value = (others[0], others[-1]) if others else (query[:, :0], query[:, :0])
     return query[:, :: 1 + heads.gated], key, value
 
 
@@ -29,5 +33,5 @@ def split_gates(heads: HeadLayout, projected: Sequence[Tensor]) -> Tensor:
 def _parted(heads: HeadLayout, projected: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(projected) > 1:
         return projected
-    kv = heads.n_kv_heads * heads.width
-    return torch.split(projected[0], [(1 + heads.gated) * heads.n_heads * heads.width, kv, kv], dim=-1)
+    kv = [heads.n_kv_heads * heads.width] * (heads.projected - 1)
+    return torch.split(projected[0], [(1 + heads.gated) * heads.n_heads * heads.width, *kv], dim=-1)

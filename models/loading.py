@@ -387,7 +387,7 @@ def _use_row_invariant(runtime: Runtime) -> str | None:
 
 
 def _use_graphs(runtime: Runtime) -> None:
-    if runtime.device.type != "cuda" or not runtime.one_device or not runtime.has_only_attention:
+    if runtime.device.type != "cuda" or not runtime.one_device or not runtime.has_alike_layers:
         return
     try:
         graphs, faster = GraphPasses(runtime), False

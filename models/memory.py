@@ -13,7 +13,7 @@ import torch
 from ..core.errors import ModelNotFound, SettingsError
 from ..core.requests import Speed
 from .config_bounds import ADVICE
-from .config_layout import HeadLayout, heads_of, slot_values
+from .config_layout import HeadLayout, heads_of, slot_shapes
 from .expert_checkpoints import BLOCKS
 from .families import family_of
 from .family import Family, GatedDelta, Selective, SelectiveScan
@@ -135,7 +135,8 @@ def memory_plan(
         n_stored = stored_bytes // stored.itemsize
         sizes = [(n_stored * dtype_asked.itemsize, n_stored)]
     _refuse_more_values(config, sum(n_values for _, n_values in sizes), folder)
-    slot_bytes = max(1, sum(slot_values(config)) * dtype_asked.itemsize)  # As `Runtime.slot_bytes`.
+    n_slot_values = sum(shape.n_values for shape in slot_shapes(config) if shape is not None)
+    slot_bytes = max(1, n_slot_values * dtype_asked.itemsize)  # As `Runtime.slot_bytes`.
     n_copied = sum(n_values for n_bytes, n_values in sizes if n_bytes >= COPIED_BYTES * n_values)
     weights = sum(n_bytes for n_bytes, _ in sizes)
     named = folder if file is None else file.path
@@ -189,6 +190,8 @@ def _values_beside(config: Any, family: Family) -> int:
     n_experts, inner = (getattr(config, name, None) or 0 for name in ("num_experts", "moe_intermediate_size"))
     n_sparse = n_layers // 2 if family.experts else 0  # Configs say in several ways which layers have experts.
     n_values = 3 * n_sparse * n_experts * hidden * inner
+    if family.layer_inputs is not None:
+        n_values += n_layers * family.layer_inputs.width(config) * config.vocab_size
     if isinstance(family.mixer, GatedDelta):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -206,7 +209,7 @@ def _values_beside(config: Any, family: Family) -> int:
 def _attention_values(hidden: int, heads: HeadLayout) -> int:
     """Return how many values the maps of a layer's attention have."""
     if heads.latent is None:
-        return 2 * (heads.n_heads + heads.n_kv_heads) * heads.width * hidden
+        return (2 * heads.n_heads + (heads.projected - 1) * heads.n_kv_heads) * heads.width * hidden
     sizes, width, kept = heads.latent, heads.width, heads.width - heads.latent.rotary
     of_heads = sizes.query_rank * width + sizes.rank * (kept + sizes.value_width) + sizes.value_width * hidden
     return hidden * sum(sizes.projected(heads)) + heads.n_heads * of_heads
@@ -214,12 +217,14 @@ def _attention_values(hidden: int, heads: HeadLayout) -> int:
 
 def _refuse_more_values(config: Any, n_stored: int, folder: Path) -> None:
     """Raises: ModelNotFound: a model of the config is much larger than what the files hold."""
-    family, hidden, heads = family_of(config), config.hidden_size, heads_of(config)
+    family, hidden = family_of(config), config.hidden_size
     inner = family.setting(config, "intermediate_size") or 4 * hidden
-    kinds = [kind for layer in range(config.num_hidden_layers) for kind in family.kinds_of(config, layer)]
-    by_kind = {"attn": _attention_values(hidden, heads), "mlp": (2 + family.gated) * inner * hidden}
     n_rows = config.vocab_size + (config.max_position_embeddings if family.positions else 0)
-    n_values = sum(by_kind[kind] for kind in kinds) + hidden * n_rows + _values_beside(config, family)
+    n_values = hidden * n_rows + _values_beside(config, family)
+    for layer in range(config.num_hidden_layers):
+        heads = heads_of(config, layer)
+        by_kind = {"attn": _attention_values(hidden, heads), "mlp": (2 + family.gated) * inner * hidden}
+        n_values += sum(by_kind[kind] for kind in family.kinds_of(config, layer))
     if n_values > MOST_TIMES * n_stored + SMALL:
         raise ModelNotFound(
             f"{folder / 'config.json'} describes a model of {n_values:,} parameters, and its files hold {n_stored:,}:"

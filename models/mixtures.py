@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,32 @@ def mixed_by_expert(
         out = computed(expert, (rows * weights).to(rows.dtype)) if weighs_inputs else computed(expert, rows) * weights
         total.index_add_(0, row, out.to(total.dtype))
     return total
+
+
+def in_order(answer: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a router's logits, weights and chosen experts; transformers 5.17 has those of Granite in reverse."""
+    return answer if answer[0].is_floating_point() else answer[::-1]
+
+
+class MlpBesideExperts(nn.Module):
+    """The sum of a mixture's chosen experts and of an MLP, its shared expert, which stand side by side in a layer.
+
+    Its router, its experts and the MLP have the names that the family's row has for them.
+    """
+
+    def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
+        super().__init__()
+        mixture = layer.get_submodule(named.beside or "")
+        self._names = named.router, named.experts, mlp
+        for name in (named.router, named.experts):
+            self.add_module(name, mixture.get_submodule(name))
+        self.add_module(mlp, layer.get_submodule(mlp))
+
+    def forward(self, x: Tensor) -> Tensor:
+        router, experts, mlp = (getattr(self, name) for name in self._names)
+        rows = x.view(-1, x.shape[-1])
+        _, weights, chosen = in_order(router(rows))
+        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
 
 
 class LateRouter(nn.Module):
@@ -88,3 +114,45 @@ class WeighedInputs(nn.Module):
         rows = x.view(-1, x.shape[-1])
         _, weights, chosen = router(rows)
         return cast(Tensor, experts(rows, chosen, weights).view_as(x) + shared(x))
+
+
+class ScaledRouter(nn.Module):
+    """Gemma 4's router: it reads the norm of a row times `scale`, and weights are times `expert_scale`.
+
+    `scale` is (hidden_size,), and `logit_scale` a further factor; `expert_scale` is (experts,).
+
+    Args: own: transformers' module, whose parts and parameters this one has.
+    """
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.norm, self.proj, self.scale = own.norm, own.proj, own.scale
+        self.expert_scale, self.logit_scale = own.per_expert_scale, float(own.scalar_root_size)
+        self.top_k = int(own.config.top_k_experts)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (n, experts), and weights and numbers of experts, (n, top_k), of rows (n, hidden)."""
+        logits = self.proj(self.norm(rows) * self.scale * self.logit_scale)
+        weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True) * self.expert_scale[chosen]
+        return logits, weights, chosen
+
+
+class NormedMixture(nn.Module):
+    """What a layer's MLP and experts, each with norms of its own, give for rows of the residual stream (Gemma 4)."""
+
+    def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
+        super().__init__()
+        norms = named.norms
+        assert norms is not None
+        self.router, self._mlp_name = ScaledRouter(layer.get_submodule("router")), mlp
+        self.experts = cast(Any, layer.get_submodule(named.experts))
+        self.add_module(mlp, layer.get_submodule(mlp))
+        self.before, self.after = layer.get_submodule(norms.before), layer.get_submodule(norms.after)
+        self.mlp_before, self.mlp_after = layer.get_submodule(norms.mlp_before), layer.get_submodule(norms.mlp_after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        _, weights, chosen = self.router(rows)
+        mixed = self.after(self.experts(self.before(rows), chosen, weights))
+        return cast(Tensor, (self.mlp_after(getattr(self, self._mlp_name)(self.mlp_before(rows))) + mixed).view_as(x))

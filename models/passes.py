@@ -28,8 +28,16 @@ class KernelPasses(Protocol):
     library: str  # The library's file name, which contains a digest of its sources.
 
     def run_layers(
-        self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int, read: HeadRows | None = None
+        self,
+        hidden: Tensor,
+        passes: Sequence[Pass],
+        first: int,
+        last: int,
+        read: HeadRows | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor | None: ...
+
+    def join(self, embedded: Tensor, of_tokens: Tensor) -> Tensor: ...
 
     def logits(
         self, hidden: Tensor, name: str | None = None, index: Tensor | None = None, normed: bool = True

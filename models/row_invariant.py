@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .block_experts import PARTS, BlockExperts, gating_of
-from .blocks import Block, in_order
+from .blocks import Block
 from .coded import CodedLinear
 from .expert_choice import chooser_of
 from .family import Experts
@@ -24,6 +24,7 @@ from .kernels import device, device_experts
 from .kernels.experts import choosing_of, correction_of
 from .kernels.layout import Unsupported
 from .kernels.limits import refuse_group, refuse_hooks
+from .mixtures import in_order
 from .quantised_checkpoints import is_by_library
 from .runtime import Runtime
 
@@ -41,8 +42,8 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
-    if not runtime.has_only_attention:
-        return "torch computes its short convolutions"
+    if not runtime.has_alike_layers:
+        return "torch computes its layers, which have convolutions, states or heads of several forms"
     modules: dict[Any, Callable[..., Any]] = {}
     try:
         for norm, width, place in norms_of(runtime):

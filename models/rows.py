@@ -9,7 +9,7 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -41,6 +41,7 @@ class PassRunner(Protocol):
     windows: tuple[AttentionWindow | None, ...]
     max_positions: int
     blocks: list[Block]
+    givers: frozenset[int]
     dtype: torch.dtype
     rotation: TablesByType
 
@@ -125,11 +126,16 @@ class Pass:
 # How a sub-layer is run (None: as the model does), and the indices of the variants that run it so.
 Groups = tuple[tuple[PartForm | None, frozenset[int]], ...]
 
+Kept = tuple[Mapping[Kind, Groups], ...]
+
 
 @lru_cache(maxsize=64)
-def keepers(n_layers: int, variants: tuple[LayerSet, ...]) -> tuple[Mapping[Kind, Groups], ...]:
-    """Per layer which variants run its attention and which its MLP, by form; without any, one runs all."""
-    sets = variants or (LayerSet(n_layers),)
+def keepers(n_layers: int, variants: tuple[LayerSet, ...], givers: frozenset[int]) -> Kept:
+    """Per layer which variants run its attention and which its MLP, by form; without any, one runs all.
+
+    Attention of `givers` is never left out: the layers that read its keys would read those of other rows.
+    """
+    sets = [one.keeping_attn(givers) for one in variants or (LayerSet(n_layers),)]
     return tuple({kind: _groups(kind, layer, sets) for kind in KINDS} for layer in range(n_layers))
 
 
@@ -146,12 +152,11 @@ class PassPlan:
 
     def __init__(self, runtime: PassRunner, rows: Rows, buffer: KVBuffer | None = None, first: int = 0) -> None:
         self.runtime, self.rows, self.buffer = runtime, rows, buffer
-        self.first = first  # Index in the forward pass of this pass's first row.
-        self.n = len(rows.token_ids)
+        self.first, self.n = first, len(rows.token_ids)  # Index in the forward pass of this pass's first row.
         self.end = rows.first_slot + self.n
         self.every = frozenset(range(max(1, len(rows.variants))))
         self.share = self.n // len(self.every)
-        self.kept = keepers(runtime.n_layers, rows.variants)
+        self.kept = keepers(runtime.n_layers, rows.variants, runtime.givers)
         self._groups: dict[Hashable, RowGroup] = {}
         self._indices: dict[tuple[frozenset[int], torch.device], Tensor] = {}
 
@@ -169,7 +174,7 @@ class PassPlan:
         return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        key = (block.window, block.layer_type, block.n_taps, block.has_attention, block.device, variants)
+        key = (block.window, block.layer_type, block.n_taps, block.has_attention, block.heads, block.device, variants)
         if key not in self._groups:
             self._groups[key] = self._make_group(block, variants)
         return self._groups[key]
@@ -237,6 +242,14 @@ def plans_of(runtime: PassRunner, passes: Sequence[Pass]) -> list[PassPlan]:
     return plans
 
 
+def token_ids_of(plans: Sequence[PassPlan], device: torch.device) -> Tensor:
+    """Return the token ids of all plans' rows on a device, int64 (rows,)."""
+    texts = [plan.rows.token_ids for plan in plans]
+    if any(isinstance(ids, Tensor) for ids in texts):
+        return torch.cat([ids if isinstance(ids, Tensor) else uploaded(ids, device) for ids in texts])
+    return uploaded([token_id for ids in texts for token_id in ids], device)
+
+
 Member = tuple[PassPlan, frozenset[int]]  # A pass, and the indices of its variants that run a sub-layer.
 
 
@@ -249,7 +262,7 @@ class BufferPlan:
     def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
         """Return the rows of `members` as `block` sees them."""
         some = tuple((plan.first, variants) for plan, variants in members)
-        key = (some, block.window, block.layer_type, block.n_taps, block.has_attention, block.device)
+        key = (some, block.window, block.layer_type, block.n_taps, block.has_attention, block.heads, block.device)
         if key not in self._rows:
             groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)
@@ -275,21 +288,6 @@ def read_together(*parts: Tensor | None) -> list[list[float]]:
 def best_of(logits: Tensor) -> Tensor:
     """Return the first most probable token of each row of `logits` (rows, vocab): int64 (rows,), on the device."""
     return logits.max(dim=-1).indices  # Same as argmax, but 4 to 7 times faster in bfloat16 on a CPU.
-
-
-def fetched(values: Tensor) -> Callable[[], Any]:
-    """Start copying values to the CPU; return a function that waits for this copy only and returns them as a list."""
-    here = values.to("cpu", non_blocking=True)  # Torch copies from a GPU to pinned memory.
-    if values.device.type != "cuda":
-        return here.tolist
-    moved = cast(Any, torch.cuda.Event)()
-    moved.record(torch.cuda.current_stream(values.device))
-
-    def wait() -> Any:
-        moved.synchronize()
-        return here.tolist()
-
-    return wait
 
 
 class TableFullError(ValueError):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.costs import ExpertCounts
-from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
+from ..core.errors import UnsupportedModel
 from ..core.records import ModelInfo
-from ..core.types import LayerSet
 from .blocks import Block, submodule
 from .buffer import KVBuffer
 from .coded import weight_form
@@ -28,14 +27,14 @@ from .config_layout import (
     query_scale,
     rotation_types,
     rows_as_costly,
-    slot_values,
+    slot_shapes,
     windows_of,
 )
-from .expert_choice import mixtures_of, refuse_experts
+from .expert_choice import mixtures_of
 from .families import family_of
+from .layer_inputs import PerLayerInputs
 from .parts import refuse_unnamed
 from .passes import CapturedPasses, KernelPasses
-from .prompts import refuse_overflow
 from .quantised import QuantisedCopies
 from .recurrent import RecurrentStates, state_bytes
 from .residual import Residual
@@ -53,8 +52,10 @@ from .rows import (
     plans_of,
     read_together,
     rows_of,
+    token_ids_of,
     uploaded,
 )
+from .runtime_checks import RuntimeChecks
 from .state_rules import StateForm
 
 PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
@@ -65,7 +66,7 @@ SNAPSHOT_BEFORE = 16
 PREFILL_ROWS_BESIDE = 128  # Rows per prefill pass while other sequences are waiting for it to finish.
 
 
-class Runtime:
+class Runtime(RuntimeChecks):
     """A decoder-only model of transformers, run sub-layer by sub-layer.
 
     Raises: UnsupportedModel: its architecture has no row in the table of families, some of its weights are not in
@@ -90,7 +91,9 @@ class Runtime:
         self.windows = windows_of(config, family, self.n_layers)
         types = rotation_types(config, family, self.windows)
         self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]
-        self._slot_values = slot_values(config)
+        self._slots = slot_shapes(config)
+        self.givers = frozenset(block.source for block in self.blocks if block.source != block.index)
+        self.layer_inputs = PerLayerInputs.of(hf_model, family, config)
         self.mixtures = mixtures_of(self.blocks)
         self.max_positions = context_limit(config)
         self._embed = submodule(hf_model, family.embed)
@@ -104,14 +107,16 @@ class Runtime:
         self._logit_divisor = getattr(config, family.logit_divisor or "", None)
         rotary = submodule(hf_model, family.rotary)
         outside = (self._embed, self._positions, self.final_norm, self._head, rotary)
-        called = (part for block in self.blocks for part in block.parts.modules())
-        refuse_unnamed(hf_model, (*outside, *called), (block.sinks for block in self.blocks))
+        holders: list[Any] = [self.layer_inputs, *(one for block in self.blocks for one in (block.parts, block.end))]
+        called = (part for holder in holders if holder is not None for part in holder.modules())
+        tensors = (tensor for block in self.blocks for tensor in (block.sinks, block.end and block.end.scale))
+        refuse_unnamed(hf_model, (*outside, *called), tensors)
         self.copies = QuantisedCopies(self.blocks, self._head, info.fingerprint)
         self.device, self.dtype, _ = weight_form(self._embed)
         self._head_device, _, head_shape = weight_form(self._head)
         self.vocab_size = head_shape[0]  # Number of logits per row.
-        ends = {self.device, self.norm_device, self._head_device}
-        self.one_device = len({block.device for block in self.blocks} | ends) == 1
+        places = {self.device, self.norm_device, self._head_device, *(block.device for block in self.blocks)}
+        self.one_device = len(places) == 1
         self.reads_late = self.device.type == "cuda"  # CUDA runs asynchronously: reading a result waits for it.
         self.rotation: TablesByType = rotation_tables(
             rotary, self.dtype, self.max_positions, family, query_scale(config, family)
@@ -148,12 +153,14 @@ class Runtime:
 
         A model of states alone keeps nothing by slot, and memory is shared out by slots.
         """
-        return max(1, sum(self._slot_values) * self.dtype.itemsize)
+        return max(1, sum(shape.n_values for shape in self._slots if shape) * self.dtype.itemsize)
 
     @property
-    def has_only_attention(self) -> bool:
-        """Whether every layer has attention, nothing else that mixes tokens, and an MLP."""
-        return all(block.has_attention and not block.n_taps and "mlp" in block.kinds for block in self.blocks)
+    def has_alike_layers(self) -> bool:
+        """Whether every layer is attention with keys of its own, all of one form, and an MLP, and no more."""
+        alike = {(block.heads, block.parts.v_norm is None) for block in self.blocks} == {(self.blocks[0].heads, True)}
+        usual = (b.has_attention and not b.n_taps and "mlp" in b.kinds and b.end is None for b in self.blocks)
+        return alike and all(usual)
 
     def new_buffer(self, capacity: int, n_rows: int | None = None, lag: int = 0) -> KVBuffer:
         """Return a buffer for a sequence.
@@ -161,15 +168,12 @@ class Runtime:
         Args: n_rows: most rows that a pass has after committed text, None: `capacity`. lag: how many committed slots
               rows of a search may leave unread. Both cost memory where layers are recurrent.
         """
-        heads, sizes = self.blocks[0].heads, zip(self.blocks, self._slot_values, strict=True)
-        conv_inputs = [0 if block.has_attention else size for block, size in sizes]
-        without_slots = [block.index for block, size in zip(self.blocks, self._slot_values, strict=True) if not size]
         devices, states = [block.device for block in self.blocks], None
         if self.recurrent:
             form, places = self.recurrent[0], {block.index: block.device for block in self.blocks if block.rule}
             states = RecurrentStates(places, self.n_layers, form, self.dtype, n_rows or capacity, lag)
-        sizes_of_head = heads.n_kv_heads, heads.width
-        return KVBuffer(devices, *sizes_of_head, capacity, self.dtype, conv_inputs, states, without_slots)
+        sources = [block.source for block in self.blocks] if self.givers else ()
+        return KVBuffer(devices, self._slots, capacity, self.dtype, states, sources)
 
     @cached_property
     def recurrent(self) -> list[StateForm]:
@@ -189,42 +193,6 @@ class Runtime:
     def drop_copies(self, name: str) -> None:
         self.copies.drop(name)
         self.weights_moved()
-
-    def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
-        """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
-        refuse_overflow(n_prompt, max_new_tokens, self.max_positions)
-
-    def check_layer_set(self, layer_set: LayerSet) -> None:
-        """Raises: LayerSetError: the set was made for another depth, or for another number of experts."""
-        if layer_set.n_layers != self.n_layers:
-            raise LayerSetError(
-                f"the layer set is for {layer_set.n_layers} layers, but this model has {self.n_layers}:"
-                " use a set that was tuned on this model"
-            )
-        if layer_set.experts:
-            refuse_experts(layer_set, self.blocks)
-
-    def check_depth(self, depth: int) -> None:
-        """Raises: SettingsError: no draft can leave this model after `depth` layers. UnsupportedModel: it has one."""
-        if self.n_layers == 1:
-            raise UnsupportedModel(
-                "this model has one layer, so that there is nothing to leave early: use another method"
-            )
-        if not 0 < depth < self.n_layers:
-            raise SettingsError(
-                f"a draft cannot leave the model after {depth} of its {self.n_layers} layers:"
-                f" use 1 to {self.n_layers - 1}"
-            )
-
-    def check_same_tokenizer(self, target: Runtime) -> None:
-        """Raises: InvalidInput: this model's token ids do not mean what the target's mean."""
-        vocab: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
-        other: dict[str, int] = getattr(target.tokenizer, "get_vocab", dict)()
-        if vocab != other:
-            raise InvalidInput(
-                f"the draft model's tokenizer has other tokens than the target's ({len(vocab)} and {len(other)}):"
-                " draft with a smaller model of the same family"
-            )
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0) -> Tensor:
@@ -316,13 +284,13 @@ class Runtime:
         of_all = rows == list(range(plans[-1].first + plans[-1].n))
         at = {name: [i for i, pass_rows in enumerate(formats) if pass_rows == name] for name in dict.fromkeys(formats)}
         indices = {name: self._index([rows[i] for i in pass_rows]) for name, pass_rows in at.items()}
-        hidden = self._begun(passes, plans)
+        hidden, inputs = self._begun(passes, plans), self.inputs_of(plans)
         first, last = passes[0].layers or (0, self.n_layers)
         read: HeadRows | None = None
         if len(at) == 1:
             ((name, index),) = indices.items()
             read = name, None if of_all else index
-        hidden, computed = self._between(hidden, passes, plans, first, last, read)
+        hidden, computed = self._between(hidden, passes, plans, first, last, inputs, read)
         if not rows:
             return [hidden[:0]] * len(passes)
         if computed is not None:
@@ -368,6 +336,7 @@ class Runtime:
         plans: Sequence[PassPlan],
         first: int,
         last: int,
+        inputs: Tensor | None,
         read: HeadRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the states after layers first … last - 1; record intermediate states that passes ask for.
@@ -380,9 +349,9 @@ class Runtime:
         logits: Tensor | None = None
         for stop in dict.fromkeys((*stops, last)):
             if self.native is None:
-                hidden = self.through(hidden, plans, shared, first, stop)
+                hidden = self.through(hidden, plans, shared, first, stop, inputs)
             else:  # The kernels update `hidden` in place.
-                logits = self.native.run_layers(hidden, passes, first, stop, read if stop == last else None)
+                logits = self.native.run_layers(hidden, passes, first, stop, read if stop == last else None, inputs)
             first = stop
             if stop not in stops:
                 continue
@@ -405,20 +374,27 @@ class Runtime:
         return self._embedded([PassPlan(self, Rows(token_ids, first_slot))])
 
     @torch.inference_mode()
-    def run_layers(self, hidden: Tensor, first_slot: int, buffer: KVBuffer, first: int, last: int) -> Tensor:
-        """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size)."""
+    def run_layers(
+        self,
+        hidden: Tensor,
+        first_slot: int,
+        buffer: KVBuffer,
+        first: int,
+        last: int,
+        token_ids: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Run a chain of rows at `first_slot` … through layers first … last - 1; `hidden` is (rows, hidden_size).
+
+        Args: token_ids: of the rows, which models read that have inputs by layer.
+        """
         states: list[Tensor] = []
-        rows = Rows([0] * hidden.shape[0], first_slot)
+        rows = Rows(token_ids or [0] * hidden.shape[0], first_slot)
         self._computed([Pass(self, rows, buffer, (), {last: states}, hidden=hidden, layers=(first, last))])
         return states[0]
 
     def _embedded(self, plans: Sequence[PassPlan]) -> Tensor:
         """The states (rows, hidden_size) of the tokens of all plans before the first layer."""
-        texts = [plan.rows.token_ids for plan in plans]
-        if any(isinstance(ids, Tensor) for ids in texts):
-            token_ids = torch.cat([ids if isinstance(ids, Tensor) else uploaded(ids, self.device) for ids in texts])
-        else:
-            token_ids = uploaded([token_id for ids in texts for token_id in ids], self.device)
+        token_ids = token_ids_of(plans, self.device)
         if self._positions is None:
             return self.entered(token_ids)
         return self.entered(token_ids, torch.cat([plan.positions(self.device) for plan in plans]))
@@ -435,13 +411,35 @@ class Runtime:
         assert positions is not None
         return hidden + nn.Embedding.forward(self._positions, positions + self._first_position)
 
-    def through(self, hidden: Tensor, plans: Sequence[PassPlan], shared: SharedRows, first: int, last: int) -> Tensor:
-        """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1."""
+    def inputs_of(self, plans: Sequence[PassPlan]) -> Tensor | None:
+        """The vectors of all plans' tokens, a row of those of all layers each; None: the model has none."""
+        given = self.layer_inputs
+        if given is None:
+            return None
+        token_ids = token_ids_of(plans, self.device)
+        embedded, of_tokens = self.entered(token_ids), given.of_tokens(token_ids)
+        return given.joined(embedded, of_tokens) if self.native is None else self.native.join(embedded, of_tokens)
+
+    def through(
+        self,
+        hidden: Tensor,
+        plans: Sequence[PassPlan],
+        shared: SharedRows,
+        first: int,
+        last: int,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """The states (rows, hidden_size) of the rows of all plans after layers first … last - 1.
+
+        Args: inputs: see `PerLayerInputs`.
+        """
         states = Residual(hidden)
         for block in self.blocks[first:last]:
             if not self.one_device:
                 states = Residual(states.whole().to(block.device))
             states = self._layer(block, states, plans, shared)
+            if block.end is not None:
+                states = Residual(block.end.ended(states.whole(), inputs))
         return states.whole()
 
     def logits(self, hidden: Tensor, name: str | None = None, index: Tensor | None = None) -> Tensor:

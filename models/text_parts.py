@@ -18,6 +18,8 @@ from ..core.errors import UnsupportedModel
 # several the first is usual.
 MULTIMODAL: dict[str, Mapping[str, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text"},
+    "gemma4": {"gemma4_text": "gemma4_text"},
+    "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
@@ -32,6 +34,8 @@ MULTIMODAL: dict[str, Mapping[str, str]] = {
 # Which models are of these types.
 NAMES = {
     "gemma3": "Gemma 3 4B, 12B, 27B",
+    "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
+    "gemma4_unified": "Gemma 4 12B",
     "mistral3": "Mistral Small 3.1, 3.2 and 4, Ministral 3",
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -54,7 +58,10 @@ OF_ALL = (
 # Rotary parameters that tell only what images change, and the older name of "rope_type", which has been read then.
 OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 HEAD = "lm_head.weight"
-_OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|mm_projector|audio_tower"
+    r"|embed_vision|embed_audio)\."
+)
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 
@@ -108,7 +115,12 @@ def text_config(values: Mapping[str, Any], outer: str) -> Any:
     filled = AutoConfig.for_model(**values).to_dict()
     config_class: Any = CONFIG_MAPPING[family]
     # Qwen3 MoE's config takes the size of a head, and does not declare it; a field may have another name within.
-    names = {"head_dim", *config_class.attribute_map.values(), *(field.name for field in fields(config_class))}
+    names = {
+        "head_dim",
+        "per_layer_config",
+        *config_class.attribute_map.values(),
+        *(field.name for field in fields(config_class)),
+    }
     settings = {name: value for name, value in filled.items() if name in names}
     rotation = settings["rope_parameters"]
     settings["rope_parameters"] = {key: value for key, value in rotation.items() if key not in OF_IMAGES}

@@ -182,7 +182,8 @@ class StudyPass:
         self.inputs = context.token_ids[first_position:-1]
         self.positions = list(range(first_position, first_position + window))
         self.n_rows = 0.0  # Rows run so far, in rows of the full model.
-        self._plans: dict[tuple[int, ...], PassPlan] = {}
+        self._plans: dict[tuple[bool, tuple[int, ...]], PassPlan] = {}
+        self._inputs: Tensor | None = None  # Of the window's tokens; see `PerLayerInputs`.
         self._n_sub_layers = 2 * self.runtime.n_layers
 
     def run_window(self) -> list[Tensor]:
@@ -193,8 +194,21 @@ class StudyPass:
             hidden = entered = hidden.to(block.device)
             for kind in ("attn", "mlp"):
                 hidden = hidden + self.delta((kind, layer), hidden, entered, self.positions)
+                hidden = self.ended((kind, layer), hidden, self.positions)
                 states.append(hidden)
         return states
+
+    def ended(self, sub_layer: SubLayer, hidden: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return states (…, hidden_size) after a sub-layer and after what ends its layer, if it is the layer's last."""
+        kind, layer = sub_layer
+        end = self.runtime.blocks[layer].end
+        if end is None or kind != "mlp":
+            return hidden
+        if self._inputs is None and self.runtime.layer_inputs is not None:
+            self._inputs = self.runtime.inputs_of([PassPlan(self.runtime, Rows(self.inputs, self.positions[0]))])
+        rows = [position - self.positions[0] for position in positions]
+        inputs = None if self._inputs is None else self._inputs[rows]
+        return end.ended(hidden.flatten(0, -2), inputs).view_as(hidden)
 
     def delta(
         self,
@@ -214,26 +228,28 @@ class StudyPass:
             return torch.zeros_like(hidden)
         self.n_rows += len(positions) / self._n_sub_layers  # Whole, though some take fewer experts.
         if kind == "attn":
-            group = self._plan_pass(positions).group(block, frozenset({0}))
+            group = self._plan_pass(positions, block.source == layer).group(block, frozenset({0}))
             inputs = normed(block.parts.attn_norm, hidden.to(block.device))
             return block.attention(inputs, BufferRows([(group, self.buffer)]))
         parts = None if experts is None else self.runtime.copies.parts("mlp", layer, PartForm(None, experts))
         inputs = (entered if self.runtime.parallel else hidden).to(block.device)
         return block.mlp(normed(block.parts.mlp_norm, inputs), parts)
 
-    def _plan_pass(self, positions: Sequence[int]) -> PassPlan:
-        position_key = tuple(positions)
-        if position_key not in self._plans:
-            n_rows = len(position_key)
+    def _plan_pass(self, positions: Sequence[int], writes: bool) -> PassPlan:
+        """Return the plan of rows at positions, which read the committed slots before their own.
+
+        Args: writes: their own position is the scratch slot that they write; else it is the committed one, too.
+        """
+        key = writes, tuple(positions)
+        if key not in self._plans:
+            n_rows = len(positions)
             visible = torch.zeros((n_rows, self.scratch_slot + n_rows), dtype=torch.bool)
-            visible[:, : self.scratch_slot] = (
-                torch.arange(self.scratch_slot)[None] < torch.tensor(position_key)[:, None]
-            )
-            visible[torch.arange(n_rows), self.scratch_slot + torch.arange(n_rows)] = True
-            self._plans[position_key] = PassPlan(
-                self.runtime, Rows([0] * n_rows, self.scratch_slot, position_key, visible)
-            )
-        return self._plans[position_key]
+            ends = torch.tensor(positions)[:, None] + (not writes)
+            visible[:, : self.scratch_slot] = torch.arange(self.scratch_slot)[None] < ends
+            visible[torch.arange(n_rows), self.scratch_slot + torch.arange(n_rows)] = writes
+            rows = Rows([0] * n_rows, self.scratch_slot, tuple(positions), visible)
+            self._plans[key] = PassPlan(self.runtime, rows)
+        return self._plans[key]
 
 
 @torch.inference_mode()
@@ -368,7 +384,12 @@ def extend_paths(
                 sub_layer, hidden.flatten(0, 1), paths.entered.flatten(0, 1), row_positions, experts
             )
             hidden = hidden + delta.to(hidden.device).view_as(hidden)
+            hidden = study_pass.ended(sub_layer, hidden, row_positions)
         return hidden
+
+    def left_out(item: StudyItem) -> Tensor:
+        """Return the states of all paths that leave an item out."""
+        return study_pass.ended(item.sub_layers[-1], paths.hidden, positions * paths.hidden.shape[0])
 
     depth = 0
     for item in items:
@@ -376,7 +397,7 @@ def extend_paths(
             paths.entered = paths.hidden
         reached = [(Change((), 0), run(item))]
         for change in item.changes:
-            reached.append((change, paths.hidden if change.experts is None else run(item, change.experts)))
+            reached.append((change, left_out(item) if change.experts is None else run(item, change.experts)))
         depth += len(item.sub_layers)
         paths = _keep_nearest(paths, reached, capacity, states[depth][token_index_list])
     return paths

@@ -29,8 +29,13 @@ COUNTERS = ("tokens", "seconds", "drafted", "accepted", "rounds", "n_prompts", "
 
 
 def sub_layers_of(runtime: Runtime) -> tuple[SubLayer, ...]:
-    """Return the sub-layers that a draft may leave out, of those that the model has: some layers have one alone."""
-    return tuple((kind, layer) for kind, layer in searchable(runtime.n_layers) if kind in runtime.blocks[layer].kinds)
+    """Return the sub-layers that a draft may leave out, of those that the model has: some layers have one alone.
+
+    Attention whose keys and values other layers read is never left out.
+    """
+    givers = {("attn", layer) for layer in runtime.givers}
+    inner = (one for one in searchable(runtime.n_layers) if one not in givers)
+    return tuple((kind, layer) for kind, layer in inner if kind in runtime.blocks[layer].kinds)
 
 
 @dataclass(slots=True)

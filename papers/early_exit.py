@@ -116,6 +116,7 @@ class StagedPass:
         self.runtime, self.buffer, self.first_slot = runtime, buffer, first_slot
         self.depths: list[int] = []  # Number of layers each row has run; never increases from row to row.
         self._hidden: list[Tensor] = []  # State (1, hidden_size) of each row after depths[row] layers.
+        self._tokens: list[int | Tensor] = []
 
     @property
     def n_rows(self) -> int:
@@ -130,6 +131,7 @@ class StagedPass:
         """Start a row for a token id, which may be a device tensor (int64, shape ())."""
         token_ids = token_id[None] if isinstance(token_id, Tensor) else [token_id]
         self._hidden.append(self.runtime.embed(token_ids, self.first_slot + self.n_rows))
+        self._tokens.append(token_id)
         self.depths.append(0)
 
     def advance(
@@ -154,12 +156,19 @@ class StagedPass:
         yield from self.advance(self.depths[0], kind="check")
         return (yield from self._run_rows(0, self.runtime.n_layers, None, "check"))
 
+    def _token_ids(self, first_row: int) -> Sequence[int] | Tensor:
+        """Return the token ids of the rows from `first_row` on, where their layers read them; else zeros."""
+        tokens = self._tokens[first_row:]
+        if self.runtime.layer_inputs is None:
+            return [0] * len(tokens)
+        return torch.stack([torch.as_tensor(token, device=self.runtime.device) for token in tokens])
+
     def _run_rows(
         self, first_row: int, end_depth: int, read_rows: Sequence[int] | None, kind: PassKind
     ) -> Generator[Pass, Tensor, Tensor]:
         hidden = self._hidden[first_row] if first_row == self.n_rows - 1 else torch.cat(self._hidden[first_row:])
         states: list[Tensor] = []
-        rows = Rows([0] * hidden.shape[0], self.first_slot + first_row)
+        rows = Rows(self._token_ids(first_row), self.first_slot + first_row)
         layer_range = (self.depths[first_row], end_depth)
         logits = yield Pass(self.runtime, rows, self.buffer, read_rows, {end_depth: states}, hidden, layer_range, kind)
         self._hidden[first_row:] = torch.split(states[0], 1)
@@ -242,10 +251,10 @@ class StackedLayers:
             raise UnsupportedModel(
                 "layers of different devices cannot be stacked: load the model on one device to decode with paradecode"
             )
-        if not runtime.has_only_attention:
+        if not runtime.has_alike_layers:
             raise UnsupportedModel(
-                "layers without attention, or with attention and a state, cannot be stacked: decode with another method"
-                " than paradecode"
+                "layers without attention, with attention and a state, or of several forms cannot be stacked: decode"
+                " with another method than paradecode"
             )
         if len({block.layer_type is None for block in runtime.blocks}) > 1:
             raise UnsupportedModel(

@@ -74,6 +74,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 _WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": _BY_LAYER}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_GEMMA4: dict[str, Any] = {**_WINDOWS, "head_dim": 16, "global_head_dim": 24, "final_logit_softcapping": 3.0}
+# As E2B, and as 31B: keys are values in layers without a window.
+GEMMA4 = {
+    **_GEMMA4,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_KEYS: dict[str, Any] = {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.6,
@@ -138,6 +148,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {**_WINDOWS, **_CAPS, "head_dim": 16, "query_pre_attn_scalar": 20},
     "vaultgemma": {**_WINDOWS, **_CAPS, "head_dim": 16, "query_pre_attn_scalar": 20},
+    "gemma4_text": GEMMA4,
+    "gemma4_text:31b": {**GEMMA4_KEYS, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {**GEMMA4_KEYS, "num_kv_shared_layers": 1},
     "ministral": {**_WINDOWS, "head_dim": 16},
     "ministral3": {"head_dim": 8, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
     "ministral3:window": {"sliding_window": WINDOW, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
@@ -241,6 +254,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "hy_v3": {"num_shared_experts": 1, "router_scaling_factor": 1.3, "mlp_layer_types": _SPARSE, "head_dim": 16},
     "minimax_m2": {"head_dim": 16},
     "mellum": {**_WINDOWS, "rope_parameters": _OLMO3_ROPE, "mlp_layer_types": _SPARSE, "head_dim": 16},
+    "gemma4_text:26b": {
+        **GEMMA4_KEYS,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
     "granitemoe": _MULTIPLIERS,
     "granitemoehybrid": _GRANITE_4,
     "nemotron_h": {
@@ -370,6 +389,9 @@ def tiny_model(
     settings = {**usual.to_dict(), **changed}
     if settings.get("layer_types") is not None:
         settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
+    if "per_layer_config" in settings:
+        by_layer = settings["per_layer_config"].items()
+        settings["per_layer_config"] = {i: own for i, own in by_layer if int(i) < settings["num_hidden_layers"]}
     config = type(usual)(**settings)
     list_language_model(config.model_type)
     # Torch's own attention, transformers' default, leaves caps of scores out.
@@ -386,6 +408,9 @@ def tiny_model(
                 parameter.mul_(scale)
             elif family in DENSE and "alpha" not in name:  # Norms and biases that nothing else would tell from ones.
                 parameter.add_(torch.randn(parameter.shape) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
         for module in model.modules():  # Else a state would be small beside what a state space reads past it.
             if hasattr(module, "ssm_state_size"):
                 module.conv1d.weight.mul_(0.6 / module.conv1d.weight.std())

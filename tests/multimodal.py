@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 import transformers
-from families import DELTA, GROUPED, LATENT, WINDOW
+from families import DELTA, GEMMA4, GEMMA4_KEYS, GROUPED, LATENT, WINDOW
 from safetensors.torch import save_file
 from tiny_files import save_words
 from torch import Tensor
 
 _LAYERS: dict[str, Any] = dict(hidden_size=16, intermediate_size=16)
 _IMAGES: dict[str, Any] = dict(**_LAYERS, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+_GEMMA4_IMAGES: dict[str, Any] = dict(
+    **_LAYERS, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, patch_size=4
+)
 _QWEN_IMAGES: dict[str, Any] = dict(depth=1, num_heads=2, patch_size=4)
 
 _ROUTED: dict[str, Any] = dict(
@@ -40,6 +43,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         {"model_type": "siglip_vision_model", **_IMAGES},
+    ),
+    "gemma4": ("Gemma4", {**GROUPED, **GEMMA4}, {"model_type": "gemma4_vision", **_GEMMA4_IMAGES}),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {**GROUPED, **GEMMA4_KEYS},
+        {"model_type": "gemma4_unified_vision", "patch_size": 4, "mm_embed_dim": 16, "output_proj_dims": 32},
     ),
     "mistral3": (
         "Mistral3",
@@ -183,6 +192,9 @@ def whole_model(model_type: str, tied: bool = False) -> Any:
                 parameter.mul_(4.0)
             elif parameter_name.endswith("bias"):
                 parameter.normal_()
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     return model.float().eval().requires_grad_(False)
 
 

@@ -84,7 +84,7 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         });
     const int width = part.width, group = part.n_heads / part.n_kv_heads, q_size = part.n_heads * width;
     // Queries to `mixed_`, keys and values to the buffer, head by head.
-    const int per_row = part.n_heads + part.n_kv_heads;
+    const int per_row = part.n_heads + (part.reads_other ? 0 : part.n_kv_heads);
     each(REST, thread, list.n * per_row, list.n > FEW ? per_row : 1, [&](int64_t first, int64_t last) {
         for (int64_t item = first; item < last; item++) {
             const int64_t i = item / per_row;
@@ -104,11 +104,11 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 }
             } else {
                 const Sequence& own = pass_.sequences[places_[row].sequence];
-                const int64_t to = kv * own.head_stride + int64_t(places_[row].slot) * width;
+                const int64_t to = (kv * own.capacity + places_[row].slot) * width;
                 head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
                         (T*)own.keys[step.layer] + to);
-                memcpy((T*)own.values[step.layer] + to, in + part.value_at + kv * part.value_step,
-                       part.value_width * sizeof(T));
+                normed(part.value_norm, in + part.value_at + kv * part.value_step, part.value_width,
+                       (T*)own.values[step.layer] + to);
             }
         }
     });
@@ -127,7 +127,7 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         const int own = share * split.n_heads;
         const int n_rows = int(std::min<int64_t>(split.n_rows, some->first + some->n - from));
         const Sequence& sequence = pass_.sequences[some->sequence];
-        const int64_t head = kv * sequence.head_stride;
+        const int64_t head = kv * sequence.capacity * width;
         Reader<T> rows[MOST_TOGETHER];
         for (int r = 0; r < n_rows; r++) {
             const int row = row_of(list, from + r);

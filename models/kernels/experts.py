@@ -14,6 +14,7 @@ from ..block_maps import BlockLinear
 from ..coded import GROUPS, CodedLinear
 from ..expert_choice import NoExperts
 from ..family import Experts
+from ..mixtures import NormedMixture
 from ..quantised import QuantisedLinear
 from ..quantised_experts import PackedMaps, QuantisedExperts
 from . import layout
@@ -153,6 +154,25 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
         float(setting("routed_scaling_factor", "router_scaling_factor", default=1.0)),
         float(setting("router_jitter_noise", default=0.0)),
     )
+
+
+def apart_of(mlp: nn.Module, norm_of: Callable[[Any], layout.Norm], keep: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Describe norms of a mixture's router, shared experts and outputs, and what its logits and weights are times.
+
+    Args: norm_of: describes a norm. keep: as in `maps_of`.
+
+    Raises: Unsupported: the router's norm has a weight.
+    """
+    if not isinstance(mlp, NormedMixture):
+        return *(norm_of(None) for _ in range(4)), None, 1.0
+    router = mlp.router
+    norm = norm_of(router.norm)
+    if norm.kind not in (layout.RMS, layout.RMS_WIDE) or next(router.norm.parameters(), None) is not None:
+        raise Unsupported("a router whose norm is of another kind is computed by torch")
+    # Rounded before `scale`, which takes the place of the weight.
+    norm.kind, norm.weight = layout.RMS, keep(router.scale.detach()).data_ptr()
+    others = (norm_of(one) for one in (mlp.mlp_before, mlp.after, mlp.mlp_after))
+    return norm, *others, keep(router.expert_scale.detach().float()).data_ptr(), router.logit_scale
 
 
 def is_mean(config: Any) -> bool:

@@ -21,7 +21,7 @@ struct Norm {
 // Before the rotation, head by head or all as one; or behind it; or of latents that heads are made of.
 enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED, LATENT };
 struct Attention {
-    Norm before, after, query_norm, key_norm, inner;  // inner: of what the heads read
+    Norm before, after, query_norm, key_norm, value_norm, inner;  // inner: of what the heads read
     Map projections[3], out;
     // From latents to heads: of queries (without inputs where they have no latent), and of keys and values. Projections give the
     // one, the other, and then `rotary` values that all keys share. See `latents.h`.
@@ -30,6 +30,7 @@ struct Attention {
     // In the projections' outputs, or in what is made of latents, for each key head: its queries, which lie together, its key and its value.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
     int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
+    int32_t reads_other;       // keys and values are another layer's, and none are written
     float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
     float added_scale;             // of what the residual stream gets
     const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
@@ -96,11 +97,30 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     int32_t n_in_maps, n_inner, n_shared_inner;
     Mlp mlp;  // the activation of all of them; nothing else of it is used
     float shared_scale, added_scale;  // of the shared output, and of what the residual stream gets
+    // Where experts, shared ones and the router each read the rows through a norm of their own, and their outputs have norms,
+    // too: `before` is that of the experts. The router's has no weight but `weight`; its logits are times `logit_scale`.
+    Norm router_before, shared_before, experts_after, shared_after;
+    const float* expert_scale;  // (n_experts,), of the weights of chosen experts; null: 1
+    float logit_scale;
 };
 
-enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE };
+struct LayerEnd {  // after a layer's sub-layers: a term by the row's vector of this layer, and a scale; `ends.h`
+    Norm after;
+    Map gate, out;  // n_out of gate: values of a layer's vector, 0: there is no such term
+    Mlp mlp;        // the activation; nothing else of it is used
+    float scale;    // of the residual stream
+};
+
+struct LayerInputs {  // of vectors: a norm of what `map` makes of a row, plus what stands in the output already; `ends.h`
+    Norm norm;
+    Map map;  // to `width` values for each layer
+    float map_scale, sum_scale;
+    int32_t width;
+};
+
+enum StepKind : int32_t { ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS };
 struct Step {
-    const void* part;                   // Attention, Mlp, Map, Mixture, Convolution or Recurrence
+    const void* part;                   // a structure of the kind; of LOGITS a Map
     // `window`: of so many positions, the row's own the last, or where it is negative the row's chunk of as many; 0: none.
     // `rows`: which of the pass's lists of rows.
     int32_t kind, layer, window, rows;
@@ -125,7 +145,7 @@ struct Sequence {  // consecutive rows of a pass that have keys and values of th
     void *const *keys, *const *values;    // per layer (kv_heads, capacity, width), or inputs of a convolution
     void *const *inputs, *const *states;  // per recurrent layer
     int32_t* roots;  // of states, (layers, 2); null: there are none
-    int64_t head_stride;                // between the key/value heads of its buffer
+    int64_t capacity;                   // slots of its buffer
     int32_t n_rows, first_slot;
     int32_t committed, n_kept, lag, is_text;  // see `RecurrentStates`
 };
@@ -137,10 +157,11 @@ struct Pass {
     const RowList* lists;       // the rows of each in ascending order
     const Rotation* rotations;
     void* logits;  // (rows of the LOGITS step, n_out)
+    void* inputs;  // (n_rows, n_inputs), vectors of all layers; null: there are none
     const Norm* norm;  // before LOGITS, null: none
     double* seconds;  // null, or where the seconds of each kind of work are added
     ExpertCounts* experts;  // null, or where the counts of each mixture are added
-    int32_t n_rows, n_hidden, n_sequences, n_lists, n_threads, is_bf16;
+    int32_t n_rows, n_hidden, n_inputs, n_sequences, n_lists, n_threads, is_bf16;
 };
 enum Work : int32_t { MAPS, SLOTS, REST };  // linear maps; attention over the slots; norms, rotations, rounding
 }  // extern "C"

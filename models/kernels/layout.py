@@ -9,7 +9,7 @@ NO_NORM, RMS, RMS_PLUS_ONE, LAYER, RMS_WIDE = range(5)
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED = range(7)
 SCORES = ("softmax", "sigmoid", "sparse_mixer", "late_sigmoid")  # How experts are scored.
 BY_HEAD, WHOLE, ROTATED, LATENT = range(4)  # When queries and keys, or their latents, go through their norms.
-ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE = range(7)
+ATTENTION, MLP, KEEP, LOGITS, MIXTURE, CONVOLUTION, RECURRENCE, LAYER_END, LAYER_INPUTS = range(9)
 GATED_BEHIND_NORM, GATED_BEFORE_NORM, GATED_ALONE = range(3)  # How what heads read of a state is normed and gated.
 # Encodings of the scales and zeros of packed weights: the values of `ScaleType` in `quantised.h`.
 ZERO_VALUES, ZERO_CODES_BF16, ZERO_CODES_F16, ZERO_CODES_F32, PAIRS, CENTRED, EXPONENTS = range(7)
@@ -42,12 +42,12 @@ class Norm(Structure):
 
 class Attention(Structure):
     _fields_ = [
-        *_fields(Norm, "before after query_norm key_norm inner"),
+        *_fields(Norm, "before after query_norm key_norm value_norm inner"),
         ("projections", Map * 3),
         ("out", Map),
         ("latents", Map * 2),
         *_fields(c_int32, "n_projections n_heads n_kv_heads width value_width rotary"),
-        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated"),
+        *_fields(c_int32, "query_at query_step key_at key_step value_at value_step head_norm gated reads_other"),
         *_fields(c_float, "scaling softcap clip added_scale"),
         ("sinks", c_void_p),
     ]
@@ -104,7 +104,18 @@ class Mixture(Structure):
         *_fields(c_int32, "has_shared wide_router rounded_logits weighs_inputs n_in_maps n_inner n_shared_inner"),
         ("mlp", Mlp),
         *_fields(c_float, "shared_scale added_scale"),
+        *_fields(Norm, "router_before shared_before experts_after shared_after"),
+        ("expert_scale", c_void_p),
+        ("logit_scale", c_float),
     ]
+
+
+class LayerEnd(Structure):
+    _fields_ = [("after", Norm), *_fields(Map, "gate out"), ("mlp", Mlp), ("scale", c_float)]
+
+
+class LayerInputs(Structure):
+    _fields_ = [("norm", Norm), ("map", Map), *_fields(c_float, "map_scale sum_scale"), ("width", c_int32)]
 
 
 class Step(Structure):
@@ -126,7 +137,7 @@ class Sequence(Structure):
 
     _fields_ = [
         *_fields(c_void_p, "visible keys values inputs states roots"),
-        ("head_stride", c_int64),
+        ("capacity", c_int64),
         *_fields(c_int32, "n_rows first_slot committed n_kept lag is_text"),
     ]
 
@@ -145,12 +156,15 @@ class Call(Structure):
         ("sequences", POINTER(Sequence)),
         ("lists", POINTER(RowList)),
         ("rotations", POINTER(Rotation)),
-        ("logits", c_void_p),
+        *_fields(c_void_p, "logits inputs"),
         ("norm", POINTER(Norm)),
         ("seconds", POINTER(c_double)),
         ("experts", POINTER(CountedExperts)),
-        *_fields(c_int32, "n_rows n_hidden n_sequences n_lists n_threads is_bf16"),
+        *_fields(c_int32, "n_rows n_hidden n_inputs n_sequences n_lists n_threads is_bf16"),
     ]
 
 
-STRUCTURES = (Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution, Recurrence)
+STRUCTURES = (
+    *(Map, Norm, Attention, Mlp, Step, Rotation, Sequence, Call, Mixture, Convolution, Recurrence),
+    *(LayerEnd, LayerInputs),
+)

@@ -28,11 +28,7 @@ def sequence_of(pass_: Pass, seen: Tensor | None) -> layout.Sequence:
     """Describe the rows of a pass and what their sequence keeps; both, and `seen` (see `Rows`), must outlive it."""
     buffer, rows = pass_.buffer, pass_.rows
     sequence = layout.Sequence(None if seen is None else seen.data_ptr(), *map(ctypes.addressof, buffer.addresses))
-    sequence.head_stride, sequence.n_rows, sequence.first_slot = (
-        buffer.head_stride,
-        len(rows.token_ids),
-        rows.first_slot,
-    )
+    sequence.capacity, sequence.n_rows, sequence.first_slot = buffer.capacity, len(rows.token_ids), rows.first_slot
     if buffer.states is not None:
         sequence.roots, sequence.committed = buffer.states.roots.data_ptr(), buffer.states.committed
         sequence.n_kept, sequence.lag, sequence.is_text = buffer.states.n_kept, buffer.states.lag, rows.is_text

@@ -34,6 +34,8 @@ void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool p
     source_ = (int32_t*)arena.take(n_places * sizeof(int32_t));
     inner_of_ = (T*)arena.take(n_places * wide * sizeof(T));
     out_of_ = (T*)arena.take(n_places * pass_.n_hidden * sizeof(T));
+    router_rows_ = (T*)arena.take((mixed.own_norms ? rows * pass_.n_hidden : 0) * sizeof(T));
+    shared_rows_ = (T*)arena.take((mixed.own_norms ? rows * pass_.n_hidden : 0) * sizeof(T));
     taken_ = {(T*)arena.take(n_places * wide * sizeof(T)), {}, nullptr, nullptr};
     if (TILES) taken_.turned = (T*)arena.take(n_places * wide * sizeof(T));
     if (ordered) taken_.ordered = (T*)arena.take(n_places * wide * sizeof(T));
@@ -88,9 +90,13 @@ inline Rounded codes_at(const Rounded& codes, const Map& map, int64_t row) {
             codes.halves + 2 * row * groups};
 }
 
+// Whether the router, experts and shared ones each have norms of their own.
+inline bool has_own_norms(const Mixture& part) { return part.router_before.kind != NO_NORM; }
+
 // Whether an expert reads its row where all rows lie.
 template <class T> bool Runner<T>::reads_row(const Mixture& part, const Share& share) const {
     const Map& map = part.in[share.expert * part.n_in_maps];
+    if (has_own_norms(part) && share.expert == part.choosing.n_experts) return false;
     return share.n == 1 && !part.weighs_inputs && (map.scales ? takes_same(part, map) : !TILES);
 }
 
@@ -99,7 +105,8 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
     const Map& map = part.in[share.expert * part.n_in_maps];
     const int n = map.n_in, n_chosen = part.choosing.n_chosen + part.has_shared;
     const Input own = input_of(taken_.rows, share);
-    if (takes_same(part, map)) {
+    const bool reads_others = has_own_norms(part) && share.expert == part.choosing.n_experts;
+    if (takes_same(part, map) && !reads_others) {
         const int64_t group = std::max(map.group, FINEST), groups = (n + group - 1) / group;
         for (int r = 0; r < share.n; r++) {
             const Rounded from = codes_at(rows.codes, map, source_[share.first + r]), to = codes_at(own.codes, map, r);
@@ -112,7 +119,7 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
     }
     for (int r = 0; r < share.n; r++) {
         const int64_t i = source_[share.first + r];
-        const T* from = rows.rows + i * n;
+        const T* from = (reads_others ? shared_rows_ : rows.rows) + i * n;
         T* to = own.rows + int64_t(r) * n;
         const Choice* choice = choices_ + i * n_chosen;
         while (choice->expert != share.expert) choice++;
@@ -133,6 +140,8 @@ template <class T> void Runner<T>::choose_experts(const Mixture& part, int64_t i
     Choice* choices = choices_ + i * n_chosen;
     const float shared = scores[n];
     choose(part.choosing, scores, part.correction, scores + all, scores + 2 * all, choices);
+    if (part.expert_scale)
+        for (int c = 0; c < part.choosing.n_chosen; c++) choices[c].weight *= part.expert_scale[choices[c].expert];
     if (part.has_shared) choices[n_chosen - 1] = {n, part.shared_gate ? sigmoid_of<T>(shared) : part.shared_scale};
 }
 
@@ -141,6 +150,12 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     const int n_hidden = pass_.n_hidden, n = part.choosing.n_experts, all = n + part.has_shared;
     const int room = 2 * (all + part.choosing.n_groups);
     const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
+    if (has_own_norms(part))
+        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
+            const T* x = from + int64_t(row_of(list, i)) * n_hidden;
+            normed(part.router_before, x, n_hidden, router_rows_ + i * n_hidden);
+            normed(part.shared_before, x, n_hidden, shared_rows_ + i * n_hidden);
+        });
     const Input rows = prepared(list.n, thread, [&](const Input& to, int64_t i) {
         normed(part.before, from + int64_t(row_of(list, i)) * n_hidden, n_hidden, to.rows + i * n_hidden);
         if (rounds_once(part)) round_into(to, to.rows + i * n_hidden, *part.in, i);
@@ -153,7 +168,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         const int64_t begin = item / n_blocks * ROWS, end = std::min(list.n, begin + ROWS);
         for (int64_t i = begin; i < end; i++)
             for (int e = first; e < last; e++) {
-                const T* x = rows.rows + i * n_hidden;
+                const T* x = (has_own_norms(part) ? router_rows_ : rows.rows) + i * n_hidden;
                 const int64_t at = int64_t(e) * n_hidden;
                 const int ahead = i == begin && e + 1 < n ? n_hidden : 0;
                 float score = 0;
@@ -161,6 +176,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
                 else if (part.wide_router) score = dot(x, (const float*)part.router + at, n_hidden, ahead);
                 else score = dot(x, (const T*)part.router + at, n_hidden, ahead);
                 if (e < n && part.router_bias) score += part.router_bias[e];
+                if (part.logit_scale != 1) score *= part.logit_scale;
                 scores_[i * room + e] = part.rounded_logits ? as_stored<T>(score) : score;
             }
     };
@@ -222,7 +238,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
             prepare(results, share, out_of(share));
     });
     // With few rows who does the last expert of a panel adds up its outputs.
-    const bool at_once = part.after.kind == NO_NORM && list.n <= ROWS_ADDED;
+    const bool at_once = part.after.kind == NO_NORM && !has_own_norms(part) && list.n <= ROWS_ADDED;
     each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
         const Share& share = shares_[item / out_panels];
         const int64_t panel = item % out_panels;
@@ -243,13 +259,14 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
 template <class T>
 void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last) {
     const int n = pass_.n_hidden, n_chosen = part.choosing.n_chosen + part.has_shared;
-    const bool is_normed = part.after.kind != NO_NORM;
+    const bool is_normed = part.after.kind != NO_NORM || has_own_norms(part);
     T *delta = inputs_.last().rows + i * n, *state = hidden(row_of(list, i));
     const Choice* choices = choices_ + i * n_chosen;
     const int64_t* places = places_of_ + i * n_chosen;
+    const int n_summed = n_chosen - has_own_norms(part);  // a shared output with a norm of its own is added after it
     for (int at = first; at < last; at += LANES) {
         vf total = {};
-        for (int c = 0; c < n_chosen; c++) {
+        for (int c = 0; c < n_summed; c++) {
             const bool is_weighed = part.weighs_inputs && choices[c].expert < part.choosing.n_experts;
             const float weight = is_weighed ? 1 : choices[c].weight;
             total += part_of(out_of_ + places[c] * n, at, n) * weight;
@@ -261,6 +278,12 @@ void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int 
         T last_ones[LANES];
         store(last_ones, total);
         memcpy((is_normed ? delta : state) + at, last_ones, std::min(LANES, n - at) * sizeof(T));
+    }
+    if (has_own_norms(part)) {
+        T* shared = out_of_ + places[n_summed] * n;
+        normed(part.experts_after, delta, n, delta);
+        normed(part.shared_after, shared, n, shared);
+        along(n, delta, delta, [&](vf v, int at) { return v + part_of(shared, at, n); });
     }
     if (is_normed) add(part.after, part.added_scale, list, i);
 }

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.costs import ExpertCounts
 from ...core.types import Kind, LayerSet, PartForm
@@ -25,9 +24,11 @@ from ..quantised import QuantisedLinear, weight_of
 from ..rows import HeadRows, Pass, keepers
 from ..state_rules import StateRule, ValueSteps
 from . import layout
+from .activations import ACTIVATIONS, curve_of
 from .build import Kernels
 from .calls import best_to, likeliest, linear, map_of, run
-from .experts import choosing_of, correction_of, halves_of, is_mean, maps_of
+from .ends import end_of, inputs_of
+from .experts import apart_of, choosing_of, correction_of, halves_of, is_mean, maps_of
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
 from .mixers import Selection, convolution_of, recurrence_of, sequence_of
@@ -36,17 +37,6 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = {
-    "silu": layout.SILU,
-    "swish": layout.SILU,
-    "gelu": layout.GELU,
-    "gelu_new": layout.GELU_TANH,
-    "gelu_fast": layout.GELU_TANH,
-    "gelu_pytorch_tanh": layout.GELU_TANH,
-    "relu": layout.RELU,
-    "relu2": layout.RELU_SQUARED,
-    "xielu": layout.XIELU,
-}
 HEAD_NORMS = {
     "by_head": layout.BY_HEAD,
     "whole": layout.WHOLE,
@@ -109,6 +99,10 @@ class NativePasses:
         for block in self.runtime.blocks:
             for kind in block.kinds:
                 self._parts_of(kind, block.index, None)
+        how = self._norm_of, self._map_of
+        ends = {block.index: block.end for block in self.runtime.blocks if block.end is not None}
+        self._ends = {layer: end_of(end, *how, self._activation) for layer, end in ends.items()}
+        self._inputs = None if self.runtime.layer_inputs is None else inputs_of(self.runtime.layer_inputs, *how)
         self._norm = self._norm_of(self.runtime.final_norm)
         self._head = self._map_of(self.runtime.head_module(None))
 
@@ -145,7 +139,8 @@ class NativePasses:
             places = (0, step, groups * width, step, (groups + 1) * width, step)
         else:
             queries = (1 + block.heads.gated) * heads  # With their gates.
-            places = (0, queries // kv_heads * width, queries * width, width, (queries + kv_heads) * width, width)
+            values = queries + kv_heads * (block.heads.projected > 2)  # Else they are the keys.
+            places = (0, queries // kv_heads * width, queries * width, width, values * width, width)
 
         def head_norm(module: Any, n_heads: int) -> layout.Norm:
             if sizes is not None:
@@ -157,6 +152,7 @@ class NativePasses:
             *(self._norm_of(norm) for norm in (parts.attn_norm, parts.attn_post)),
             head_norm(parts.q_norm, heads),
             head_norm(parts.k_norm, kv_heads),
+            self._norm_of(parts.v_norm, width, kv_heads),
             self._norm_of(parts.inner_norm, heads * value_width),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
@@ -170,6 +166,7 @@ class NativePasses:
             *places,
             HEAD_NORMS[block.head_norm],
             block.heads.gated,
+            block.heads.projected == 1,
             block.scaling,
             block.softcap or 0.0,
             block.clip or 0.0,
@@ -216,7 +213,7 @@ class NativePasses:
             family.gated,
             out.n_in,
             self._activation,
-            self._curve(mlp),
+            curve_of(mlp, self._activation),
             gate_scale,
             out_scale * block.added_scale,
         )
@@ -252,8 +249,9 @@ class NativePasses:
         every = [*into, *out]
         some = {name: next((at for one in every if (at := getattr(one, name))), None) for name in ("scales", "order")}
         widest = layout.Map(n_in=max(one.n_in for one in every), **some)
+        apart = apart_of(mlp, self._norm_of, self._kept)
         return layout.Mixture(
-            *(self._norm_of(norm) for norm in (parts.mlp_norm, parts.mlp_post)),
+            *(self._norm_of(norm) for norm in (parts.mlp_norm or getattr(mlp, "before", None), parts.mlp_post)),
             weight.data_ptr(),
             None if correction is None else self._kept(correction.float()).data_ptr(),
             None if bias is None else self._kept(bias.float()).data_ptr(),
@@ -271,6 +269,7 @@ class NativePasses:
             activation,
             share,
             block.added_scale,
+            *apart,
         )
 
     def _kept(self, tensor: Any) -> Any:
@@ -278,17 +277,6 @@ class NativePasses:
         if tensor is not None:
             self._held.append(tensor)
         return tensor
-
-    def _curve(self, mlp: nn.Module) -> Any:
-        """Return the numbers of a learned activation, the XIELU of an MLP; zeros where it has none."""
-        numbers = [0.0] * 4
-        for module in mlp.modules() if self._activation == layout.XIELU else ():
-            if hasattr(module, "alpha_p"):
-                learned: Any = module
-                positive, negative = (F.softplus(alpha.float()) for alpha in (learned.alpha_p, learned.alpha_n))
-                beta, eps = float(learned.beta), float(learned.eps)
-                numbers = [float(positive), beta + float(negative), beta, eps]
-        return (ctypes.c_float * 4)(*numbers)
 
     def _norm_of(self, module: Any, width: int | None = None, n_heads: int = 0) -> layout.Norm:
         """Describe a norm of `width` values, None: as many as a hidden state has.
@@ -342,10 +330,26 @@ class NativePasses:
 
     # -- Running passes ------------------------------------------------------------------------------------------------
 
+    def join(self, embedded: Tensor, of_tokens: Tensor) -> Tensor:
+        """Return what `PerLayerInputs.joined` does, in place of `of_tokens`."""
+        assert self._inputs is not None
+        step = layout.Step(ctypes.addressof(self._inputs), layout.LAYER_INPUTS, 0, 0, 0, -1, 0)
+        call = layout.Call(inputs=of_tokens.data_ptr(), n_inputs=of_tokens.shape[1])
+        run(self.kernels, call, embedded.contiguous(), (layout.Step * 1)(step), [None])
+        return of_tokens
+
     def run_layers(
-        self, hidden: Tensor, passes: Sequence[Pass], first: int, last: int, read: HeadRows | None = None
+        self,
+        hidden: Tensor,
+        passes: Sequence[Pass],
+        first: int,
+        last: int,
+        read: HeadRows | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor | None:
         """Change `hidden` (rows of all passes, hidden_size) to the states after layers first … last - 1.
+
+        Args: inputs: vectors of the rows' tokens, for models that have them; see `PerLayerInputs`.
 
         Returns: the logits (rows, vocab) of the rows to `read`, which the same run computes; None if there are none.
         """
@@ -381,6 +385,8 @@ class NativePasses:
         call = layout.Call(positions=at.data_ptr(), rotations=rotations, n_sequences=len(sequences))
         call.sequences = (layout.Sequence * len(sequences))(*sequences)
         call.seconds = self.seconds
+        if inputs is not None:
+            call.inputs, call.n_inputs = inputs.data_ptr(), inputs.shape[1]
         call.experts = ctypes.pointer(self._experts)
         logits = None
         if read is not None:
@@ -442,7 +448,7 @@ class NativePasses:
     def _made(
         self, variants: tuple[LayerSet, ...], first: int, last: int, head: tuple[str | None] | None = None
     ) -> Program:
-        runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants)
+        runtime, kept = self.runtime, keepers(self.runtime.n_layers, variants, self.runtime.givers)
         lists: list[frozenset[int]] = []
         steps: list[layout.Step] = []
         held: list[Any] = []
@@ -471,6 +477,8 @@ class NativePasses:
                     for number, part in enumerate(self._parts_of(kind, block.index, form)):
                         add(STEPS[type(part)], block, part, members)
                         steps[-1].from_kept = number > 0 or (from_kept and kind == "mlp")
+            if block.index in self._ends:
+                add(layout.LAYER_END, block, self._ends[block.index], everyone)
         if head is not None:
             held.append(self._head_of(*head))
             steps.append(layout.Step(ctypes.addressof(held[-1]), layout.LOGITS, 0, 0, len(lists), -1, 0))

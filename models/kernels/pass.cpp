@@ -3,6 +3,7 @@
 // Between two operations values are rounded to the model's type where transformers' own modules round them. Each row is
 // computed by the same operations in the same order whatever rows are beside it; `dense.h` says how.
 #include "attention_layer.h"
+#include "ends.h"
 #include "gguf.h"
 #include "mixers.h"
 #include "mlps.h"
@@ -123,4 +124,5 @@ extern "C" void swiftopt_sizes(int32_t* sizes) {
     sizes[0] = sizeof(Map), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Attention), sizes[3] = sizeof(Mlp);
     sizes[4] = sizeof(Step), sizes[5] = sizeof(Rotation), sizes[6] = sizeof(Sequence), sizes[7] = sizeof(Pass);
     sizes[8] = sizeof(Mixture), sizes[9] = sizeof(Convolution), sizes[10] = sizeof(Recurrence);
+    sizes[11] = sizeof(LayerEnd), sizes[12] = sizeof(LayerInputs);
 }

@@ -72,6 +72,12 @@ template <class T> class Runner {
                 const auto& part = *(const Mlp*)steps[s].part;
                 for (int i = 0; i < part.n_in_maps; i++) widest(part.in[i]);
                 widest(part.out), inner = std::max<size_t>(inner, part.n_inner);
+            } else if (steps[s].kind == LAYER_END) {
+                const auto& part = *(const LayerEnd*)steps[s].part;
+                if (part.gate.n_out) widest(part.gate), widest(part.out), inner = std::max<size_t>(inner, part.gate.n_out);
+            } else if (steps[s].kind == LAYER_INPUTS) {
+                const auto& part = *(const LayerInputs*)steps[s].part;
+                widest(part.map), inner = std::max<size_t>(inner, part.map.n_out);
             } else if (steps[s].kind == LOGITS) {
                 widest(*(const Map*)steps[s].part);
             } else if (steps[s].kind == MIXTURE) {
@@ -193,6 +199,8 @@ template <class T> class Runner {
             if (step.kind == MIXTURE) mixture(step, *(const Mixture*)step.part, list, thread);
             if (step.kind == RECURRENCE) recurrence(step, *(const Recurrence*)step.part, list, thread);
             if (step.kind == CONVOLUTION) convolution(step, *(const Convolution*)step.part, list, thread);
+            if (step.kind == LAYER_END) layer_end(step, *(const LayerEnd*)step.part, list, thread);
+            if (step.kind == LAYER_INPUTS) layer_inputs(*(const LayerInputs*)step.part, list, thread);
             if (step.kind == KEEP)
                 team.each(pass_.n_rows, 16, [&](int64_t from, int64_t to) {
                     memcpy(kept_ + from * pass_.n_hidden, hidden(int(from)), (to - from) * pass_.n_hidden * sizeof(T));
@@ -395,12 +403,14 @@ template <class T> class Runner {
 
     struct Mixed {  // sizes of the largest mixture of a pass
         int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
+        bool own_norms = false;  // whether the router and shared experts have norms of their own
 
         template <class F> void count(const Mixture& part, F&& widest) {
             widest(part.widest);
             n_experts = std::max<int64_t>(n_experts, part.choosing.n_experts + part.has_shared);
             n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
             n_chosen = std::max<int64_t>(n_chosen, part.choosing.n_chosen + part.has_shared);
+            own_norms |= part.router_before.kind != NO_NORM;
         }
     };
 
@@ -424,6 +434,9 @@ template <class T> class Runner {
     void take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread);
     void recall(const Recurrence& part, int head, const float* read, int64_t i, int total);
     void gate(const Recurrence& part, int group, int64_t i, int total);
+
+    void layer_end(const Step& step, const LayerEnd& part, const RowList& list, int thread);
+    void layer_inputs(const LayerInputs& part, const RowList& list, int thread);
 
     void mlp(const Step& step, const Mlp& part, const RowList& list, int thread);
     void mixture(const Step& step, const Mixture& part, const RowList& list, int thread);
@@ -455,6 +468,7 @@ template <class T> class Runner {
     T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
     T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
     float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them
+    T *router_rows_, *shared_rows_;  // what the router and shared experts read, where they have norms of their own
     float* scores_;        // of experts: each row's, and room to choose by them
     Choice* choices_;      // of each row
     int64_t* places_of_;   // of each choice: where the row lies among those of its expert

@@ -14,6 +14,7 @@ from swiftopt.core.types import LayerSet, Sampling, searchable
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, swift
+from swiftopt.models.config_layout import slot_shapes
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 
@@ -144,9 +145,9 @@ def test_swift_accepts_side_leaves_somewhere() -> None:
             moved += 1
             move(self, source, target)
 
-    first = runtime.blocks[0]
+    shapes = slot_shapes(runtime.config)
     runtime.new_buffer = lambda capacity, *sizes: Counting(  # type: ignore[method-assign]
-        [b.device for b in runtime.blocks], first.heads.n_kv_heads, first.heads.width, capacity, runtime.dtype
+        [b.device for b in runtime.blocks], shapes, capacity, runtime.dtype
     )
     for seed in range(4):
         decode(runtime, prompt(seed), drafter, TokenRule.of(Sampling(), None), Ending(N_NEW))

@@ -21,7 +21,8 @@ from swiftopt.core.types import LayerSet, PartForm
 from swiftopt.models.blocks import attend
 from swiftopt.models.buffer import KVBuffer
 from swiftopt.models.coded import CodedLinear, Codes, unpack
-from swiftopt.models.config_layout import HeadLayout
+from swiftopt.models.config_layout import AttentionWindow, HeadLayout
+from swiftopt.models.family import SlotShape
 from swiftopt.models.fused import GATES, GatedMlp, fuse
 from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed
@@ -124,7 +125,8 @@ def test_a_norm_is_that_of_its_model(kind: str, dtype: torch.dtype) -> None:
 class Shape:
     """As much of a model as tables of rows need."""
 
-    max_positions, n_layers, windows, dtype = 512, 2, (None, 40), torch.float32
+    max_positions, n_layers, windows, dtype = 512, 2, (None, AttentionWindow(40)), torch.float32
+    givers: frozenset[int] = frozenset()
 
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
         self.blocks = [SimpleNamespace(heads=HeadLayout(heads, kv_heads, width, False), device=PLACE)] * 2
@@ -132,7 +134,7 @@ class Shape:
 
 def filled(shape: Any, capacity: int, seed: int, dtype: torch.dtype) -> KVBuffer:
     heads = shape.blocks[0].heads
-    buffer = KVBuffer([PLACE] * 2, heads.n_kv_heads, heads.width, capacity, dtype)
+    buffer = KVBuffer([PLACE] * 2, [SlotShape(heads.n_kv_heads, heads.width, heads.width)] * 2, capacity, dtype)
     for part in (*buffer.keys, *buffer.values):
         part.copy_(drawn(*part.shape, seed=(seed := seed + 1), dtype=dtype))
     return buffer
@@ -174,7 +176,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
     assert device_attention.store(query, key, value, data, None, 1, 2) is query
     sinks = drawn(heads, seed=7, dtype=dtype) if with_sinks else None
     how = (width**-0.5, softcap, sinks)
-    for view, window in enumerate((None, 40)):
+    for view, window in enumerate(shape.windows):
         found = device_attention.attend(
             query, data, table.field(view), table.n_tiles[view], table.n_slots, 1, 2, kv_heads, *how
         )
@@ -188,7 +190,7 @@ def test_attention_of_several_sequences_is_torchs_for_each(
             close(found[own], attend(query[own], keys, values, mask, *how), dtype)
             for row in {0, plan.n - 1}:  # alone, over a text of the slots that it sees
                 seen = mask[row] == 0
-                alone = KVBuffer([PLACE], kv_heads, width, int(seen.sum()), dtype)
+                alone = KVBuffer([PLACE], [SlotShape(kv_heads, width, width)], int(seen.sum()), dtype)
                 alone.keys[0].copy_(keys[:, seen])
                 alone.values[0].copy_(values[:, seen])
                 one = RowTable(shape)

@@ -1,0 +1,56 @@
+"""What a runtime refuses before it computes: texts that are too long, and drafts that are for another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.errors import InvalidInput, LayerSetError, SettingsError, UnsupportedModel
+from ..core.types import LayerSet
+from .blocks import Block
+from .expert_choice import refuse_experts
+from .prompts import refuse_overflow
+
+
+class RuntimeChecks:
+    """The checks of `Runtime`, which fills in the fields."""
+
+    n_layers: int
+    max_positions: int
+    tokenizer: Any
+    blocks: list[Block]
+
+    def check_context(self, n_prompt: int, max_new_tokens: int) -> None:
+        """Raises: ContextOverflow: prompt and completion together need more positions than the model has."""
+        refuse_overflow(n_prompt, max_new_tokens, self.max_positions)
+
+    def check_layer_set(self, layer_set: LayerSet) -> None:
+        """Raises: LayerSetError: the set was made for another depth, or for another number of experts."""
+        if layer_set.n_layers != self.n_layers:
+            raise LayerSetError(
+                f"the layer set is for {layer_set.n_layers} layers, but this model has {self.n_layers}:"
+                " use a set that was tuned on this model"
+            )
+        if layer_set.experts:
+            refuse_experts(layer_set, self.blocks)
+
+    def check_depth(self, depth: int) -> None:
+        """Raises: SettingsError: no draft can leave this model after `depth` layers. UnsupportedModel: it has one."""
+        if self.n_layers == 1:
+            raise UnsupportedModel(
+                "this model has one layer, so that there is nothing to leave early: use another method"
+            )
+        if not 0 < depth < self.n_layers:
+            raise SettingsError(
+                f"a draft cannot leave the model after {depth} of its {self.n_layers} layers:"
+                f" use 1 to {self.n_layers - 1}"
+            )
+
+    def check_same_tokenizer(self, target: RuntimeChecks) -> None:
+        """Raises: InvalidInput: this model's token ids do not mean what the target's mean."""
+        vocab: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        other: dict[str, int] = getattr(target.tokenizer, "get_vocab", dict)()
+        if vocab != other:
+            raise InvalidInput(
+                f"the draft model's tokenizer has other tokens than the target's ({len(vocab)} and {len(other)}):"
+                " draft with a smaller model of the same family"
+            )
