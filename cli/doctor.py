@@ -144,7 +144,9 @@ def check_devices() -> Iterator[Check]:
 def check_cores() -> Finding:
     """Check the usable cores, the number of compute threads, and the load by other processes."""
     usable, load = usable_cores(), os.getloadavg()[0]
-    text = f"{usable} of {os.cpu_count()} usable, {n_threads()} threads, load {load:.1f}"
+    text = (
+        f"{usable} of {os.cpu_count()} usable, {n_threads()} thread{'' if n_threads() == 1 else 's'}, load {load:.1f}"
+    )
     if load > usable / 2:
         return "warn", f"{text}: other programs are busy, and decoding will be slower than alone"
     return "ok", text

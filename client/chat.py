@@ -47,13 +47,12 @@ class ServedModels:
 
 
 class ChatClient(ServerConnection):
-    """One chat with the server at `url`, with or without `/v1` at its end; else as `ServerConnection`."""
+    """One chat with the server at `url`; else as `ServerConnection`."""
 
     ADVICE = "use a server with OpenAI's chat completions"
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, httpx2.Timeout(CONNECT_S, read=SILENCE_S), {SESSION: uuid.uuid4().hex})
-        self.url = self.url.removesuffix("/v1")
 
     def models(self) -> ServedModels:
         """Return what the server decodes with; a server of ours without an engine has no names."""

@@ -386,7 +386,7 @@ def _path(job: str, *further_parts: str) -> str:
 
 
 def _check_url(url: str) -> str:
-    """Return the server's address without a slash at its end.
+    """Return the server's address without a slash, and without `/v1`, at its end: OpenAI's clients take it with that.
 
     Raises: SettingsError: it is no http or https URL with a host.
     """
@@ -397,7 +397,7 @@ def _check_url(url: str) -> str:
         is_usable = False
     if not is_usable or not url.isprintable() or " " in url:
         raise SettingsError(f"the server {safe_url(url)!r} is no URL: use one such as http://127.0.0.1:8000")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _key_header(key: str | None) -> dict[str, str]:

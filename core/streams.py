@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from itertools import islice
 from json import JSONDecodeError
 from pathlib import Path
@@ -344,7 +345,9 @@ def _text_lines(source: Iterable[bytes], where: str) -> Iterator[str]:
 def _prompt(values: Mapping[str, Any], number: int, task: str, line_name: str) -> Prompt:
     given_fields = [name for name in FIELDS if values.get(name) is not None]
     if not given_fields:
-        raise StreamError(f"{line_name} has none of the fields {', '.join(FIELDS)}: give it one of them")
+        similar = [(key, name) for key in values if key not in FIELDS for name in get_close_matches(key, FIELDS, n=1)]
+        advice = f"did you mean {similar[0][1]!r} by {similar[0][0]!r}?" if similar else "give it one of them"
+        raise StreamError(f"{line_name} has none of the fields {', '.join(FIELDS)}: {advice}")
     if len(given_fields) > 1:
         raise StreamError(f"{line_name} has {' and '.join(repr(name) for name in given_fields)}: keep only one of them")
     line = StreamLine.from_json(values, line_name)

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ..core.errors import (
     Busy,
@@ -162,7 +163,23 @@ def install(app: FastAPI) -> None:
 
 
 async def _respond(request: Request, error: Exception) -> Response:
-    return refused_by(error).response(request.url.path)
+    return refused_at(request, error).response(request.url.path)
+
+
+def refused_at(request: Request, error: Exception) -> Refused:
+    """Return the error as HTTP answers a request with it; at an unknown address it names the one that was meant."""
+    refused = refused_by(error)
+    if refused.kind == "no-such-route" and (meant := _meant_route(request)):
+        refused.detail = f"there is nothing at this address: use {meant}"
+    return refused
+
+
+def _meant_route(request: Request) -> str:
+    """Return the route that a client with a base URL that lacks `/v1`, or has it twice, has meant; "" if none."""
+    path = request.url.path
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    scope = {**request.scope, "path": meant, "raw_path": meant.encode()}
+    return meant if any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes) else ""
 
 
 def refused_by(error: Exception) -> Refused:

@@ -166,6 +166,8 @@ def connect(url: str) -> Engine:
     """
     try:
         parsed = make_url(url)
+        if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+            raise _unreadable(url)
         if parsed.get_backend_name() != "sqlite":
             server_options = _server_options(parsed)
             return create_engine(parsed, pool_pre_ping=True, connect_args=server_options, json_serializer=json_text)
@@ -249,7 +251,8 @@ def writing(engine: Engine) -> Engine:
 
 def _unreadable(url: str) -> StoreError:
     return StoreError(
-        f"{without_password(url)} names no database: use a path or a URL such as postgresql://user@host/name"
+        f"{without_password(url)} names no database that swiftopt can use: give the path of a SQLite file, or a URL of"
+        " PostgreSQL such as postgresql://user@host/name"
     )
 
 

@@ -33,7 +33,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 
 from ...core.errors import SwiftoptError
 from ...core.types import origin_words
-from ..errors import Refused, refused_by
+from ..errors import Refused, refused_at, refused_by
 from ..middleware import Shared, is_foreign, state_of
 from ..settings import GUARDED, KeyRing
 
@@ -180,7 +180,7 @@ class PageRoute(APIRoute):
 
 async def _unknown_address(request: Request, error: Exception) -> Response:
     """At unknown addresses, answer browsers with a page; programs and API paths get the usual error."""
-    refusal, path = refused_by(error), request.url.path
+    refusal, path = refused_at(request, error), request.url.path
     is_known = isinstance(error, Refused) or refusal.status_code not in (404, 405) or path.startswith(GUARDED)
     if is_known or "text/html" not in request.headers.get("accept", ""):
         return refusal.response(path)

@@ -63,7 +63,7 @@ def plan_words(request: EndedRequest) -> str:
     """Return where the drafts of a request came from, or would have."""
     if request.version is not None:
         return f"stored version {request.version} of {request.task}"
-    return f"the set that the search for {request.task} has found so far"
+    return "the best set of the search so far"
 
 
 def aspects(request: EndedRequest) -> list[tuple[str, str]]:

@@ -50,6 +50,7 @@ def home(tmp_path: Path, unconfigured: None, monkeypatch: pytest.MonkeyPatch) ->
         "empty.jsonl": "",
         "line17.jsonl": good * 16 + '{"prompt": "w1\n' + good,
         "field.jsonl": '{"text": "w1"}\n',
+        "typing.jsonl": '{"promt": "w1", "prompt": null}\n',
         "half.jsonl": '{"prompt": "w1", "id": "\\ud800"}\n',
         "letter.txt": "Dear reader, " * 100,
         "deep.json": "[" * 100_000,
@@ -107,6 +108,7 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["generate", "--model", "gpt2", "--prompt", "a\udcff"], 2, "--prompt: the text holds half of a surrogate"),
     ([*TUNE, "empty.jsonl"], 2, "empty.jsonl holds no prompt: write"),
     ([*TUNE, "line17.jsonl"], 2, "line17.jsonl line 17 is not valid JSON (Invalid control character, column 15)"),
+    ([*TUNE, "typing.jsonl"], 2, "did you mean 'prompt' by 'promt'?"),
     ([*TUNE, "field.jsonl"], 2, "field.jsonl line 1 has none of the fields prompt, messages, question, turns"),
     ([*TUNE, "half.jsonl"], 2, "half.jsonl line 1: id: the text holds half of a surrogate pair"),
     ([*TUNE, "binary.jsonl"], 2, "binary.jsonl line 1 is not UTF-8 text"),
@@ -147,7 +149,11 @@ SLIPS: list[tuple[list[str], int, str]] = [
     (["layers", "list", "--db", "letter.txt"], 1, "letter.txt is no database: choose another file with --db"),
     (["layers", "list", "--db", "bert"], 1, "bert cannot be opened: check"),
     (["layers", "list", "--db", "letter.txt/x/a.db"], 1, "cannot be created"),
-    (["layers", "list", "--db", "postgresql://u:secret@h:port/x"], 1, "names no database: use a path or a URL"),
+    (
+        ["layers", "list", "--db", "postgresql://u:secret@h:port/x"],
+        1,
+        "names no database that swiftopt can use",
+    ),
     (["layers", "list", "--db", "sqlite:///a.db?foo=bar"], 1, "has options that SQLite lacks (foo)"),
 ]
 OF_WINGS = {

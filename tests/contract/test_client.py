@@ -50,6 +50,12 @@ def client(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[swiftopt.C
         yield client
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_address_of_a_server_may_end_like_that_of_openais_clients(end: str) -> None:
+    with swiftopt.Client(f"http://127.0.0.1:8000{end}") as client:
+        assert client.url == "http://127.0.0.1:8000"
+
+
 def record(model: str = "smollm2-135m", task: str = "notes") -> LayerSetRecord:
     layer_set = LayerSet(30, frozenset({3}), frozenset({4, 5}))
     return LayerSetRecord(model, task, layer_set, device="cpu", dtype="float32", verdict="use", settings={"seed": 3})

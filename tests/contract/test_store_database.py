@@ -121,7 +121,8 @@ def test_open_refuses_what_is_no_database(tmp_path: Path) -> None:
     assert refusal(str(tmp_path / "letter.txt")).endswith("letter.txt is no database: choose another file with --db")
     assert "cannot be created" in refusal(str(tmp_path / "letter.txt" / "x" / "a.db"))
     assert f"{tmp_path} cannot be opened" in refusal(str(tmp_path))
-    assert "names no database" in refusal("mongodb://host/name")
+    for url in ("mongodb://host/name", "mysql://user@host/name", "postgres://user@host/name"):
+        assert f"{url} names no database that swiftopt can use: give the path of a SQLite file" in refusal(url)
 
 
 def test_open_does_not_tell_the_password_when_the_server_cannot_be_used() -> None:

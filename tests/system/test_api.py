@@ -418,3 +418,18 @@ def test_many_lookups_of_a_model_are_few_queries_and_each_has_its_own_answer(sto
         answers = client.post("/v1/layer-sets:lookup", json={"queries": mixed}).json()["answers"]
     assert "the nearest is" in answers[0]["detail"] and answers[-1]["version"] == 1 and answers[-1]["alias"] is None
     assert [answer["task"] for answer in answers[1:-1]] == tasks[:40]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "use /v1/chat/completions"),
+        ("/v1/v1/models", "use /v1/models"),
+        ("/v1/embeddings", "/openapi.json lists what there is"),
+    ],
+)
+def test_route_without_v1_or_with_two_is_answered_with_the_one_that_exists(
+    client: TestClient, path: str, meant: str
+) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404 and f"there is nothing at this address: {meant}" in answer.text
