@@ -146,6 +146,12 @@ _SPACE: dict[str, Any] = dict(
         "mamba_expand": ("ssm.inner_size", "embedding_length"),
     },
 )
+_STATES_ALONE: dict[str, Any] = dict(
+    fields={"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
+    sizes={"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size"},
+    constants={"use_bias": False, "use_conv_bias": True},
+    ignored={"attention.head_count": (0,), "feed_forward_length": (0,)},
+)
 _WINDOW = "attention.sliding_window"
 # What images need: three positions for a token, which are the same for text, and layers that read an image's features.
 _IMAGES: dict[str, None] = {"rope.dimension_sections": None, "n_deepstack_layers": None}
@@ -414,6 +420,34 @@ FORMS: dict[str, GgufForm] = {
         window=8192,
         window_period=4,
         unnormed=128,
+    ),
+    # The converter puts all multipliers into the weights, and gates before the norm.
+    "falcon_h1": GgufForm(
+        "falcon-h1",
+        has_head_dim=True,
+        sizes=_SPACE["sizes"] | {"ssm.inner_size": "mamba_d_ssm"},
+        quotients={"mamba_d_head": _SPACE["quotients"]["mamba_d_head"]},
+        flags={"mamba_rms_norm": _flag("ssm_norm.weight")},
+        constants={"mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_norm_before_gate": False},
+    ),
+    "mamba": GgufForm(
+        "mamba",
+        fields=_STATES_ALONE["fields"],
+        sizes=_STATES_ALONE["sizes"] | {"ssm.time_step_rank": "time_step_rank"},
+        quotients={"expand": ("ssm.inner_size", "embedding_length")},
+        constants=_STATES_ALONE["constants"],
+        ignored=_STATES_ALONE["ignored"] | {"ssm.dt_b_c_rms": (False,)},
+    ),
+    "mamba2": GgufForm(
+        "mamba2",
+        fields=_STATES_ALONE["fields"],
+        sizes=_STATES_ALONE["sizes"] | {"ssm.time_step_rank": "num_heads", "ssm.group_count": "n_groups"},
+        quotients={
+            "head_dim": ("ssm.inner_size", "ssm.time_step_rank"),
+            "expand": ("ssm.inner_size", "embedding_length"),
+        },
+        constants=_STATES_ALONE["constants"],
+        ignored=_STATES_ALONE["ignored"],
     ),
     "jamba": GgufForm(
         "jamba",

@@ -159,14 +159,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     settings = _Settings(file)
     # Models that have experts in all layers may have no other MLP.
     usual = {"feed_forward_length": file.own_settings().get("expert_feed_forward_length")}
-    given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in NEEDED}
+    needed = NEEDED if form.ignored.keys().isdisjoint(NEEDED) else [name for name in NEEDED if name not in form.ignored]
+    given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in needed}
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
     check_values(given, file.path)
     # Layers that predict further tokens come last, and are counted with the others.
     n_further = min(int(settings.number(NEXT_LAYERS, 0)), given["num_hidden_layers"] - 1)
     given["num_hidden_layers"] -= n_further
-    n_layers, heads = given["num_hidden_layers"], given["num_attention_heads"]
+    n_layers, heads = given["num_hidden_layers"], given.get("num_attention_heads", 1)
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
     if family.rotary is not None or form.mixed_by == "kv_heads":
         given["num_key_value_heads"] = settings.size(KV_HEADS, heads)

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "gpt_neox": "gptneox",
     "phi": "phi2",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
     "glm": "chatglm",
     "olmo3": "olmo2",
     "cohere": "command-r",
@@ -54,6 +55,7 @@ LIKE_LLAMA = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "arc
 UNPERMUTED = ("apertus",)
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")  # The classes that derive from _LinearAttentionVReorderBase.
+MAMBA2 = ("granitehybrid", "falcon-h1", "mamba2")  # The classes that derive from Mamba2Model.
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *DELTA)
 NO_OUTPUT = ("gemma", "gemma2", "command-r", "cohere2", "bitnet")
 Q4_K_BYTES, Q4_K_INPUTS = 144, 256
@@ -319,6 +321,38 @@ def _jamba(config: Any) -> Settings:
     }
 
 
+def _falcon_h1(config: Any) -> Settings:
+    return {
+        **_like_llama(config),
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_d_ssm,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.group_count": config.mamba_n_groups,
+        "attention.key_length": _head(config),
+        "attention.value_length": _head(config),
+    }
+
+
+def _mamba(config: Any) -> Settings:
+    """MambaModel and Mamba2Model."""
+    is_older = config.model_type == "mamba"
+    heads = {"ssm.time_step_rank": config.time_step_rank, "ssm.dt_b_c_rms": False}
+    if not is_older:
+        heads = {"ssm.time_step_rank": config.num_heads, "ssm.group_count": config.n_groups}
+    return {
+        **_named(config, "attention.layer_norm_rms_epsilon"),
+        "context_length": 1 << 20,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.expand * config.hidden_size,
+        "ssm.state_size": config.state_size,
+        **heads,
+    }
+
+
 def _chatglm(config: Any) -> Settings:
     return {
         **_named(config, KV_HEADS, "attention.layer_norm_rms_epsilon"),
@@ -519,6 +553,9 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "granite": _granite,
     "granitehybrid": _granitehybrid,
     "jamba": _jamba,
+    "falcon-h1": _falcon_h1,
+    "mamba": _mamba,
+    "mamba2": _mamba,
     "chatglm": _chatglm,
     "glm4": _glm4,
     "olmo": _olmo,
@@ -583,10 +620,12 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = _tiled(name, tensor, config)
         if name.endswith(".A_log"):
             tensor = -tensor.exp()
-        if architecture == "granitehybrid" and name.endswith((".A_log", ".D")):
+        if architecture == "falcon-h1":
+            tensor = _multiplied(name, tensor, config)
+        if architecture in MAMBA2 and name.endswith((".A_log", ".D")):
             tensor = tensor[:, None]
-        if name.endswith(".mamba.norm.weight"):
-            tensor = tensor.view(config.mamba_n_groups, -1)
+        if architecture in MAMBA2 and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            tensor = tensor.view(_first(config, "mamba_n_groups", "n_groups"), -1)
         name = name.replace(".dt_bias", ".dt_proj.bias")
         if permutes and ".q_proj." in name:
             tensor = _permuted(tensor, config.num_attention_heads)
@@ -643,6 +682,30 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
         place = places.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         yield place, tensor
+
+
+def _multiplied(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """FalconH1Model puts the config's multipliers into the weights."""
+    inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    if "mamba.in_proj" in name:
+        rows = torch.tensor(config.ssm_multipliers).repeat_interleave(
+            torch.tensor([inner, inner, keys, keys, config.mamba_n_heads])
+        )
+        return tensor * config.ssm_in_multiplier * rows[:, None]
+    gate, out = config.mlp_multipliers
+    factors = {
+        "down_proj": out,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    leaf = name.removesuffix(".weight")
+    return tensor * next((factor for part, factor in factors.items() if leaf.endswith(f".{part}") or leaf == part), 1.0)
 
 
 def _permuted(weights: Tensor, n_heads: int) -> Tensor:

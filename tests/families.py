@@ -184,7 +184,7 @@ DENSE: dict[str, dict[str, Any]] = {
     },
     "mamba": {
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
-        **{"expand": 5, "state_size": 12, "time_step_rank": 5},
+        **{"expand": 5, "intermediate_size": 160, "state_size": 12, "time_step_rank": 5},
     },
     "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
     "hyperclovax:plain": {"use_post_norm": False},
@@ -404,7 +404,7 @@ def tiny_model(
                 is_mixture(family) and parameter.dim() > 1 and not parameter.any()
             ):  # A router that would tell none apart.
                 parameter.normal_()
-            if parameter.dim() > 1 and "embed" not in name and "wte" not in name:
+            if parameter.dim() > 1 and not any(part in name for part in ("embed", "wte", "A_log")):
                 parameter.mul_(scale)
             elif family in DENSE and "alpha" not in name:  # Norms and biases that nothing else would tell from ones.
                 parameter.add_(torch.randn(parameter.shape) * 0.2)

@@ -96,4 +96,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"conv_bias": False}),
     "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "jamba": ("jamba", {}),
+    "falcon-h1": ("falcon_h1", {}),
+    "falcon-h1, with a norm": ("falcon_h1:gate", {}),
+    "mamba": ("mamba", {"expand": 2, "intermediate_size": 64}),
+    "mamba2": ("mamba2", {}),
 }

@@ -72,7 +72,7 @@ CASES = {
     ),
     "no weights": Case("holds no weights", 404, damage=lambda folder: (folder / "model.safetensors").unlink()),
     "a config that is no JSON": Case("no model's config", 404, damage=lambda f: (f / "config.json").write_text("{")),
-    "a family without support": Case("model type 'mamba'", damage=lambda f: edit_config(f, model_type="mamba")),
+    "a family without support": Case("model type 'rwkv'", damage=lambda f: edit_config(f, model_type="rwkv")),
     "no such alias": Case("nearest: smollm2-135m", 404, model="smollm2-135"),
     "no such folder": Case("there is no folder /no/such/model", 404, model="/no/such/model"),
     "another file": Case("is no GGUF file", 404, "{folder}/m.gguf", damage=_other_file),

@@ -234,13 +234,13 @@ def test_a_size_that_is_missing_or_none_is_one_sentence(name: str, value: object
 
 def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    writer = gguf.GGUFWriter(str(path), "mamba")
+    writer = gguf.GGUFWriter(str(path), "rwkv7")
     writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="architecture mamba, which is not supported: use one of apertus, arcee"):
+    with pytest.raises(UnsupportedModel, match="architecture rwkv7, which is not supported: use one of apertus, arcee"):
         config_of(GgufFile(path))
 
 

@@ -136,8 +136,8 @@ def test_models_that_are_on_this_machine_are_marked(
 
 
 def test_hub_model_of_an_unsupported_family_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
-    hub.files["config.json"] = json.dumps({"model_type": "mamba"}).encode()
-    with pytest.raises(UnsupportedModel, match="mamba"):
+    hub.files["config.json"] = json.dumps({"model_type": "rwkv"}).encode()
+    with pytest.raises(UnsupportedModel, match="rwkv"):
         load("ours/tiny", speed="eager")
     assert not any(path.endswith(".safetensors") for path in hub.served)
 

@@ -28,6 +28,8 @@ SIZES: dict[str, dict[str, Any]] = {name: _STATES for name in ("qwen35", "qwen35
 SIZES |= {name: {"mamba_expand": 2, "mamba_d_head": 16} for name in FILES if name.startswith("granitehybrid")}
 SIZES["llama4"] = {"num_experts_per_tok": 1}  # As real ones take.
 SIZES["jamba"] = {"mamba_expand": 2, "mamba_d_state": 16}
+SIZES["mamba"] = {"expand": 2, "intermediate_size": 64, "state_size": 16}
+SIZES["mamba2"] = {"expand": 2, "head_dim": 16}
 
 
 def theirs(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -57,15 +59,8 @@ def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     "what",
     [
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-        "lfm2",
-        "lfm2moe",
-        "granitehybrid",
-        "granitehybrid, with experts",
-        "jamba",
-        "llama4",
+        *("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid, with experts"),
+        *("jamba", "falcon-h1", "falcon-h1, with a norm", "mamba", "mamba2", "llama4"),
     ],
 )
 def test_greedy_tokens_are_those_of_llama_cpp(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,9 +250,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[SwiftoptError], str]] = {
     ),
     "family a list": (lambda f: edit_config(f, model_type=[]), UnsupportedModel, r"the model type \[\]"),
     "unknown family": (
-        lambda f: edit_config(f, model_type="mamba"),
+        lambda f: edit_config(f, model_type="rwkv"),
         UnsupportedModel,
-        "'mamba', which is not supported",
+        "'rwkv', which is not supported",
     ),
 }
 
