@@ -13,13 +13,13 @@ from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a
 
 from swiftopt.core.types import LayerSet
 from swiftopt.models.block_experts import HALVES, PARTS, BlockExperts, stacked
-from swiftopt.models.blocks import in_order
 from swiftopt.models.coded import CodedLinear, Codes
 from swiftopt.models.expert_checkpoints import mixtures_of
 from swiftopt.models.expert_choice import chooser_of
 from swiftopt.models.families import FAMILIES
 from swiftopt.models.kernels.experts import choosing_of, correction_of
 from swiftopt.models.loading import at_speed
+from swiftopt.models.mixtures import in_order
 from swiftopt.models.row_invariant import make_row_invariant
 from swiftopt.models.rows import Rows
 
