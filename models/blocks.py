@@ -17,7 +17,7 @@ from .coded import CodedLinear
 from .config_layout import AttentionWindow, HeadLayout, heads_of, key_sources
 from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortConv, names_in
 from .heads import split_gates, split_heads
-from .latents import heads_of_latents, without_padding
+from .latents import heads_of_latents, values_of_latents
 from .layer_inputs import LayerEnding
 from .mixtures import MlpBesideExperts, NormedMixture, WeighedInputs
 from .recurrent import RecurrentStates, StateRows
@@ -153,7 +153,8 @@ def rotated_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `queries_keys_values` does, of the projections' outputs."""
     if block.heads.latent is not None:
-        query, key, value = heads_of_latents(block.heads, (parts.q_norm, parts.k_norm), parts.latents, projected)
+        query, key = heads_of_latents(block.heads, (parts.q_norm, parts.k_norm), parts.latents, projected)
+        value = key
     else:
         query, key, value = split_heads(block.heads, projected)
     is_normed, kind = parts.q_norm is not None and (parts.k_norm is not None or not key.numel()), block.head_norm
@@ -172,12 +173,13 @@ def rotated_heads(
         query, key = parts.q_norm(query), parts.k_norm(key)
     if rotation is not None and rotation.query_scale is not None:
         query = (query * rotation.query_scale).to(query.dtype)
-    return query, key, value
+    return query, key, value if block.heads.latent is None else key
 
 
 def attention_out(block: Block, parts: LayerModules, mixed: Tensor) -> Tensor:
     """Return attention's output, given its heads' outputs (rows, heads * width)."""
-    mixed = without_padding(block.heads, mixed)
+    if block.heads.latent is not None:
+        mixed = values_of_latents(block.heads, parts.latents[1], mixed)
     out = cast(Tensor, parts.out(mixed if parts.inner_norm is None else parts.inner_norm(mixed)))
     return out if parts.attn_post is None else cast(Tensor, parts.attn_post(out))
 
@@ -320,6 +322,12 @@ class Block:
         q_norm, k_norm = family.head_norms or (None, None)
         # All of a fused projection; else as many as the layer has.
         qkv = tuple(submodule(attn, name) for name in family.qkv[: self.heads.projected])
+        latents = tuple(submodule(attn, name) for name in family.latents or ())
+        if latents and not (isinstance(latents[1], CodedLinear) or type(latents[1]).__name__ in PLAIN_LINEAR):
+            raise UnsupportedModel(
+                f"a {type(latents[1]).__name__} computes this model's map from latents, whose weights are read head by"
+                " head here: use the model as it was before it was quantised"
+            )
         if family.attn_scales is not None:
             # Attention is linear in its values, and scores in queries and keys.
             into, keys, given = (_number(config, name) or 1.0 for name in family.attn_scales)
@@ -329,7 +337,7 @@ class Block:
         return LayerModules(
             attn_norm=submodule(layer, family.attn_norm),
             qkv=qkv,
-            latents=tuple(submodule(attn, name) for name in family.latents or ()),
+            latents=latents,
             q_norm=submodule(attn, q_norm),
             k_norm=submodule(attn, k_norm) if self.heads.projected > 1 else None,
             v_norm=submodule(attn, family.value_norm) if self.heads.projected > 1 else None,

@@ -37,27 +37,28 @@ def mixes_in_turns(config: Any) -> bool:
 class LatentLayout:
     """Sizes of multi-head latent attention: see `models/latents.py`.
 
-    `query_rank`, `rank`: of the latents of queries (0: there is none), and of keys and values. `rotary`: of a key's
-    values, those that are rotated. `value_width`: of a head's value.
+    `query_rank`, `rank`: of the latents of queries (0: there is none), and of keys and values. `rotary`, `kept`: of a
+    head's query, how many values are rotated and how many are not. `value_width`: of a head's value.
     """
 
     query_rank: int
     rank: int
     rotary: int
+    kept: int
     value_width: int
 
     def projected(self, heads: HeadLayout) -> list[int]:
         """Return the sizes of what a row is projected to: queries or their latent, the other latent, a rotated key."""
-        return [self.query_rank or heads.n_heads * heads.width, self.rank, self.rotary]
+        return [self.query_rank or heads.n_heads * (self.rotary + self.kept), self.rank, self.rotary]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
     """How a layer's projections are cut into heads; `grouped`: a key head's queries, key and value lie together.
 
-    `gated`: after each query lies a gate of its width. `latent`: heads are made of latents; None: they are not.
-    `projected`: of which of queries, keys and values there are projections. Without values these are the keys; without
-    both they are another layer's.
+    `gated`: after each query lies a gate of its width. `latent`: heads read latents, and one key for all of them is
+    also the value; None: they do not. `projected`: of which of queries, keys and values there are projections. Without
+    values these are the keys; without both they are another layer's.
     """
 
     n_heads: int
@@ -85,9 +86,9 @@ def heads_of(config: Any, layer: int = 0) -> HeadLayout:
         return HeadLayout(1, 1, 1, grouped=False)
     family, n_heads = FAMILIES[config.model_type], int(config.num_attention_heads)
     if family.latents is not None:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         sizes = LatentLayout(*(int(getattr(config, name) or 0) for name in names))
-        return HeadLayout(n_heads, n_heads, int(config.qk_nope_head_dim) + sizes.rotary, False, latent=sizes)
+        return HeadLayout(n_heads, 1, sizes.rotary + sizes.rank, False, latent=sizes)
     own = layer_config(config, layer)
     width = int(getattr(own, "head_dim", None) or config.hidden_size // n_heads)
     if family.projection == "multi_query":
@@ -134,7 +135,8 @@ def slot_shapes(config: Any) -> list[SlotShape | None]:
             has_inputs = isinstance(family.mixer_of(config, layer), ShortConv)
             return SlotShape(1, int(config.hidden_size)) if has_inputs else None
         heads = heads_of(config, layer)
-        return None if heads.projected == 1 else SlotShape(heads.n_kv_heads, heads.width, heads.width)
+        value_width = heads.width if heads.latent is None else 0  # A latent is key and value.
+        return None if heads.projected == 1 else SlotShape(heads.n_kv_heads, heads.width, value_width)
 
     family = FAMILIES[config.model_type]
     return [shape_of(layer) for layer in range(int(config.num_hidden_layers))]

@@ -122,6 +122,15 @@ _DEEPSEEK_EXPERTS = _GROUPS | {
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_MLA_USUAL = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+_MLA: dict[str, Any] = dict(
+    architecture="deepseek2",
+    fields=RMS_EPSILON
+    | _DEEPSEEK_EXPERTS
+    | {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"},
+    choices=_ROUTED["choices"],
+    ignored={"expert_gating_func": (1, 2), "expert_shared_feed_forward_length": None},
+)
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _GRANITE: dict[str, Any] = dict(
     pairs_halves=True,
@@ -347,6 +356,8 @@ FORMS: dict[str, GgufForm] = {
         **_ROUTED,
     ),
     "dots1": GgufForm("dots1", has_head_dim=True, fields=RMS_EPSILON | _DEEPSEEK_EXPERTS, **_ROUTED),
+    "deepseek_v2": GgufForm(**_MLA, constants={**_MLA_USUAL, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": GgufForm(**_MLA, constants=_MLA_USUAL, when=("expert_weights_norm",)),
     "exaone_moe": GgufForm(
         "exaone-moe",
         has_head_dim=True,

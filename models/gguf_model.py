@@ -159,6 +159,8 @@ class Reading:
             return
         tensor = self._tensor(name)
         if tensor is None:
+            if self._is_of_latents(module_name):
+                self._take_map_of_latents(name)
             return
         module = self.model.get_submodule(module_name)
         order = self._order(module_name, tensor)
@@ -232,6 +234,25 @@ class Reading:
         self._values[f"{module_name}.{leaf}"] = stacked(values, map_name, named)
         for part in HALVES[map_name]:
             self.file.release(whole[part])
+
+    def _is_of_latents(self, module_name: str) -> bool:
+        return self.family.latents is not None and module_name.endswith(f".{self.family.latents[1]}")
+
+    def _take_map_of_latents(self, name: str) -> None:
+        """Read the map from a latent to keys and values of heads, of which newer files have two tensors.
+
+        One has a head's share for keys as (latent, key), the other that for values as (value, latent).
+        """
+        number, sizes = _parts(name, self.family.layers)[0], self.heads.latent
+        of_keys, of_values = (self._found(f"blk.{number}.attn_{part}_b.weight") for part in ("k", "v"))
+        if of_keys is None or of_values is None or sizes is None:
+            return
+        for tensor, shape in ((of_keys, (sizes.rank, sizes.kept)), (of_values, (sizes.value_width, sizes.rank))):
+            _check_shape(self.file.path, tensor, (self.heads.n_heads, *shape), tensor.shape)
+        both = torch.cat((numbers(of_keys).transpose(1, 2), numbers(of_values)), dim=1)
+        self._values[name] = both.flatten(0, 1).to(self.dtype)
+        for tensor in (of_keys, of_values):
+            self.file.release(tensor)
 
     def _tensor(self, name: str) -> FileTensor | None:
         """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""
@@ -373,6 +394,8 @@ class Reading:
             return False
         if self.family.experts is not None and module_name.endswith(f".{self.family.experts.router}"):
             return False  # A router of some families is a linear map that does more.
+        if self._is_of_latents(module_name):
+            return False  # Our kernels read it head by head, and a head's share from both sides.
         return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
 
     def _head_order(self, module_name: str) -> Tensor | None:

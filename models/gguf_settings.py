@@ -170,7 +170,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     n_layers, heads = given["num_hidden_layers"], given.get("num_attention_heads", 1)
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
     if family.rotary is not None or form.mixed_by == "kv_heads":
-        given["num_key_value_heads"] = settings.size(KV_HEADS, heads)
+        n_kv_heads = settings.size(KV_HEADS, heads)  # Of latents files have one, or as many as heads.
+        given["num_key_value_heads"] = n_kv_heads if family.latents is None else heads
     config: dict[str, Any] = {
         **form.constants,
         **{family.fields.get(name, name): value for name, value in given.items()},
@@ -193,7 +194,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for name in form.by_layer.values():
         layer_numbers(file, name, n_layers)
     if family.rotary is not None:
-        head_dim = _head_dim(settings, form, given["hidden_size"], heads)
+        if family.latents is None:
+            head_dim = _head_dim(settings, form, given["hidden_size"], heads)
+        else:
+            config |= _sizes_of_latents(settings)
+            head_dim = config["qk_rope_head_dim"]
         config |= {"head_dim": head_dim} if form.has_head_dim else {}
         if form.score_scale is not None:
             config[form.score_scale] = settings.number("attention.scale") or head_dim**-0.5
@@ -286,6 +291,18 @@ def _head_dim(settings: _Settings, form: GgufForm, hidden: int, heads: int) -> i
     return size
 
 
+def _sizes_of_latents(settings: _Settings) -> dict[str, int]:
+    """Return the config's sizes of heads that read latents; older files say these of keys and values."""
+    width, of_values = (
+        settings.size(f"attention.{name}_length_mla", settings.size(f"attention.{name}_length"))
+        for name in ("key", "value")
+    )
+    rotary = settings.size("rope.dimension_count")
+    if rotary >= width:
+        raise settings.refusal("rope.dimension_count", rotary)
+    return {"qk_rope_head_dim": rotary, "qk_nope_head_dim": width - rotary, "v_head_dim": of_values}
+
+
 def _positions(
     file: GgufFile, settings: _Settings, family: Family, form: GgufForm, head_dim: int, context: int
 ) -> dict[str, Any]:
@@ -331,7 +348,11 @@ def _rotation(
     elif kind == "yarn":
         scaling = {"factor": factor, "original_max_position_embeddings": trained}
         scaling |= {name: settings.number(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN.items()}
-        scaling["attention_factor"] = attention * _magnitude(factor, 1.0) / _magnitude(factor, damping)
+        if family.latents is None:
+            scaling["attention_factor"] = attention * _magnitude(factor, 1.0) / _magnitude(factor, damping)
+        elif log_multiplier := settings.number("rope.scaling.yarn_log_multiplier", 0.0):
+            # Of scores alone: that of rotated values and its inverse make 1.
+            scaling["mscale"] = scaling["mscale_all_dim"] = round(log_multiplier / 0.1, 6)
     if (is_scaled or kind == "longrope") and "long_factor" not in scaling:
         raise settings.refusal("rope.scaling.type", kind)
     if kind not in ("default", *form.scalings):

@@ -132,8 +132,8 @@ class GraphPasses:
             )
         if not runtime.has_alike_layers:
             raise SettingsError(
-                "CUDA graphs have no kernels for layers with convolutions, states or heads of several forms: use the"
-                " speed eager"
+                "CUDA graphs have no kernels for layers with convolutions, states, latents or heads of several forms:"
+                " use the speed eager"
             )
         self.runtime = runtime
         pool = None if record else torch.cuda.graph_pool_handle()

@@ -210,8 +210,9 @@ def _attention_values(hidden: int, heads: HeadLayout) -> int:
     """Return how many values the maps of a layer's attention have."""
     if heads.latent is None:
         return (2 * heads.n_heads + (heads.projected - 1) * heads.n_kv_heads) * heads.width * hidden
-    sizes, width, kept = heads.latent, heads.width, heads.width - heads.latent.rotary
-    of_heads = sizes.query_rank * width + sizes.rank * (kept + sizes.value_width) + sizes.value_width * hidden
+    sizes = heads.latent
+    of_heads = sizes.query_rank * (sizes.rotary + sizes.kept) + sizes.rank * (sizes.kept + sizes.value_width)
+    of_heads += sizes.value_width * hidden
     return hidden * sum(sizes.projected(heads)) + heads.n_heads * of_heads
 
 

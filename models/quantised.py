@@ -458,7 +458,10 @@ def _mixers_by(modules: LayerModules, make: Callable[[Sequence[nn.Module]], Quan
     if modules.out is not None:
         changed |= {
             "qkv": (make(modules.qkv),),
-            "latents": tuple(None if one is None else make([one]) for one in modules.latents),
+            # The other latent's map is read head by head, as it is stored.
+            "latents": tuple(
+                make([one]) if number == 0 and one is not None else one for number, one in enumerate(modules.latents)
+            ),
             "out": make([modules.out]),
         }
     if modules.beside is not None:

@@ -42,6 +42,8 @@ def make_row_invariant(runtime: Runtime) -> str | None:
     places = sorted({parameter.device.type for parameter in runtime.hf_model.parameters()})
     if len(places) > 1:
         return f"the model lies on {' and '.join(places)}"
+    if any(block.heads.latent is not None for block in runtime.blocks):
+        return "torch computes its latent attention"
     if not runtime.has_alike_layers:
         return "torch computes its layers, which have convolutions, states or heads of several forms"
     modules: dict[Any, Callable[..., Any]] = {}

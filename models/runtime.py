@@ -159,6 +159,7 @@ class Runtime(RuntimeChecks):
     def has_alike_layers(self) -> bool:
         """Whether every layer is attention with keys of its own, all of one form, and an MLP, and no more."""
         alike = {(block.heads, block.parts.v_norm is None) for block in self.blocks} == {(self.blocks[0].heads, True)}
+        alike &= self.blocks[0].heads.latent is None
         usual = (b.has_attention and not b.n_taps and "mlp" in b.kinds and b.end is None for b in self.blocks)
         return alike and all(usual)
 

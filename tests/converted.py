@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "glm4_moe": "glm4moe",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     "exaone_moe": "exaone-moe",
     "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -427,6 +428,7 @@ SIGMOID = 2  # gguf.ExpertGatingFuncType.SIGMOID
 
 def _deepseek_experts(config: Any) -> Settings:
     """What Glm4MoeModel and Dots1Model write of routers like DeepSeek's."""
+    kinds = _first(config, "mlp_layer_types")
     return {
         **_usual(config),
         "expert_count": config.n_routed_experts,
@@ -438,8 +440,29 @@ def _deepseek_experts(config: Any) -> Settings:
         "expert_gating_func": SIGMOID,
         "expert_weights_scale": config.routed_scaling_factor,
         "expert_weights_norm": config.norm_topk_prob,
-        "leading_dense_block_count": config.first_k_dense_replace,
+        "leading_dense_block_count": kinds.count("dense") if kinds else config.first_k_dense_replace,
     }
+
+
+def _deepseek2(config: Any) -> Settings:
+    """DeepseekV2Model: one key head as wide as a latent and what is rotated, and how wide heads are without it."""
+    rope, q_rank = _rope(config), config.q_lora_rank
+    damping = rope.get("mscale_all_dim")
+    written = {
+        **_deepseek_experts(config),
+        **({} if q_rank is None else {"attention.q_lora_rank": q_rank}),
+        **({} if damping is None else {"rope.scaling.yarn_log_multiplier": 0.1 * damping}),
+        KV_HEADS: 1,
+        "vocab_size": config.vocab_size,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else SIGMOID,
+    }
+    return written if config.norm_topk_prob else _without(written, "expert_weights_norm")
 
 
 def _exaone_moe(config: Any) -> Settings:
@@ -579,6 +602,7 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "qwen3moe": _experts,
     "granitemoe": _granite,
     "glm4moe": lambda config: {**_deepseek_experts(config), "rope.dimension_count": _rotated(config)},
+    "deepseek2": _deepseek2,
     "dots1": _deepseek_experts,
     "exaone-moe": _exaone_moe,
     "minimax-m2": lambda config: {
@@ -642,6 +666,12 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.stack([state[f"{norms[1]}.norms.{head}.weight"] for head in range(n_heads)])
             name = f"{norms[1]}.weight"
         layer = re.search(r"\.(\d+)\.", name)
+        if name.endswith(".kv_b_proj.weight") and layer is not None:
+            sizes = [config.qk_nope_head_dim, config.v_head_dim]
+            of_keys, of_values = tensor.unflatten(0, (config.num_attention_heads, -1)).split(sizes, dim=1)
+            yield f"blk.{layer[1]}.attn_k_b.weight", of_keys.transpose(1, 2)
+            yield f"blk.{layer[1]}.attn_v_b.weight", of_values
+            continue
         if ".experts." in name and layer is not None:
             part, kind = name.rpartition(".")[2].removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
             if architecture in ("gpt-oss", "llama4") and kind == "weight":

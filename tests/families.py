@@ -215,8 +215,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "gpt_bigcode:heads": {"multi_query": False, "n_inner": 48},
     "qwen3_5_text": {**DELTA, "rope_parameters": {**_AXES, "partial_rotary_factor": 0.5}},
     "lfm2": {**_CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False},
-    "youtu": {**LATENT, "q_lora_rank": 20},
-    "youtu:queries": {**LATENT, "q_lora_rank": None, "attention_bias": True},
+    # Transformers clears the embedding of a padding token when it reads a model whose head is tied.
+    "youtu": {**LATENT, "q_lora_rank": 20, "pad_token_id": None},
+    "youtu:queries": {**LATENT, "q_lora_rank": None, "attention_bias": True, "pad_token_id": None},
     "minicpm3": {**LATENT, "q_lora_rank": 20, "scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 20},
     "lfm2:longer": {"layer_types": ["full_attention", "conv", "conv", "conv"], "conv_L_cache": 5},
 }

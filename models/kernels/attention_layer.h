@@ -42,8 +42,6 @@ inline void head_of(
     if (when == ROTATED) normed(norm, to, width, to);
 }
 
-inline int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 // The split that should be done first, where turning keys and values costs as much as four heads' sums.
 template <class T>
 auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) const -> Split {
@@ -107,8 +105,9 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 const int64_t to = (kv * own.capacity + places_[row].slot) * width;
                 head_of(part.key_norm, part.head_norm, kv, in + part.key_at + kv * part.key_step, width, rotation, position,
                         (T*)own.keys[step.layer] + to);
-                normed(part.value_norm, in + part.value_at + kv * part.value_step, part.value_width,
-                       (T*)own.values[step.layer] + to);
+                if (part.value_step)
+                    normed(part.value_norm, in + part.value_at + kv * part.value_step, width,
+                           (T*)own.values[step.layer] + to);
             }
         }
     });
@@ -146,9 +145,9 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
                 return v * as_stored<T>(splat(1.0f) / (exp(-part_of(gates_ + i * q_size, at, q_size)) + 1.0f));
             });
         });
-    T* read = part.value_width < width ? narrow_values(part, list.n, thread) : inner_;
-    const int n_read = part.n_heads * part.value_width;
-    norm_rows(part.inner, read, n_read, n_read, list.n, thread);
+    if (part.head_norm == LATENT) read_values(part, list.n, thread);
+    T* read = part.head_norm == LATENT ? mixed_ : inner_;
+    norm_rows(part.inner, read, q_size, q_size, list.n, thread);
     leave(part.out, part.after, part.added_scale, taken(read, part.out, list.n, thread), list, thread);
 }
 

@@ -28,7 +28,8 @@ def _is_stack(weights: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return isinstance(weights, Tensor) and weights.dim() == 3 and weights.dtype == dtype and weights.is_contiguous()
 
 
-def _map_of(weight: Tensor, bias: Tensor | None = None) -> layout.Map:
+def stack_map(weight: Tensor, bias: Tensor | None = None) -> layout.Map:
+    """Describe a map (out, in) of a stack, whose inputs lie together."""
     (n_out, n_in), bias_at = weight.shape, None if bias is None else bias.data_ptr()
     return layout.Map(weight.data_ptr(), bias_at, None, None, weight.stride(0), n_in, n_out, 0, 0, 0)
 
@@ -54,7 +55,7 @@ def halves_of(module: Any) -> list[layout.Map]:
     # Each half fills whole blocks of packed weights, so that copies in fewer bits can be described, too.
     if getattr(module, "bias", None) is None and n_out % (2 * ROWS) == 0:
         if is_plain:
-            return [_map_of(half) for half in module.weight.detach().chunk(2)]
+            return [stack_map(half) for half in module.weight.detach().chunk(2)]
         if isinstance(module, QuantisedLinear):
             return _maps_in(module, 2, n_out // 2)
         if isinstance(module, BlockLinear):
@@ -109,7 +110,7 @@ def maps_of(
     if named.alternating and into is not None and out is not None:
         biases = {part: keep(bias.to(dtype)) for part, bias in biases_of(experts, named).items()}
         places = {"gate": into[:, ::2], "up": into[:, 1::2], "down": out}
-        gate, up, down = ([_map_of(*one) for one in zip(places[part], biases[part], strict=True)] for part in PARTS)
+        gate, up, down = ([stack_map(*one) for one in zip(places[part], biases[part], strict=True)] for part in PARTS)
         return _by_turns(gate, up), down
     if named.clamped or not _is_stack(into, dtype) or not _is_stack(out, dtype):
         raise Unsupported(f"experts such as {type(experts).__name__} are computed by torch")
@@ -117,7 +118,7 @@ def maps_of(
     if into.shape != (n_experts, (1 + gated) * n_inner, n_hidden):
         raise Unsupported("experts of such a form are computed by torch")
     parts = into.detach().view(2 * n_experts, n_inner, n_hidden) if halves and gated else into.detach()
-    return [_map_of(one) for one in parts], [_map_of(one) for one in out.detach()]
+    return [stack_map(one) for one in parts], [stack_map(one) for one in out.detach()]
 
 
 def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> layout.Choosing:

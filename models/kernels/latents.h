@@ -1,72 +1,89 @@
-// Heads made of latents, as in DeepSeek-V2 (arXiv:2405.04434); a part of `pass.cpp`.
+// Latent attention, as in DeepSeek-V2 (arXiv:2405.04434), on the latents themselves; a part of `pass.cpp`.
 //
-// The model's maps have a head's rotated values last. Here they lie first, as in other families.
+// All heads read one key of a slot: a part that is rotated, and the latent. A head's map takes what of its query is not rotated to
+// the latent's values, and what it reads of latents goes through another map of its own. The model's maps have a head's rotated
+// values last; here they lie first, as in other families.
 #pragma once
 #include "runner.h"
 
 namespace {
 
-// Outputs of a map that come head by head: of each head `n_first` and then `n_second`, and where both go.
-struct ByHead {
-    int n_first, n_second;
-    int64_t first_at, first_step, second_at, second_step;
+// Of each head a map, of rows that lie where `shares_` says: `sink(row, head, first output, n, values)` for all outputs.
+template <class T> template <class F>
+void Runner<T>::map_heads(const Map* maps, int64_t n, int thread, F&& sink) {
+    const int64_t panels = chunks_of(maps->n_out, PANEL);
+    each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
+        prepare(input_of(taken_.rows, shares_[s]), shares_[s], maps[shares_[s].expert]);
+    });
+    each(MAPS, thread, shares_.n * panels, 1, [&](int64_t item, int64_t) {
+        const Share& share = shares_[item / panels];
+        const Map& map = maps[share.expert];
+        const int first = int(item % panels) * PANEL, last = std::min(first + PANEL, map.n_out);
+        auto& tile = tiles[thread];
+        outputs(map, input_of(taken_.rows, share), int(n), first, last, tile.items, PANEL, thread);
+        for (int r = 0; r < n; r++) sink(r, share.expert, first, last - first, tile.items + r * PANEL);
+    });
+}
 
-    // The `n` outputs from `output` on: f(where, which of them, how many) for each piece that lies together.
-    template <class F> void each(int output, int n, F&& f) const {
-        const int size = n_first + n_second;
-        for (int done = 0; done < n;) {
-            const int head = (output + done) / size, at = (output + done) % size;
-            const bool is_first = at < n_first;
-            const int some = std::min(n - done, (is_first ? n_first : size) - at);
-            f(is_first ? first_at + head * first_step + at : second_at + head * second_step + at - n_first, done, some);
-            done += some;
-        }
-    }
-};
-
-// Queries, keys and values of all heads, to `heads_`, from what the projections give, `total` values of each row. Returns how
-// many values a row then has.
+// The heads' queries and their key, to `heads_`, from what the projections give, `total` values of each row. Returns how many
+// values a row then has.
 template <class T>
 int Runner<T>::make_heads(const Attention& part, int total, const RowList& list, int thread) {
-    const int width = part.width, rotary = part.rotary, kept = width - rotary, all = part.n_heads * width;
-    const int made = 2 * all + part.n_heads * part.value_width;
-    const Map &of_queries = part.latents[0], &of_keys = part.latents[1];
-    const int latent_at = of_queries.n_in ? of_queries.n_in : all;
-    const ByHead queries{kept, rotary, part.query_at + rotary, width, part.query_at, width};
-    const ByHead keys{kept, part.value_width, part.key_at + rotary, width, part.value_at, part.value_width};
-    auto map_latent = [&](const Norm& norm, const Map& map, int at, const ByHead& places) {
+    const int width = part.width, rotary = part.rotary, kept = part.of_keys->n_in, rank = part.of_keys->n_out;
+    const int size = kept + rotary, made = (part.n_heads + 1) * width;
+    const int latent_at = part.of_queries.n_in ? part.of_queries.n_in : part.n_heads * size;
+    each(REST, thread, 1, 1, [&](int64_t, int64_t) {
+        shares_.clear();
+        const int64_t places = chunks_of(whole_sides(list.n) * part.room(), wide_);
+        for (int h = 0; h < part.n_heads; h++) shares_.add({h, int32_t(list.n), h * places});
+    });
+    // Pieces of queries, `n` values from place `first` of a row on: what is rotated to `heads_`, the rest to rows of its head.
+    auto put = [&](int64_t row, int first, int n, auto&& copy) {
+        for (int done = 0; done < n;) {
+            const int head = (first + done) / size, at = (first + done) % size;
+            const int some = std::min(n - done, (at < kept ? kept : size) - at);
+            T* to = at < kept ? input_of(taken_.rows, shares_[head]).rows + row * kept + at
+                              : heads_ + row * made + head * width + at - kept;
+            copy(to, done, some);
+            done += some;
+        }
+    };
+    if (part.of_queries.n_in) {
+        const Map& map = part.of_queries;
         const Input latent = prepared(list.n, thread, [&](const Input& input, int64_t i) {
-            T* own = input.rows + i * map.n_in;
-            normed(norm, inner_ + i * total + at, map.n_in, own);
-            if (map.scales) round_into(input, own, map, i);
+            normed(part.query_norm, inner_ + i * total, map.n_in, input.rows + i * map.n_in);
+            if (map.scales) round_into(input, input.rows + i * map.n_in, map, i);
         });
         linear(map, map.scales ? latent : turned(latent, map, list.n, thread), list.n, thread,
                [&](int row, int first, int n, const float* values) {
-                   places.each(first, n, [&](int64_t to, int from, int some) {
-                       round_to(heads_ + int64_t(row) * made + to, values + from, some);
-                   });
+                   put(row, first, n, [&](T* to, int from, int some) { round_to(to, values + from, some); });
                });
-    };
-    if (of_queries.n_in) map_latent(part.query_norm, of_queries, 0, queries);
-    map_latent(part.key_norm, of_keys, latent_at, keys);
+    }
     each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
         const T* from = inner_ + i * total;
-        T* to = heads_ + i * made;
-        if (!of_queries.n_in)
-            queries.each(0, all, [&](int64_t place, int at, int some) { memcpy(to + place, from + at, some * sizeof(T)); });
-        for (int h = 0; h < part.n_heads; h++)
-            memcpy(to + part.key_at + h * width, from + latent_at + of_keys.n_in, rotary * sizeof(T));
+        if (!part.of_queries.n_in)
+            put(i, 0, latent_at, [&](T* to, int at, int some) { memcpy(to, from + at, some * sizeof(T)); });
+        T* key = heads_ + i * made + part.key_at;
+        memcpy(key, from + latent_at + rank, rotary * sizeof(T));
+        normed(part.key_norm, from + latent_at, rank, key + rotary);
+    });
+    map_heads(part.of_keys, list.n, thread, [&](int row, int head, int first, int n, const float* values) {
+        round_to(heads_ + int64_t(row) * made + head * width + rotary + first, values, n);
     });
     return made;
 }
 
-// What heads read of values that are narrower than keys, one after the other: from `inner_` to `mixed_`, which is returned.
-template <class T> T* Runner<T>::narrow_values(const Attention& part, int64_t n, int thread) {
-    each(REST, thread, n * part.n_heads, part.n_heads, [&](int64_t first, int64_t last) {
-        for (int64_t head = first; head < last; head++)
-            memcpy(mixed_ + head * part.value_width, inner_ + head * part.width, part.value_width * sizeof(T));
+// The outputs of heads, to `mixed_`, of what they have read of keys, in `inner_`.
+template <class T> void Runner<T>::read_values(const Attention& part, int64_t n, int thread) {
+    const int rank = part.of_values->n_in, n_out = part.of_values->n_out;
+    each(REST, thread, shares_.n, 1, [&](int64_t s, int64_t) {
+        T* to = input_of(taken_.rows, shares_[s]).rows;
+        for (int64_t i = 0; i < n; i++)
+            memcpy(to + i * rank, inner_ + (i * part.n_heads + s) * part.width + part.rotary, rank * sizeof(T));
     });
-    return mixed_;
+    map_heads(part.of_values, n, thread, [&](int row, int head, int first, int n_own, const float* values) {
+        round_to(mixed_ + (int64_t(row) * part.n_heads + head) * n_out + first, values, n_own);
+    });
 }
 
 }  // namespace

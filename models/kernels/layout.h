@@ -23,17 +23,22 @@ enum HeadNorm : int32_t { BY_HEAD, WHOLE, ROTATED, LATENT };
 struct Attention {
     Norm before, after, query_norm, key_norm, value_norm, inner;  // inner: of what the heads read
     Map projections[3], out;
-    // From latents to heads: of queries (without inputs where they have no latent), and of keys and values. Projections give the
-    // one, the other, and then `rotary` values that all keys share. See `latents.h`.
-    Map latents[2];
-    int32_t n_projections, n_heads, n_kv_heads, width, value_width, rotary;
-    // In the projections' outputs, or in what is made of latents, for each key head: its queries, which lie together, its key and its value.
+    // With LATENT: the map from the queries' latent (without inputs where they have none), and of each head those between what of
+    // its query is not rotated, the latent of keys and values, and its output. `rotary` values are rotated. See `latents.h`.
+    Map of_queries;
+    const Map *of_keys, *of_values;
+    int32_t n_projections, n_heads, n_kv_heads, width, rotary;
+    // In the projections' outputs, or in what is made of latents, for each key head: its queries, which lie together, its key and
+    // its value; without a step of values the key is the value, too.
     int32_t query_at, query_step, key_at, key_step, value_at, value_step;
     int32_t head_norm, gated;  // `gated`: behind each query lies a gate of its width
     int32_t reads_other;       // keys and values are another layer's, and none are written
     float scaling, softcap, clip;  // bounds of scores and of what the projections give, 0: none
     float added_scale;             // of what the residual stream gets
     const void* sinks;             // (n_heads,) scores that take a share of attention and read nothing; null: none
+
+    // Values of a row that a head's map reads, with what tiles and groups read behind them.
+    int64_t room() const { return (std::max(of_keys->n_in, of_values->n_in) + 127) / 128 * 128; }
 };
 
 struct Convolution {  // gated and short, in place of attention; `mixers.h`

@@ -27,7 +27,8 @@ template <class T> void Runner<T>::mlp(const Step& step, const Mlp& part, const 
 // Memory for the rows of experts: each row once for each expert that it takes. An expert's rows begin where a tile does.
 template <class T>
 void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool packed, bool ordered) {
-    const int64_t n_places = rows * mixed.n_chosen + mixed.n_experts * (whole_sides(1) - 1);
+    const int64_t n_places = std::max(rows * mixed.n_chosen + mixed.n_experts * (whole_sides(1) - 1),
+                                      mixed.n_heads * chunks_of(mixed.of_heads, wide));
     scores_ = (float*)arena.take(rows * 2 * (mixed.n_experts + mixed.n_groups) * sizeof(float));
     choices_ = (Choice*)arena.take(rows * mixed.n_chosen * sizeof(Choice));
     places_of_ = (int64_t*)arena.take(rows * mixed.n_chosen * sizeof(int64_t));
@@ -47,7 +48,7 @@ void Runner<T>::take_room(const Mixed& mixed, int64_t rows, int64_t wide, bool p
         taken_.codes.halves = (float*)arena.take(2 * n_places * groups * sizeof(float));
     }
     done_ = (std::atomic<int32_t>*)arena.take((mixed.n_experts + pass_.n_hidden / PANEL + 1) * sizeof(*done_));
-    shares_.reserve(mixed.n_experts);
+    shares_.reserve(std::max(mixed.n_experts, mixed.n_heads));
     wide_ = wide;
 }
 

@@ -29,6 +29,7 @@ from .build import Kernels
 from .calls import best_to, likeliest, linear, map_of, run
 from .ends import end_of, inputs_of
 from .experts import apart_of, choosing_of, correction_of, halves_of, is_mean, maps_of
+from .latents import maps_by_head
 from .layout import ROWS, Unsupported
 from .limits import known_form, refuse_group, refuse_hooks
 from .mixers import Selection, convolution_of, recurrence_of, sequence_of
@@ -96,6 +97,7 @@ class NativePasses:
         self._parts: dict[tuple[str, int, PartForm | None], list[ctypes.Structure]] = {}
         self._norms: list[NormForm] = []
         self._held: list[Any] = []  # Tensors and arrays that parts point to.
+        self._of_heads: dict[Any, tuple[Any, Any]] = {}  # Arrays of each head's maps, by the map of a latent.
         for block in self.runtime.blocks:
             for kind in block.kinds:
                 self._parts_of(kind, block.index, None)
@@ -131,9 +133,8 @@ class NativePasses:
         if width > WIDEST_HEAD or heads % kv_heads:
             raise Unsupported(f"attention with {heads} heads of {width} over {kv_heads} is computed by torch")
         groups, sizes = block.heads.n_groups, block.heads.latent
-        value_width = width if sizes is None else sizes.value_width
-        if sizes is not None:  # Made of latents: all queries, all keys, all values.
-            places = (0, width, heads * width, width, 2 * heads * width, value_width)
+        if sizes is not None:  # All queries, and the key that is the value, too.
+            places = (0, 0, heads * width, 0, 0, 0)
         elif block.heads.grouped:
             step = (groups + 2) * width
             places = (0, step, groups * width, step, (groups + 1) * width, step)
@@ -153,15 +154,14 @@ class NativePasses:
             head_norm(parts.q_norm, heads),
             head_norm(parts.k_norm, kv_heads),
             self._norm_of(parts.v_norm, width, kv_heads),
-            self._norm_of(parts.inner_norm, heads * value_width),
+            self._norm_of(parts.inner_norm, heads * width),
             (layout.Map * 3)(*maps),
             self._map_of(parts.out),
-            (layout.Map * 2)(*(layout.Map() if one is None else self._map_of(one) for one in parts.latents)),
+            *self._latents_of(block, parts),
             len(maps),
             heads,
             kv_heads,
             width,
-            value_width,
             0 if sizes is None else sizes.rotary,
             *places,
             HEAD_NORMS[block.head_norm],
@@ -173,6 +173,16 @@ class NativePasses:
             block.attn_scale * block.added_scale,
             None if block.sinks is None else self._address(self._kept(block.sinks)),
         )
+
+    def _latents_of(self, block: Block, parts: LayerModules) -> tuple[layout.Map, int | None, int | None]:
+        """Describe the map from the queries' latent, and where those of each head are, to and from the other latent."""
+        if block.heads.latent is None:
+            return layout.Map(), None, None
+        of_queries, both = parts.latents
+        if both not in self._of_heads:
+            self._of_heads[both] = maps_by_head(block.heads, both, self.runtime.dtype, self._kept)
+        at = (ctypes.addressof(maps) for maps in self._of_heads[both])
+        return layout.Map() if of_queries is None else self._map_of(of_queries), next(at), next(at)
 
     def _mixer_of(self, block: Block, parts: LayerModules) -> layout.Convolution | layout.Recurrence:
         for module in filter(None, (parts.conv, parts.inner_norm)):

@@ -23,6 +23,8 @@ template <class F> void by_kind(const Map& map, F&& f) {
         is(std::integral_constant<int, kind_of(4, IQ4)>{});
 }
 
+inline int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 // The first address at or behind one that a cache line begins at: stores across two lines take twice as long.
 template <class P> P* on_line(P* from) { return (P*)((uintptr_t(from) + 63) / 64 * 64); }
 
@@ -62,8 +64,9 @@ template <class T> class Runner {
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max<size_t>({inner, total, size_t(part.n_heads) * part.width});
                 if (part.head_norm == LATENT) {
-                    for (const Map& map : part.latents) widest(map);
-                    heads = std::max<size_t>(heads, part.n_heads * (2 * part.width + part.value_width));
+                    widest(part.of_queries), widest(*part.of_keys), widest(*part.of_values);
+                    heads = std::max<size_t>(heads, (part.n_heads + 1) * part.width);
+                    mixed.count_heads(part, whole_sides(rows));
                 }
                 if (part.gated) gates = std::max<size_t>(gates, part.n_heads * part.width);
                 head = std::max<size_t>(head, part.width), queries = std::max<size_t>(queries, part.n_heads * part.width);
@@ -126,7 +129,7 @@ template <class T> class Runner {
             }
             inputs_.add(input);
         }
-        if (mixed.n_experts) take_room(mixed, int64_t(rows), wide, packed, ordered);
+        if (mixed.n_experts || mixed.of_heads) take_room(mixed, int64_t(rows), wide, packed, ordered);
         tiles.clear(), scratch.clear(), paths.clear();
         for (int i = 0; i < n_threads_; i++) {  // here, where running out of memory can still be told
             tiles.add().reserve(2 * (whole_sides(rows) * PANEL + OUTPUTS));
@@ -401,9 +404,14 @@ template <class T> class Runner {
         int64_t n;
     };
 
-    struct Mixed {  // sizes of the largest mixture of a pass
+    struct Mixed {  // sizes of the largest mixture of a pass, or of what heads have maps of their own for
         int64_t n_experts = 0, n_chosen = 0, n_groups = 0;
         bool own_norms = false;  // whether the router and shared experts have norms of their own
+        int64_t n_heads = 0, of_heads = 0;  // of latent attention, and values of a head's rows
+        void count_heads(const Attention& part, int64_t n_rows) {
+            of_heads = std::max(of_heads, n_rows * part.room());
+            n_heads = std::max<int64_t>(n_heads, part.n_heads);
+        }
 
         template <class F> void count(const Mixture& part, F&& widest) {
             widest(part.widest);
@@ -414,14 +422,15 @@ template <class T> class Runner {
         }
     };
 
-    struct Share {  // of a pass: the rows of one expert, which lie together from place `first` on
+    struct Share {  // of a pass: the rows of one expert, or of one head, which lie together from place `first` on
         int32_t expert, n;
         int64_t first;
     };
 
     void attention(const Step& step, const Attention& part, const RowList& list, int thread);
     int make_heads(const Attention& part, int total, const RowList& list, int thread);
-    T* narrow_values(const Attention& part, int64_t n, int thread);
+    void read_values(const Attention& part, int64_t n, int thread);
+    template <class F> void map_heads(const Map* maps, int64_t n, int thread, F&& sink);
     Split split_of(const List<Part>& parts, int n_kv_heads, int group) const;
 
     void convolution(const Step& step, const Convolution& part, const RowList& list, int thread);
@@ -464,7 +473,7 @@ template <class T> class Runner {
     const int n_steps_;
     int n_threads_ = 1;
     T *inner_, *mixed_, *kept_;
-    T* heads_;             // queries, keys and values made of latents
+    T* heads_;             // queries and keys of latent attention
     T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
     T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
     float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them

@@ -24,9 +24,9 @@ from swiftopt.models.memory import memory_plan
 from swiftopt.models.rows import Rows
 
 OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
-OF_MAP = re.compile(r"(_proj|shared_\w+\.\w+)\.weight$")
+OF_MAP = re.compile(r"(_proj|_with_mqa|shared_\w+\.\w+)\.weight$")
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-WIDE |= {"intermediate_size_mlp": 64}
+WIDE |= {"intermediate_size_mlp": 64, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # As Llama 4 has the maps of all experts of a layer.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -156,6 +156,8 @@ def further(*row: Any) -> Any:
         further("glm4_moe", Packing("pack-quantized", 4, 32, scale_dtype=torch.bfloat16), True),
         further("phimoe", Packing("int-quantized", 8, -1, scale_dtype=torch.float32), True),
         ("qwen2_moe", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32), False),
+        further("deepseek_v3", Packing("awq", 4, 32, symmetric=False), True),
+        further("glm4_moe_lite", Packing("fp8", 8, 32, rows=32, scale_dtype=torch.float32), False),
         further("ernie4_5_moe", Packing("gptq", 8, 32), True),
         further("llama4_text", Packing("pack-quantized", 4, 32, scale_dtype=torch.bfloat16), True),
         further("hy_v3", Packing("awq", 4, 32, symmetric=False), True),

@@ -160,6 +160,14 @@ def _joint_experts(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat(halves, dim=1)
 
 
+def _whole_latents(tensors: dict[str, torch.Tensor]) -> None:
+    """As files before April 2025 have the map from a latent to keys and values."""
+    for layer in range(4):
+        of_keys, of_values = (tensors.pop(f"blk.{layer}.attn_{part}_b.weight") for part in ("k", "v"))
+        both = torch.cat((of_keys.transpose(1, 2), of_values), dim=1)
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = both.flatten(0, 1)
+
+
 def _scaled(tensors: dict[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if ".attn_q.weight" in name or ".ffn_down.weight" in name]:
         tensors[name] = tensors[name] / 0.25
@@ -175,6 +183,7 @@ def _scaled(tensors: dict[str, torch.Tensor]) -> None:
         ("bitnet", _scaled),
         ("qwen3next", _by_key_head),
         ("qwen35moe", _joint_experts),
+        ("deepseek2", _whole_latents),
     ],
 )
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -183,7 +192,8 @@ def test_other_forms_of_tensors_are_read(what: str, edit: Edit, kind: str, tmp_p
     family, changed = FILES[what]
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     whole_blocks = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-    sizes = {name: size for name, size in (whole_blocks | {"linear_value_head_dim": 16}).items() if name in known}
+    whole_blocks |= {"linear_value_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
+    sizes = {name: size for name, size in whole_blocks.items() if name in known}
     model = tiny_model(family, torch.float32, **changed, **sizes)
     path = write_gguf(tmp_path / "a.gguf", model, kind, edit=edit)
     if kind == "F32":
@@ -223,7 +233,10 @@ WIDE = {
     "mamba_d_ssm": 768,
     **{name: 256 for name in ("mamba_dt_rank", "time_step_rank")},
     **{"expand": 2, "num_heads": 8},
+    **{"q_lora_rank": 256, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 64},
 }
+# Maps between latents and heads, which have as few inputs as a head has values.
+_BY_HEAD = {f"blk.{layer}.attn_{part}_b.weight": "Q8_0" for layer in range(4) for part in "kv"}
 
 
 _MXFP4 = {f"blk.{layer}.ffn_{part}_exps.weight": "MXFP4" for layer in range(4) for part in ("gate", "up", "down")}
@@ -236,13 +249,14 @@ def test_our_kernels_compute_with_the_codes_of_a_file(what: str, kind: str, tmp_
     known = tiny_model(family, torch.float32, **changed).config.to_dict()
     wide = {name: size for name, size in WIDE.items() if known.get(name) is not None}
     model = tiny_model(family, torch.float32, scale=1.0, **{**changed, **wide})
-    kinds = _MXFP4 if what == "gpt-oss" else {}
+    kinds = _MXFP4 if what == "gpt-oss" else _BY_HEAD
     path = write_gguf(tmp_path / "a.gguf", model, kind, _factors(model), kinds=kinds)
     library()
     whole = load(str(path), "float32", "cpu", speed="eager")
     coded = load(str(path), device="cpu", speed="exact")
     linear = [name for name, module in whole.hf_model.named_modules() if isinstance(module, torch.nn.Linear)]
-    linear = [name for name in linear if not name.endswith((".router", ".gate.wg"))]  # As llama.cpp's tool rounds.
+    # As llama.cpp's tool rounds; our kernels have the map from a latent by head.
+    linear = [name for name in linear if not name.endswith((".router", ".gate.wg", ".kv_b_proj"))]
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockLinear) for name in linear) and len(linear) > 8
     mixtures = [name for name, _ in whole.hf_model.named_modules() if name.endswith(".experts")]
     assert all(isinstance(coded.hf_model.get_submodule(name), BlockExperts) for name in mixtures)

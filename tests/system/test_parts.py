@@ -88,6 +88,16 @@ def test_a_model_with_something_that_no_row_names_is_refused(change: Callable[[A
         runtime_of(model)
 
 
+def test_a_map_from_latents_whose_weights_a_library_has_is_refused() -> None:
+    class Linear4bit(nn.Linear):
+        pass
+
+    model = tiny_model("youtu")
+    model.model.layers[2].self_attn.kv_b_proj.__class__ = Linear4bit
+    with pytest.raises(UnsupportedModel, match="a Linear4bit computes this model's map from latents"):
+        runtime_of(model)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch's own code
 def test_what_changes_no_text_is_let_be() -> None:
     model = tiny_model("llama")
