@@ -29,7 +29,7 @@ class NoExperts(nn.Module):
         return torch.zeros_like(hidden_states)
 
 
-def _owners(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
+def owners_of(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
     """Yield the modules that may say how many experts a token takes, from the router outwards, with their names."""
     name = named.router
     while name:
@@ -40,7 +40,7 @@ def _owners(mlp: nn.Module, named: Experts) -> Iterator[tuple[str, Any]]:
 
 def chooser_of(mlp: nn.Module, named: Experts) -> Any:
     """Return the module that chooses experts: it gives logits, weights and the experts of each row."""
-    return next(module for _, module in _owners(mlp, named) if hasattr(module, CHOSEN))
+    return next(module for _, module in owners_of(mlp, named) if hasattr(module, CHOSEN))
 
 
 def n_chosen(mlp: nn.Module, named: Experts) -> int:
@@ -100,7 +100,7 @@ def refuse_experts(layer_set: LayerSet, blocks: Sequence[Block]) -> None:
 def with_fewer(mlp: nn.Module, named: Experts, number: int) -> nn.Module:
     """Return a shallow copy of a mixture of which a token takes so many experts; 0: the shared ones alone."""
     fewer = mlp
-    for name, module in list(_owners(mlp, named)):
+    for name, module in list(owners_of(mlp, named)):
         if hasattr(module, CHOSEN):
             owner: Any = shell(fewer.get_submodule(name))
             setattr(owner, CHOSEN, number)

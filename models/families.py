@@ -109,7 +109,7 @@ FAMILIES: dict[str, Family] = {
         models="Gemma 4 of text alone",
         **_GEMMA4,
         layer_inputs=LayerInputNames(),
-        experts=Experts(router="router.proj", shared="mlp", normalised=True, norms=MixtureNorms()),
+        experts=Experts(router="router.whole.proj", shared="mlp", normalised=True, norms=MixtureNorms()),
     ),
     "gemma4_unified_text": Family(models="Gemma 4 12B of text alone", **_GEMMA4),
     "phi3": Family(

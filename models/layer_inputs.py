@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -90,3 +90,12 @@ class LayerEnding:
             own = inputs[:, self.index * width : (self.index + 1) * width].to(inner.device)
             states = states + self.after(self.out(inner * own))
         return states if self.scale is None else states * self.scale
+
+
+Held = TypeVar("Held", PerLayerInputs, LayerEnding)
+
+
+def with_map(holder: Held, old: nn.Module, new: nn.Module) -> Held:
+    """Return what holds linear maps with another one of them."""
+    changed: dict[str, Any] = {part.name: new for part in fields(holder) if getattr(holder, part.name) is old}
+    return replace(holder, **changed) if changed else holder

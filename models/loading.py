@@ -33,6 +33,7 @@ from .gguf_reader import GgufFile
 from .graphs import GraphPasses, launched_s, pass_seconds, replayed_s
 from .huge_pages import PAGES, weights_in
 from .kernels.device import obstacle
+from .layer_inputs import with_map
 from .memory import memory_plan
 from .merging import identity, load_merged
 from .mtp import MtpRuntime, has_mtp, read_mtp
@@ -458,5 +459,9 @@ def _replace_map(runtime: Runtime, name: str, module: nn.Module, plain: nn.Modul
     cast(Any, runtime.hf_model).set_submodule(name, plain)
     for block in runtime.blocks:
         block.parts = block.parts.with_map(module, plain)
+        if block.end is not None:
+            block.end = with_map(block.end, module, plain)
+    if runtime.layer_inputs is not None:
+        runtime.layer_inputs = with_map(runtime.layer_inputs, module, plain)
     if runtime.head_module(None) is module:
         runtime.take_head(plain)

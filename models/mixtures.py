@@ -117,24 +117,21 @@ class WeighedInputs(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """Gemma 4's router: it reads the norm of a row times `scale`, and weights are times `expert_scale`.
+    """Gemma 4's router: it reads the norm of a row times a scale, and weights are times one of each expert.
 
-    `scale` is (hidden_size,), and `logit_scale` a further factor; `expert_scale` is (experts,).
-
-    Args: own: transformers' module, whose parts and parameters this one has.
+    Args: whole: transformers' module, which does not let a draft take fewer experts.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, whole: Any) -> None:
         super().__init__()
-        self.norm, self.proj, self.scale = own.norm, own.proj, own.scale
-        self.expert_scale, self.logit_scale = own.per_expert_scale, float(own.scalar_root_size)
-        self.top_k = int(own.config.top_k_experts)
+        self.whole, self.top_k = whole, int(whole.config.top_k_experts)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (n, experts), and weights and numbers of experts, (n, top_k), of rows (n, hidden)."""
-        logits = self.proj(self.norm(rows) * self.scale * self.logit_scale)
+        whole = self.whole
+        logits = whole.proj(whole.norm(rows) * whole.scale * whole.scalar_root_size)
         weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True) * self.expert_scale[chosen]
+        weights = weights / weights.sum(dim=-1, keepdim=True) * whole.per_expert_scale[chosen]
         return logits, weights, chosen
 
 

@@ -25,7 +25,6 @@ def refuse_unnamed(model: nn.Module, parts: Iterable[Any], tensors: Iterable[Any
     """
     read = {id(tensor) for tensor in tensors}
     called = {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
-    read |= {id(tensor) for module in called for tensor in (*module._parameters.values(), *module._buffers.values())}
     for name, module in model.named_modules():
         if module in called:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..block_experts import PARTS, BlockExperts, biases_of
 from ..block_maps import BlockLinear
 from ..coded import GROUPS, CodedLinear
-from ..expert_choice import NoExperts
+from ..expert_choice import NoExperts, owners_of
 from ..family import Experts
 from ..mixtures import NormedMixture
 from ..quantised import QuantisedLinear
@@ -126,8 +126,7 @@ def choosing_of(config: Any, mlp: nn.Module, named: Experts, n_experts: int) -> 
 
     Raises: Unsupported: there are more experts than the kernels have room for, or rows choose more than there are.
     """
-    parent, _, _ = named.router.rpartition(".")
-    owners = (mlp.get_submodule(named.router), mlp.get_submodule(parent), mlp, config)
+    owners = (*(module for _, module in owners_of(mlp, named)), config)
 
     def setting(*names: str, default: Any) -> Any:
         return next((getattr(one, name) for name in names for one in owners if hasattr(one, name)), default)
@@ -166,14 +165,14 @@ def apart_of(mlp: nn.Module, norm_of: Callable[[Any], layout.Norm], keep: Callab
     """
     if not isinstance(mlp, NormedMixture):
         return *(norm_of(None) for _ in range(4)), None, 1.0
-    router = mlp.router
+    router = cast(Any, mlp.router).whole
     norm = norm_of(router.norm)
     if norm.kind not in (layout.RMS, layout.RMS_WIDE) or next(router.norm.parameters(), None) is not None:
         raise Unsupported("a router whose norm is of another kind is computed by torch")
     # Rounded before `scale`, which takes the place of the weight.
     norm.kind, norm.weight = layout.RMS, keep(router.scale.detach()).data_ptr()
     others = (norm_of(one) for one in (mlp.mlp_before, mlp.after, mlp.mlp_after))
-    return norm, *others, keep(router.expert_scale.detach().float()).data_ptr(), router.logit_scale
+    return norm, *others, keep(router.per_expert_scale.detach().float()).data_ptr(), float(router.scalar_root_size)
 
 
 def is_mean(config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from swiftopt.models.kernels.layout import Unsupported
 from swiftopt.models.kernels.native import NativePasses
 from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.optimizer.task_state import sub_layers_of
 
 N_NEW = 24
 
@@ -126,6 +128,22 @@ def test_drafts_give_the_tokens_of_plain_decoding(variant: str) -> None:
     assert drafted > 0
     lookup = build("prompt-lookup", Resources(runtime, DRAFTS["skipping"]))
     assert tokens(variant, 3, lookup) == plain(variant, 3)
+
+
+def test_attention_whose_keys_other_layers_read_is_in_every_draft() -> None:
+    """Else those layers would read what other rows have left in its slots."""
+    ids, asked = words(9, 20), DRAFTS["skipping"]
+    computed = replace(asked, skip_attn=frozenset())
+    for runtime in (tiny_runtime("gemma4_text"), native("gemma4_text")):
+        assert runtime.givers == {0, 1} and ("attn", 1) not in sub_layers_of(runtime)
+        buffers = [runtime.new_buffer(24) for _ in range(2)]
+        logits = []
+        for buffer, layer_set in zip(buffers, (asked, computed), strict=True):
+            runtime.prefill(ids, buffer)
+            logits.append(runtime.forward(Rows([3, 5], 20, variants=(layer_set,)), buffer))
+        assert torch.equal(*logits)
+        assert all(torch.equal(*pair) for pair in zip(buffers[0].keys, buffers[1].keys, strict=True))
+        assert runtime.slot_bytes == runtime.dtype.itemsize * 2 * 2 * (16 + 24)  # Two of four layers have keys.
 
 
 def test_every_type_has_a_variant() -> None:

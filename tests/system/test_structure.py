@@ -93,7 +93,7 @@ def test_states_are_brought_to_each_layers_device(monkeypatch: pytest.MonkeyPatc
     assert [state.device.type for state in states] == ["cpu"] * 5 + ["meta"] * 4
 
 
-@pytest.mark.parametrize("family", variants())
+@pytest.mark.parametrize("family", [*variants(), "gemma4_text"])
 def test_window_states_are_those_of_the_models_own_pass(family: str) -> None:
     context = context_of(tiny_runtime(family))
     with torch.inference_mode():

@@ -87,6 +87,17 @@ def test_the_text_part_computes_what_the_whole_model_computes_of_a_text(
     torch.testing.assert_close(_logits(in_float64), wanted, rtol=0, atol=bound)
 
 
+def test_projections_that_no_layer_of_gemma_4_reads_are_left_out(tmp_path: Path) -> None:
+    """Its checkpoints have them of layers that read another layer's keys and values, too."""
+    whole = _whole("gemma4")
+    at, others = "model.language_model.layers.3.self_attn", ("k_proj", "v_proj", "k_norm")
+    unread = {f"{at}.{name}.weight": torch.ones(48, 32) for name in others}
+    config = json.loads(whole.config.to_json_string())
+    runtime = load(str(write_parts(tmp_path / "model", {**whole.state_dict(), **unread}, config)), device="cpu")
+    wanted = whole(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(_logits(runtime), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
 ENDS = ("q_proj", "o_proj", "down_proj")
 
 
