@@ -91,6 +91,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "moe_layers": [0, 1, 2, 3]},
             **{"no_rope_layers": [1, 1, 1, 0], "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+            "rope_parameters": LLAMA3,
         },
     ),
     "qwen35": ("qwen3_5_text", {"layer_types": THIRDS}),
