@@ -410,4 +410,5 @@ def test_every_form_is_read_here_or_in_the_tests_of_settings() -> None:
     windows = {
         tiny_model(family, torch.float32, **changed).config.model_type for family, changed, _ in IN_WINDOWS.values()
     }
-    assert tested | windows | {"gemma3_text", "phi3", "gpt2"} == set(FORMS)
+    # GLM-4.7-Flash's files have the architecture of DeepSeek V3.
+    assert (tested | windows | {"gemma3_text", "phi3", "gpt2"}) - {"glm4_moe_lite"} == set(FORMS)
