@@ -1,7 +1,10 @@
 """Trains a small model with a multi-token-prediction layer for some minutes, so that drafts by it have real acceptance.
 
 python -m swiftopt.bench.train_mtp --out small-mtp --minutes 6
-swiftopt compare --model small-mtp --stream small-mtp/held-out.jsonl --methods plain,mtp,adaptive --max-new-tokens 128
+swiftopt compare --model small-mtp --stream small-mtp/held-out.jsonl --methods plain,mtp,adaptive \
+    --set mtp.stop_threshold=0.1 --set adaptive.lookup=false --max-new-tokens 128
+
+A model of some minutes is rarely sure of a token: at the usual threshold its drafts would end after one.
 
 It reads the examples' prompts and the standard library's sources, and holds some files out as prompts. The folder is a
 checkpoint of the type exaone_moe with dense layers alone. Layers that add nothing may stand after the trained ones:

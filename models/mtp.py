@@ -22,7 +22,7 @@ from .fingerprint import fingerprint_with
 from .gguf_mtp import has_next_layer, next_layer
 from .gguf_reader import GgufFile
 from .mtp_names import LAYER, config_of_layer
-from .quantised import QuantisedLinear
+from .quantised import QuantisedLinear, saves_little
 from .rows import Pass, PassKind, Rows, uploaded
 from .runtime import Runtime
 from .saved import GGUF_WEIGHTS, linked_gguf, refuse_mismatched, refuse_missing, refuse_unread
@@ -70,8 +70,9 @@ class MtpRuntime(Runtime):
             return
         self.copies.prepare(LayerSet(1, formats=(("attn", name), ("mlp", name))))
         self.head_module(name)
-        if name not in self._projections and self.copies.is_packed(name):
-            self._projections[name] = QuantisedLinear([self.parts["projection"]], name, packed=True)
+        projection = self.parts["projection"]
+        if name not in self._projections and self.copies.is_packed(name) and not saves_little([projection], name):
+            self._projections[name] = QuantisedLinear([projection], name, packed=True)
 
     @torch.inference_mode()
     def begun(self, token_ids: Sequence[int] | Tensor, states: Tensor, name: str | None = None) -> Tensor:

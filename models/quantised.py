@@ -384,7 +384,7 @@ class QuantisedCopies:
     def _is_own(self, key: Key) -> bool:
         """Tell whether the copy is the target's own part: rounding that again would save too little."""
         maps = self._maps(key)
-        return not maps or BITS[key[2]] > MOST_BITS * _bits_of(maps)
+        return not maps or saves_little(maps, key[2])
 
     def _maps(self, key: Key) -> list[nn.Module]:
         """Return the linear maps that the copy of a part has in fewer bits; [] where it has none."""
@@ -445,11 +445,11 @@ class QuantisedCopies:
         return copy_file(self._fingerprint, part, name, dtype, device, self.is_packed(name))
 
 
-def _bits_of(maps: Sequence[nn.Module]) -> int:
-    """Bits of a weight in the target's own maps of a part; the most, where they differ; 0 for a library's."""
+def saves_little(maps: Sequence[nn.Module], name: str) -> bool:
+    """Tell whether copies of linear maps in a format would be hardly smaller: the widest may have few bits itself."""
     if any(is_by_library(module) for module in maps):
-        return 0
-    return max(module.bits if isinstance(module, CodedLinear) else STORED_BITS for module in maps)
+        return True
+    return BITS[name] > MOST_BITS * max(one.bits if isinstance(one, CodedLinear) else STORED_BITS for one in maps)
 
 
 def _mixers_by(modules: LayerModules, make: Callable[[Sequence[nn.Module]], QuantisedLinear]) -> LayerModules:

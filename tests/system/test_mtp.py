@@ -162,12 +162,13 @@ def test_drafts_of_a_gguf_file_are_the_checkpoints(variant: str, tmp_path: Path,
     assert run(runtime, method).token_ids == plain and len(drafter.rounds) > 8
     for text, drafted in drafter.rounds:
         assert drafted == made(variant).draft(text, len(drafted))
-    names = ("nextn.eh_proj", "attn_q", "attn_output")
-    kinds = {"output.weight": "Q8_0", **{f"blk.4.{name}.weight": "Q8_0" for name in names}}
+    of_layer = {"nextn.eh_proj": "Q4_0", "attn_q": "Q8_0", "attn_output": "Q8_0"}
+    kinds = {"output.weight": "Q8_0", **{f"blk.4.{name}.weight": kind for name, kind in of_layer.items()}}
     coded, layer = loaded(str(written(made(variant), tmp_path / "b.gguf", kinds)), "bfloat16")
     for module in (layer.parts["projection"], layer.blocks[0].parts.qkv[0], layer.blocks[0].parts.out):
         assert isinstance(module, BlockLinear) == coded.exact
-    done = run(coded, mtp(coded, stop_threshold=0.02))
+    done, state = run(coded, mtp(coded, stop_threshold=0.02)), torch.ones(1, 32).bfloat16()
+    assert torch.equal(layer.begun([5], state, "int4"), layer.begun([5], state)), "codes are not rounded again"
     assert done.drafted and done.token_ids == run(coded, PLAIN).token_ids
 
 
