@@ -81,7 +81,7 @@ def n_read(folder: PrefixFolder | None, runtime: Runtime, ids: Sequence[int], sa
     return ask(Engine(PLENTY, folder=folder), runtime, ids, salt)[0].n_cached
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma4_text"])
 def test_text_read_back_from_disk_has_the_bits_of_reading_it_anew(tmp_path: Path, family: str) -> None:
     runtime, ids = native(family), words(1, 3 * BLOCK + 7)
     anew, anew_bytes, anew_state = ask(Engine(PLENTY), runtime, ids)
