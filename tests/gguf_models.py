@@ -73,9 +73,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {}),
     "glm4moe": ("glm4_moe", {}),
     "glm4moe, ungrouped": ("glm4_moe:ungrouped", {"norm_topk_prob": False}),
-    "deepseek2": ("deepseek_v3", {}),
-    "deepseek2, of GLM": ("glm4_moe_lite", {"attention_bias": False}),
-    "deepseek2, softmax": ("deepseek_v2", {"norm_topk_prob": False}),
     "dots1": ("dots1", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "exaone-moe": ("exaone_moe", {"layer_types": FOURTH}),
     "minimax-m2": ("minimax_m2", {}),
@@ -104,4 +101,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1, with a norm": ("falcon_h1:gate", {}),
     "mamba": ("mamba", {"expand": 2, "intermediate_size": 64}),
     "mamba2": ("mamba2", {}),
+    "deepseek2": ("deepseek_v3", {}),
+    "deepseek2, of GLM": ("glm4_moe_lite", {"attention_bias": False}),
+    "deepseek2, softmax": ("deepseek_v2", {"norm_topk_prob": False}),
 }
