@@ -184,7 +184,7 @@ DENSE: dict[str, dict[str, Any]] = {
     },
     "mamba": {
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
-        **{"expand": 5, "intermediate_size": 160, "state_size": 12, "time_step_rank": 5},
+        **{"expand": 5, "intermediate_size": 160, "state_size": 12, "time_step_rank": 5, "initializer_range": 0.02},
     },
     "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
     "hyperclovax:plain": {"use_post_norm": False},
