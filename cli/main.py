@@ -142,7 +142,7 @@ def _sentence(key: str, kind: str, message: str, value: object) -> str:
     if kind == "extra_forbidden":
         names = sorted(ProgramSettings.model_fields)
         close_names = difflib.get_close_matches(key, names, n=1)
-        advice = f"did you mean {close_names[0]!r}" if close_names else f"known are {', '.join(names)}"
+        advice = f"did you mean {close_names[0]!r}?" if close_names else f"known are {', '.join(names)}"
         return f"{TOML_FILE} has the unknown key {key!r}: {advice}"
     variable = key if key.startswith(PREFIX) else PREFIX + key.upper()
     source = variable if variable in os.environ else f"{key} in {TOML_FILE}"

@@ -653,7 +653,7 @@ def test_configured_value_reaches_the_options_of_every_command(
 @pytest.mark.parametrize(
     ("toml", "env", "says"),
     [
-        ("modle = 'x'", {}, "swiftopt.toml has the unknown key 'modle': did you mean 'model'"),
+        ("modle = 'x'", {}, "swiftopt.toml has the unknown key 'modle': did you mean 'model'?"),
         ("zzz = 1", {}, "swiftopt.toml has the unknown key 'zzz': known are "),
         ("seed = 'x'", {}, "seed in swiftopt.toml is 'x'"),
         ("seed = ", {}, "swiftopt.toml is no valid TOML"),
