@@ -1,4 +1,4 @@
-"""GGUF files of architectures with states: the greedy tokens of llama.cpp, where `bench peers` has installed it."""
+"""GGUF files of models with states or latents: the greedy tokens of llama.cpp, where `bench peers` has installed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from converted import write_gguf
 from families import tiny_model
-from gguf_models import FILES, IDS, THIRDS
+from gguf_models import FILES, IDS, THIRDS, YARN
 
 from swiftopt.engines.packages import PACKAGES, PROGRAM
 from swiftopt.models.loading import load
@@ -29,6 +29,11 @@ SIZES |= {name: {"mamba_expand": 2, "mamba_d_head": 16} for name in FILES if nam
 SIZES["llama4"] = {"num_experts_per_tok": 1}  # As real ones take.
 SIZES["jamba"] = {"mamba_expand": 2, "mamba_d_state": 16}
 SIZES["mamba"] = {"expand": 2, "intermediate_size": 64, "state_size": 16}
+# llama.cpp knows models without a latent of queries by their number of layers, and takes groups by two experts each.
+SIZES["deepseek2, softmax"] = {
+    **{"q_lora_rank": 20, "n_group": 1, "topk_group": 1},
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 SIZES["mamba2"] = {"expand": 2, "head_dim": 16}
 
 
@@ -61,6 +66,7 @@ def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
     [
         *("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid, with experts"),
         *("jamba", "falcon-h1", "falcon-h1, with a norm", "mamba", "mamba2", "llama4"),
+        *("deepseek2", "deepseek2, of GLM", "deepseek2, softmax"),
     ],
 )
 def test_greedy_tokens_are_those_of_llama_cpp(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
