@@ -127,7 +127,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     """Compile what a mixture takes, at the shape of Qwen3-30B-A3B, and with gpt-oss's gates and biases."""
     x, taken = meta(ROWS, 2048, dtype=dtype), meta(ROWS, 8, dtype=torch.int32)
     for scores in range(len(layout.SCORES)):
-        how = layout.Choosing(128, 8, 8, 4 if scores else 8, scores, 1, 1e-20, 1.0, 0.01)
+        n_best = 1 + scores % 2  # Experts whose scores a group is chosen by.
+        how = layout.Choosing(128, 8, 8, 4 if scores else 8, scores, 1, n_best, 1e-20, 1.0, 0.01)
         logits, correction = meta(ROWS, 128, dtype=torch.float32), meta(128, dtype=torch.float32)
         device_experts.choose(logits, correction if scores else None, how)
     shared = device_experts.shared_out(taken, 128)
