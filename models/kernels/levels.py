@@ -12,21 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 BUILT = FOLDER / "built"  # Folder of the libraries shipped in the wheel.
-SOURCES = (
-    *("vec.h", "memory.h", "team.h", "tiles.h", "dense.h", "codes.h", "quantised.h", "gguf.h", "view.h", "attention.h"),
-    *(
-        "mixture.h",
-        "layout.h",
-        "elementwise.h",
-        "runner.h",
-        "latents.h",
-        "attention_layer.h",
-        "selective.h",
-        "mixers.h",
-    ),
-    "mlps.h",
-    "pass.cpp",
-)
+SOURCES = (*sorted(path.name for path in FOLDER.glob("*.h")), "pass.cpp")  # The last one includes the others.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-exceptions", "-fno-rtti")
 # Do not let the compiler fuse multiplications and additions on its own: rows could differ in their last bits.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

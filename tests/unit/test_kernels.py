@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import swiftopt
 from swiftopt.core.errors import SettingsError
 from swiftopt.models.coded import CodedLinear, Codes
-from swiftopt.models.kernels import build
+from swiftopt.models.kernels import build, levels
 from swiftopt.models.kernels.build import Kernels
 from swiftopt.models.kernels.calls import likeliest
 from swiftopt.models.kernels.levels import BUILT, library_name, options, variants, zig_cpu
@@ -545,6 +545,19 @@ def test_every_variant_of_a_level_has_a_library_of_its_own_name() -> None:
     assert options("avx512", ("avx512_bf16", "avx512_vnni")) == ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
     assert zig_cpu("amx", ("avx512_vnni", "amx_tile")) == "x86_64_v4+avx512vnni+amx_tile"
     assert (options("portable", ()), zig_cpu("portable", ())) == ([], "baseline")
+
+
+def test_every_source_is_part_of_a_librarys_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sources = [*build.FOLDER.glob("*.h"), *build.FOLDER.glob("*.cpp")]
+    for source in sources:
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(levels, "FOLDER", tmp_path)
+    names = {library_name("portable", (), "Linux", "x86_64")}
+    for source in sources:
+        with (tmp_path / source.name).open("a") as file:
+            file.write("// changed")
+        names.add(library_name("portable", (), "Linux", "x86_64"))
+    assert len(names) == 1 + len(sources)
 
 
 def test_processor_takes_the_best_set_of_extras_that_it_has_whole() -> None:
