@@ -19,7 +19,7 @@ from .family import Family, GatedDelta, Mixer, Selective, SelectiveScan, ShortCo
 from .heads import split_gates, split_heads
 from .latents import heads_of_latents, values_of_latents
 from .layer_inputs import LayerEnding
-from .mixtures import MlpBesideExperts, NormedMixture, WeighedInputs
+from .mixtures import NormedMixture, mlp_beside_experts, weighed_inputs
 from .recurrent import RecurrentStates, StateRows
 from .rotation import RotaryTables, joined_rotation, rotate
 from .state_rules import DeltaRule, StateRule, StateSpace, ValueSteps
@@ -247,9 +247,9 @@ def _mlp_of(layer: nn.Module, family: Family) -> nn.Module:
         has_one = getattr(layer, named.router.partition(".")[0], None) is not None
         return NormedMixture(layer, named, family.mlp) if has_one else layer.get_submodule(family.mlp)
     if named is not None and named.beside is not None and getattr(layer, named.beside) is not None:
-        return MlpBesideExperts(layer, named, family.mlp)
+        return mlp_beside_experts(layer, named, family.mlp)
     if named is not None and named.weighs_inputs and has_experts(mixture := layer.get_submodule(family.mlp)):
-        return WeighedInputs(mixture, named)
+        return weighed_inputs(mixture, named)
     return layer.get_submodule(family.mlp) if family.mlp else LayersMaps(layer, family)
 
 
@@ -314,6 +314,8 @@ class Block:
             is_of_rule = order is None or torch.equal(order, torch.arange(len(order)))
             self.head_order: Tensor | None = None if is_of_rule else order
         self.device = next(layer.parameters()).device
+        # Layers of one form share groups of rows.
+        self.row_form = window, self.layer_type, self.n_taps, self.has_attention, self.heads, self.device
 
     def _attention_modules(self, layer: nn.Module, family: Family, config: Any) -> LayerModules:
         attn: Any = layer.get_submodule(family.attn)

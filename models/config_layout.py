@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..core.errors import UnsupportedModel
-from .families import CHUNKS, FAMILIES
+from .families import CHUNKS, FAMILIES, SLIDING
 from .family import Family, ShortConv, SlotShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-SLIDING = "sliding_attention"  # Type of layers with a window.
 UNROTATED = "unrotated"  # Type of layers whose queries are scaled by position, and not rotated.
 Positions = TypeVar("Positions", int, "Tensor", "NDArray[Any]")
 
@@ -165,18 +164,19 @@ def windows_of(config: Any, family: Family, n_layers: int) -> tuple[AttentionWin
     return tuple(window if kind == has_window else None for kind in config.layer_types)
 
 
-def rows_as_costly(config: Any, n_parameters: int, n_rows: int, n_slots: int) -> int:
+def rows_as_costly(
+    attentions: Iterable[tuple[HeadLayout, AttentionWindow | None]], n_parameters: int, n_rows: int, n_slots: int
+) -> int:
     """Return how many rows after `n_slots` slots take the multiply-adds of `n_rows` rows after none.
 
     Whole multiples of 16, and at least 16 or `n_rows`: fewer rows read the weights for little.
+
+    Args: attentions: the heads and the window of each layer that has attention.
     """
-    family = FAMILIES[config.model_type]
-    windows = windows_of(config, family, int(config.num_hidden_layers))
-    of_attention = 0
-    for layer, window in enumerate(windows):
-        if family.has_attention(config, layer):
-            heads = heads_of(config, layer)
-            of_attention += 2 * heads.n_heads * heads.width * min(n_slots, window.size if window else n_slots)
+    of_attention = sum(
+        2 * heads.n_heads * heads.width * min(n_slots, window.size if window else n_slots)
+        for heads, window in attentions
+    )
     affordable = n_rows * n_parameters // max(1, n_parameters + of_attention)
     return max(min(n_rows, 16), affordable // 16 * 16)
 

@@ -400,7 +400,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Fields of configs that change what a model computes, whether a value of them is refused, and what it stands for.
-ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+SLIDING = "sliding_attention"  # Type of layers with a window.
+ATTENTION_TYPES = {"full_attention", SLIDING}
 CHUNKS = "chunked_attention"  # Type of layers whose rows see their own chunk alone.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     # "vision": among the tokens of an image, which a text has not.

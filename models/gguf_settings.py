@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.errors import ModelNotFound, UnsupportedModel
 from .config_bounds import check_values
-from .families import CHUNKS, FAMILIES, family_of
+from .families import CHUNKS, FAMILIES, SLIDING, family_of
 from .family import Family
 from .gguf_forms import FORMS, GgufForm
 from .gguf_reader import GgufFile
@@ -434,7 +434,7 @@ def _windows(settings: _Settings, family: Family, form: GgufForm, n_layers: int,
     if not isinstance(pattern, list) or len(pattern) != n_layers:
         raise settings.refusal(PATTERN, pattern)
     slides = [window is not None and bool(has_window) for has_window in pattern]
-    has_window = CHUNKS if in_chunks else "sliding_attention"
+    has_window = CHUNKS if in_chunks else SLIDING
     if in_chunks:  # The other layers are not rotated.
         fields["no_rope_layers"] = [int(sliding or window is None) for sliding in slides]
     return fields | {"layer_types": [has_window if sliding else "full_attention" for sliding in slides]}

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock, Thread
 from time import perf_counter, sleep
@@ -56,16 +58,17 @@ class _Piece:
     """Tensors that lie one after another in memory, and the huge pages of it that are left to move."""
 
     def __init__(self, tensors: Sequence[Tensor], size: int) -> None:
-        self.places = [(_start(tensor), _end(tensor), weakref.ref(tensor)) for tensor in tensors]
-        first, end = -(-self.places[0][0] // size) * size, max(end for _, end, _ in self.places)
-        self.pages = range(first, end - size + 1, size)
+        self._places = [(_start(tensor), _end(tensor), weakref.ref(tensor)) for tensor in tensors]
+        self._starts = [start for start, _, _ in self._places]
+        self._reached = list(accumulate((end for _, end, _ in self._places), max))  # With the tensors before each.
+        self.pages = range(-(-self._starts[0] // size) * size, self._reached[-1] - size + 1, size)
         self.refused = 0  # Pages since the last one that was moved.
 
     def held(self, page: int, size: int) -> list[UntypedStorage]:
         """Return what keeps the tensors in a page where they are; nothing if one of them has gone."""
-        storages = []
-        for start, end, reference in self.places:
-            if start < page + size and end > page:
+        storages, first, last = [], bisect_right(self._reached, page), bisect_left(self._starts, page + size)
+        for start, end, reference in self._places[first:last]:
+            if end > page:
                 tensor = reference()
                 if tensor is None or _start(tensor) != start:
                     return []
@@ -199,7 +202,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             yield piece
             piece = []
         piece.append(tensor)
-        behind = max(behind, _end(tensor)) if len(piece) > 1 else _end(tensor)
+        behind = max(behind, _end(tensor))
     if piece:
         yield piece
 

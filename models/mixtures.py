@@ -36,25 +36,30 @@ def in_order(answer: Sequence[Tensor]) -> Sequence[Tensor]:
     return answer if answer[0].is_floating_point() else answer[::-1]
 
 
-class MlpBesideExperts(nn.Module):
-    """The sum of a mixture's chosen experts and of an MLP, its shared expert, which stand side by side in a layer.
+class SharedMixture(nn.Module):
+    """The sum of a mixture's chosen experts and of an MLP, its shared expert.
 
-    Its router, its experts and the MLP have the names that the family's row has for them.
+    Args: router, experts, shared: modules, and the names that the family's row has for them.
     """
 
-    def __init__(self, layer: nn.Module, named: Experts, mlp: str) -> None:
+    def __init__(self, router: tuple[str, Any], experts: tuple[str, Any], shared: tuple[str, Any]) -> None:
         super().__init__()
-        mixture = layer.get_submodule(named.beside or "")
-        self._names = named.router, named.experts, mlp
-        for name in (named.router, named.experts):
-            self.add_module(name, mixture.get_submodule(name))
-        self.add_module(mlp, layer.get_submodule(mlp))
+        self._names = router[0], experts[0], shared[0]
+        for name, module in (router, experts, shared):
+            self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        router, experts, mlp = (getattr(self, name) for name in self._names)
+        router, experts, shared = (getattr(self, name) for name in self._names)
         rows = x.view(-1, x.shape[-1])
         _, weights, chosen = in_order(router(rows))
-        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + mlp(x))
+        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + shared(x))
+
+
+def mlp_beside_experts(layer: nn.Module, named: Experts, mlp: str) -> SharedMixture:
+    """Return the mixture of a layer that has the router and the experts in one module, and the MLP beside it."""
+    mixture = layer.get_submodule(named.beside or "")
+    router, experts = ((name, mixture.get_submodule(name)) for name in (named.router, named.experts))
+    return SharedMixture(router, experts, (mlp, layer.get_submodule(mlp)))
 
 
 class LateRouter(nn.Module):
@@ -97,23 +102,14 @@ class WeighedExperts(nn.Module):
         return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, weighs_inputs=True)
 
 
-class WeighedInputs(nn.Module):
-    """Llama 4's mixture, whose weights multiply what experts read; its modules have the names that the row has."""
-
-    def __init__(self, mixture: nn.Module, named: Experts) -> None:
-        super().__init__()
-        self._names = named.router, named.experts, cast(str, named.shared)
-        router, experts, shared = (mixture.get_submodule(name) for name in self._names)
-        # Experts that compute with codes have the usual form.
-        of_rows = WeighedExperts(experts) if isinstance(getattr(experts, "gate_up_proj", None), Tensor) else experts
-        for name, module in zip(self._names, (LateRouter(router), of_rows, shared), strict=True):
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        router, experts, shared = (getattr(self, name) for name in self._names)
-        rows = x.view(-1, x.shape[-1])
-        _, weights, chosen = router(rows)
-        return cast(Tensor, experts(rows, chosen, weights).view_as(x) + shared(x))
+def weighed_inputs(mixture: nn.Module, named: Experts) -> SharedMixture:
+    """Return Llama 4's mixture, whose weights multiply what experts read."""
+    shared = cast(str, named.shared)
+    experts = mixture.get_submodule(named.experts)
+    # Experts that compute with codes have the usual form.
+    of_rows = WeighedExperts(experts) if isinstance(getattr(experts, "gate_up_proj", None), Tensor) else experts
+    router = LateRouter(mixture.get_submodule(named.router))
+    return SharedMixture((named.router, router), (named.experts, of_rows), (shared, mixture.get_submodule(shared)))
 
 
 class ScaledRouter(nn.Module):

@@ -174,7 +174,7 @@ class PassPlan:
         return uploaded(self.rows.positions, device)
 
     def group(self, block: Block, variants: frozenset[int]) -> RowGroup:
-        key = (block.window, block.layer_type, block.n_taps, block.has_attention, block.heads, block.device, variants)
+        key = block.row_form, variants
         if key not in self._groups:
             self._groups[key] = self._make_group(block, variants)
         return self._groups[key]
@@ -262,7 +262,7 @@ class BufferPlan:
     def rows(self, block: Block, members: Sequence[Member]) -> BufferRows:
         """Return the rows of `members` as `block` sees them."""
         some = tuple((plan.first, variants) for plan, variants in members)
-        key = (some, block.window, block.layer_type, block.n_taps, block.has_attention, block.heads, block.device)
+        key = some, block.row_form
         if key not in self._rows:
             groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)

@@ -206,7 +206,8 @@ class Runtime(RuntimeChecks):
         """Return the rows of a prefill pass that others wait for: on a CPU one that takes as long at any depth."""
         if self.device.type != "cpu":
             return PREFILL_ROWS_BESIDE
-        return rows_as_costly(self.config, self.info.n_parameters, PREFILL_ROWS_BESIDE, first_slot)
+        attentions = ((block.heads, block.window) for block in self.blocks if block.has_attention)
+        return rows_as_costly(attentions, self.info.n_parameters, PREFILL_ROWS_BESIDE, first_slot)
 
     def prefill_passes(
         self,

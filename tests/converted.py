@@ -295,15 +295,22 @@ def _granite(config: Any) -> Settings:
     }
 
 
+def _space(config: Any, inner: int, rank: str, groups: str | None = None) -> Settings:
+    """Settings of a state space in a hybrid. Args: inner: its values. rank, groups: fields of the config."""
+    return {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": inner,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": getattr(config, rank),
+        **({} if groups is None else {"ssm.group_count": getattr(config, groups)}),
+    }
+
+
 def _granitehybrid(config: Any) -> Settings:
     return {
         **_granite(config),
         "expert_shared_feed_forward_length": config.shared_intermediate_size,
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.group_count": config.mamba_n_groups,
-        "ssm.inner_size": config.mamba_expand * config.hidden_size,
-        "ssm.time_step_rank": config.mamba_n_heads,
+        **_space(config, config.mamba_expand * config.hidden_size, "mamba_n_heads", "mamba_n_groups"),
         KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
     }
@@ -313,10 +320,7 @@ def _jamba(config: Any) -> Settings:
     return {
         **_named(config, "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon"),
         KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": config.mamba_expand * config.hidden_size,
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": config.mamba_dt_rank,
+        **_space(config, config.mamba_expand * config.hidden_size, "mamba_dt_rank"),
         "expert_count": config.num_experts,
         "expert_used_count": config.num_experts_per_tok,
     }
@@ -325,11 +329,7 @@ def _jamba(config: Any) -> Settings:
 def _falcon_h1(config: Any) -> Settings:
     return {
         **_like_llama(config),
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": config.mamba_d_ssm,
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": config.mamba_n_heads,
-        "ssm.group_count": config.mamba_n_groups,
+        **_space(config, config.mamba_d_ssm, "mamba_n_heads", "mamba_n_groups"),
         "attention.key_length": _head(config),
         "attention.value_length": _head(config),
     }

@@ -25,6 +25,13 @@ _QWEN_IMAGES: dict[str, Any] = dict(depth=1, num_heads=2, patch_size=4)
 _ROUTED: dict[str, Any] = dict(
     n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1
 )
+_YARN: dict[str, Any] = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=4.0,
+    original_max_position_embeddings=16,
+    llama_4_scaling_beta=0.3,
+)
 
 
 def _axes(*section: int, **more: Any) -> dict[str, Any]:
@@ -61,13 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "model_type": "ministral3",
             **GROUPED,
             "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.3,
-            },
+            "rope_parameters": dict(_YARN),
         },
         {"model_type": "pixtral", **_IMAGES, "head_dim": 8},
     ),
@@ -75,13 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Mistral3",
         {
             **{**GROUPED, **LATENT, **_ROUTED, "model_type": "mistral4", "q_lora_rank": 20},
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.3,
-            },
+            "rope_parameters": dict(_YARN),
         },
         {"model_type": "pixtral", **_IMAGES, "head_dim": 8},
     ),

@@ -107,6 +107,9 @@ struct Mixture {  // experts, of which each row takes some, in place of an MLP
     Norm router_before, shared_before, experts_after, shared_after;
     const float* expert_scale;  // (n_experts,), of the weights of chosen experts; null: 1
     float logit_scale;
+
+    // Whether the router, experts and shared ones each have norms of their own.
+    bool own_norms() const { return router_before.kind != NO_NORM; }
 };
 
 struct LayerEnd {  // after a layer's sub-layers: a term by the row's vector of this layer, and a scale; `ends.h`

@@ -84,20 +84,10 @@ inline bool takes_same(const Mixture& part, const Map& map) {
     return rounds_once(part) && map.scales && !map.order && std::max(map.group, FINEST) == std::max(part.in->group, FINEST);
 }
 
-// The codes of a row, and of those behind it.
-inline Rounded codes_at(const Rounded& codes, const Map& map, int64_t row) {
-    const int64_t group = std::max(map.group, FINEST), groups = (map.n_in + group - 1) / group;
-    return {codes.codes + row * groups * group, codes.scales + row * groups, codes.sums + row * groups,
-            codes.halves + 2 * row * groups};
-}
-
-// Whether the router, experts and shared ones each have norms of their own.
-inline bool has_own_norms(const Mixture& part) { return part.router_before.kind != NO_NORM; }
-
 // Whether an expert reads its row where all rows lie.
 template <class T> bool Runner<T>::reads_row(const Mixture& part, const Share& share) const {
     const Map& map = part.in[share.expert * part.n_in_maps];
-    if (has_own_norms(part) && share.expert == part.choosing.n_experts) return false;
+    if (part.own_norms() && share.expert == part.choosing.n_experts) return false;
     return share.n == 1 && !part.weighs_inputs && (map.scales ? takes_same(part, map) : !TILES);
 }
 
@@ -106,11 +96,11 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
     const Map& map = part.in[share.expert * part.n_in_maps];
     const int n = map.n_in, n_chosen = part.choosing.n_chosen + part.has_shared;
     const Input own = input_of(taken_.rows, share);
-    const bool reads_others = has_own_norms(part) && share.expert == part.choosing.n_experts;
+    const bool reads_others = part.own_norms() && share.expert == part.choosing.n_experts;
     if (takes_same(part, map) && !reads_others) {
         const int64_t group = std::max(map.group, FINEST), groups = (n + group - 1) / group;
         for (int r = 0; r < share.n; r++) {
-            const Rounded from = codes_at(rows.codes, map, source_[share.first + r]), to = codes_at(own.codes, map, r);
+            const Rounded from = rows.codes.at(source_[share.first + r], n, map.group), to = own.codes.at(r, n, map.group);
             memcpy(to.codes, from.codes, groups * group);
             memcpy(to.scales, from.scales, groups * sizeof(float));
             memcpy(to.sums, from.sums, groups * sizeof(float));
@@ -122,9 +112,9 @@ template <class T> void Runner<T>::bring_rows(const Mixture& part, const Share& 
         const int64_t i = source_[share.first + r];
         const T* from = (reads_others ? shared_rows_ : rows.rows) + i * n;
         T* to = own.rows + int64_t(r) * n;
-        const Choice* choice = choices_ + i * n_chosen;
-        while (choice->expert != share.expert) choice++;
         if (part.weighs_inputs && share.expert < part.choosing.n_experts) {
+            const Choice* choice = choices_ + i * n_chosen;
+            while (choice->expert != share.expert) choice++;
             const float weight = as_stored<T>(choice->weight);
             along(n, from, to, [&](vf v, int) { return v * weight; });
         } else {
@@ -151,7 +141,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     const int n_hidden = pass_.n_hidden, n = part.choosing.n_experts, all = n + part.has_shared;
     const int room = 2 * (all + part.choosing.n_groups);
     const T* from = step.from_kept ? kept_ : (const T*)pass_.hidden;
-    if (has_own_norms(part))
+    if (part.own_norms())
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
             const T* x = from + int64_t(row_of(list, i)) * n_hidden;
             normed(part.router_before, x, n_hidden, router_rows_ + i * n_hidden);
@@ -163,13 +153,13 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     });
     // Experts and rows whose scores a thread computes at a time: the experts' weights stay in its cache.
     constexpr int EXPERTS = 8, ROWS = 64;
-    const int n_blocks = (all + EXPERTS - 1) / EXPERTS;
+    const int n_blocks = chunks_of(all, EXPERTS);
     auto score_experts = [&](int64_t item, int64_t) {
         const int first = int(item % n_blocks) * EXPERTS, last = std::min(all, first + EXPERTS);
         const int64_t begin = item / n_blocks * ROWS, end = std::min(list.n, begin + ROWS);
         for (int64_t i = begin; i < end; i++)
             for (int e = first; e < last; e++) {
-                const T* x = (has_own_norms(part) ? router_rows_ : rows.rows) + i * n_hidden;
+                const T* x = (part.own_norms() ? router_rows_ : rows.rows) + i * n_hidden;
                 const int64_t at = int64_t(e) * n_hidden;
                 const int ahead = i == begin && e + 1 < n ? n_hidden : 0;
                 float score = 0;
@@ -181,7 +171,7 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
                 scores_[i * room + e] = part.rounded_logits ? as_stored<T>(score) : score;
             }
     };
-    const int64_t n_scored = (list.n + ROWS - 1) / ROWS * n_blocks;
+    const int64_t n_scored = chunks_of(list.n, ROWS) * n_blocks;
     auto share_rows = [&] {
         share_out(part, list.n);
         if (pass_.experts) count(list, part.choosing.n_chosen + part.has_shared, part.has_shared);
@@ -201,7 +191,8 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
     auto read_by = [&](const Share& share) -> Input {
         if (!reads_row(part, share)) return input_of(taken_.rows, share);
         const int64_t i = source_[share.first];
-        const Rounded codes = in_of(share).scales ? codes_at(rows.codes, in_of(share), i) : Rounded{};
+        const Map& map = in_of(share);
+        const Rounded codes = map.scales ? rows.codes.at(i, map.n_in, map.group) : Rounded{};
         return {rows.rows + i * n_hidden, codes, nullptr, nullptr};
     };
     const int most_inner = std::max(part.n_inner, part.n_shared_inner);
@@ -235,11 +226,11 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
         for (int r = 0; r < share.n; r++)
             gated(part.mlp, gate + r * PANEL, is_gated ? up + r * PANEL : nullptr, last - first, to + int64_t(r) * inner);
         // Who does the last panel of an expert prepares its rows for the next map.
-        if (done_[item / panels].fetch_add(1, std::memory_order_acq_rel) + 1 == (inner + PANEL - 1) / PANEL)
+        if (done_[item / panels].fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_of(inner, PANEL))
             prepare(results, share, out_of(share));
     });
     // With few rows who does the last expert of a panel adds up its outputs.
-    const bool at_once = part.after.kind == NO_NORM && !has_own_norms(part) && list.n <= ROWS_ADDED;
+    const bool at_once = part.after.kind == NO_NORM && !part.own_norms() && list.n <= ROWS_ADDED;
     each(MAPS, thread, shares_.n * out_panels, 1, [&](int64_t item, int64_t) {
         const Share& share = shares_[item / out_panels];
         const int64_t panel = item % out_panels;
@@ -260,11 +251,11 @@ void Runner<T>::mixture(const Step& step, const Mixture& part, const RowList& li
 template <class T>
 void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last) {
     const int n = pass_.n_hidden, n_chosen = part.choosing.n_chosen + part.has_shared;
-    const bool is_normed = part.after.kind != NO_NORM || has_own_norms(part);
+    const bool is_normed = part.after.kind != NO_NORM || part.own_norms();
     T *delta = inputs_.last().rows + i * n, *state = hidden(row_of(list, i));
     const Choice* choices = choices_ + i * n_chosen;
     const int64_t* places = places_of_ + i * n_chosen;
-    const int n_summed = n_chosen - has_own_norms(part);  // a shared output with a norm of its own is added after it
+    const int n_summed = n_chosen - part.own_norms();  // a shared output with a norm of its own is added after it
     for (int at = first; at < last; at += LANES) {
         vf total = {};
         for (int c = 0; c < n_summed; c++) {
@@ -280,7 +271,7 @@ void Runner<T>::add_up(const Mixture& part, const RowList& list, int64_t i, int 
         store(last_ones, total);
         memcpy((is_normed ? delta : state) + at, last_ones, std::min(LANES, n - at) * sizeof(T));
     }
-    if (has_own_norms(part)) {
+    if (part.own_norms()) {
         T* shared = out_of_ + places[n_summed] * n;
         normed(part.experts_after, delta, n, delta);
         normed(part.shared_after, shared, n, shared);

@@ -19,6 +19,12 @@ struct Rounded {
     float* scales;  // (rows, groups)
     float* sums;    // (rows, groups): the sum of a group's codes * scale
     float* halves;  // (rows, 2 * groups): the same of half a group, where groups are of 32
+
+    // Those of a row of `n_in` values, and of the rows behind it. `group`: of the weights.
+    Rounded at(int64_t row, int n_in, int group) const {
+        const int64_t size = std::max(group, FINEST), groups = (n_in + size - 1) / size;
+        return {codes + row * groups * size, scales + row * groups, sums + row * groups, halves + 2 * row * groups};
+    }
 };
 
 // Round one row of `n_in` values; what lies behind the last of them, up to whole groups, counts as 0.

@@ -286,15 +286,13 @@ template <class T> class Runner {
     }
 
     static void round_into(const Input& input, const T* x, const Map& map, int64_t row) {
-        const Rounded& codes = input.codes;
         if (map.order) {
             T* own = input.ordered + row * map.n_in;
             for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
             x = own;
         }
-        const int group = std::max(map.group, FINEST), groups = (map.n_in + group - 1) / group;
-        round_row(x, map.n_in, group, codes.codes + row * groups * group, codes.scales + row * groups,
-                  codes.sums + row * groups, codes.halves + 2 * row * groups);
+        const Rounded to = input.codes.at(row, map.n_in, map.group);
+        round_row(x, map.n_in, std::max(map.group, FINEST), to.codes, to.scales, to.sums, to.halves);
     }
 
     struct Output {  // one of a map
@@ -418,7 +416,7 @@ template <class T> class Runner {
             n_experts = std::max<int64_t>(n_experts, part.choosing.n_experts + part.has_shared);
             n_groups = std::max<int64_t>(n_groups, part.choosing.n_groups);
             n_chosen = std::max<int64_t>(n_chosen, part.choosing.n_chosen + part.has_shared);
-            own_norms |= part.router_before.kind != NO_NORM;
+            own_norms |= part.own_norms();
         }
     };
 
