@@ -314,8 +314,11 @@ class Block:
             is_of_rule = order is None or torch.equal(order, torch.arange(len(order)))
             self.head_order: Tensor | None = None if is_of_rule else order
         self.device = next(layer.parameters()).device
-        # Layers of one form share groups of rows.
-        self.row_form = window, self.layer_type, self.n_taps, self.has_attention, self.heads, self.device
+
+    @property
+    def row_form(self) -> tuple[Any, ...]:
+        """What decides the rows that the layer reads; layers of one form share groups of rows."""
+        return self.window, self.layer_type, self.n_taps, self.has_attention, self.heads, self.device
 
     def _attention_modules(self, layer: nn.Module, family: Family, config: Any) -> LayerModules:
         attn: Any = layer.get_submodule(family.attn)
