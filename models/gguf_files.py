@@ -22,7 +22,8 @@ from .buffer import free_bytes
 from .cache import cache_root, converted_folder, made_once, replacing
 from .config_layout import heads_of
 from .fingerprint import OF_GGUF, fingerprint, note_gguf
-from .gguf_forms import FORMS, GgufForm
+from .gguf_form import GgufForm
+from .gguf_forms import FORMS
 from .gguf_model import load_gguf, names_of, settings_folder
 from .gguf_reader import GgufFile
 from .gguf_settings import FIELDS

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .family import GatedDelta
-from .gguf_forms import GgufForm
+from .gguf_form import GgufForm
 from .state_rules import StateForm, orders_of_delta
 
 # The parameters that a file keeps under other names, and the names of these.

@@ -17,7 +17,8 @@ from ..core.errors import ModelNotFound, UnsupportedModel
 from .config_bounds import check_values
 from .families import CHUNKS, FAMILIES, SLIDING, family_of
 from .family import Family
-from .gguf_forms import FORMS, GgufForm
+from .gguf_form import GgufForm
+from .gguf_forms import FORMS
 from .gguf_reader import GgufFile
 
 HEAD = "output.weight"
