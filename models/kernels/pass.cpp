@@ -5,6 +5,7 @@
 #include "attention_layer.h"
 #include "ends.h"
 #include "gguf.h"
+#include "maps.h"
 #include "mixers.h"
 #include "mlps.h"
 

@@ -1,5 +1,5 @@
-// Runs the steps of a pass by a team of threads: their memory, their inputs and linear maps. `attention_layer.h`, `mixers.h`
-// and `mlps.h` have the layers.
+// Runs the steps of a pass by a team of threads, and has their memory. `maps.h` has what all layers are made of,
+// `attention_layer.h`, `mixers.h` and `mlps.h` the layers.
 #pragma once
 #include <ctime>
 #include "attention.h"
@@ -10,18 +10,6 @@
 namespace {
 
 Team team;
-
-Packed packed_of(const Map& map) {
-    return {map.weight, map.scales, (map.n_in + map.group - 1) / map.group * map.group, map.group, map.scale_type};
-}
-
-// f(the kind of a map's codes), as a constant.
-template <class F> void by_kind(const Map& map, F&& f) {
-    const auto is = [&](auto kind) { return kind_of(map.bits, map.table) == kind && (f(kind), true); };
-    is(std::integral_constant<int, 4>{}) || is(std::integral_constant<int, 5>{}) || is(std::integral_constant<int, 6>{}) ||
-        is(std::integral_constant<int, 8>{}) || is(std::integral_constant<int, kind_of(4, E2M1)>{}) ||
-        is(std::integral_constant<int, kind_of(4, IQ4)>{});
-}
 
 inline int64_t chunks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -244,152 +232,10 @@ template <class T> class Runner {
         return inputs_.last();
     }
 
-    // Norm of the listed rows, rounded to codes where one of the maps behind it wants that.
-    Input enter(const Norm& norm, const RowList& list, const T* from, const Map* maps, int n_maps, int thread) {
-        const int n = pass_.n_hidden;
-        const Map *packed = nullptr, *plain = nullptr;
-        for (const Map* map = maps; map < maps + n_maps; map++) (map->scales ? packed : plain) = map;
-        const Input input = prepared(list.n, thread, [&](const Input& input, int64_t i) {
-            normed(norm, from + int64_t(row_of(list, i)) * n, n, input.rows + i * n);
-            if (packed) round_into(input, input.rows + i * n, *packed, i);
-        });
-        return plain ? turned(input, *plain, list.n, thread) : input;
-    }
-
-    // Rows as they are, rounded where the map wants that.
-    Input taken(T* rows, const Map& map, int64_t n, int thread) {
-        if (!map.scales) return turned({rows, {}, nullptr, nullptr}, map, n, thread);
-        Input input = prepared(n, thread, [&](const Input& to, int64_t i) {
-            round_into(to, rows + i * map.n_in, map, i);
-        });
-        return {rows, input.codes, nullptr, nullptr};
-    }
-
-    // An input whose rows are turned where that is how the map takes them.
-    Input turned(Input input, const Map& map, int64_t n, int thread) {
-#if defined(WITH_TILES)
-        if constexpr (TILES) {
-            if (map.scales) return input;
-            input.turned = inputs_[n <= FEW ? thread : n_threads_].turned;
-            const int k = map.n_in, whole = whole_tiles(k), n_shares = (whole + IN_CACHE - 1) / IN_CACHE;
-            auto share = [&](int64_t item) {
-                const int64_t row = item / n_shares * SIDE;
-                const int from = int(item % n_shares) * IN_CACHE, m = int(std::min<int64_t>(SIDE, n - row));
-                turn_rows(input.rows + row * k, k, m, k, from, std::min(from + IN_CACHE, whole), input.turned + row * whole);
-            };
-            if (n > FEW) each(REST, thread, whole_sides(n) / SIDE * n_shares, 1, [&](int64_t item, int64_t) { share(item); });
-            else
-                for (int item = 0; item < n_shares; item++) share(item);
-        }
-#endif
-        return input;
-    }
-
-    static void round_into(const Input& input, const T* x, const Map& map, int64_t row) {
-        if (map.order) {
-            T* own = input.ordered + row * map.n_in;
-            for (int i = 0; i < map.n_in; i++) own[i] = x[map.order[i]];
-            x = own;
-        }
-        const Rounded to = input.codes.at(row, map.n_in, map.group);
-        round_row(x, map.n_in, std::max(map.group, FINEST), to.codes, to.scales, to.sums, to.halves);
-    }
-
     struct Output {  // one of a map
         const Map* map;
         int number;
     };
-
-    // Outputs [first, last) of a map for `rows` rows of `x` (or their codes), biases added, into `c`. `next`: where this thread
-    // will probably go on; without a map, in this one if all threads are as fast.
-    void outputs(
-        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread,
-        Output next = {}) const {
-        if (!next.map) next = {&map, first + n_threads_ * (last - first)};
-        if (map.scales) {
-            const Packed packed = packed_of(map);
-            const int b0 = first / OUTPUTS, b1 = (last + OUTPUTS - 1) / OUTPUTS;
-            by_kind(map, [&](auto kind) {
-                packed_products<kind>(
-                    packed, x.codes, rows, b0, b1, c, ldc, onward_to(next), on_line(scratch[thread].items));
-            });
-        } else {
-            const T* weight = (const T*)map.weight + first * map.stride;
-#if defined(WITH_TILES)
-            if constexpr (TILES) tile_products(x.turned, rows, weight, map.stride, last - first, map.n_in, c, ldc);
-            else
-#endif
-                products<T>(x.rows, map.n_in, rows, weight, map.stride, last - first, map.n_in, c, ldc,
-                            (const T*)next.map->weight + next.number * next.map->stride);
-        }
-        if (map.bias) {
-            const T* bias = (const T*)map.bias + first;
-            for (int r = 0; r < rows; r++)
-                for (int o = 0; o < last - first; o++) c[r * ldc + o] += to_float(bias[o]);
-        }
-    }
-
-    static Onward onward_to(const Output& next) {
-        if (!next.map->scales) return {};
-        const Packed packed = packed_of(*next.map);
-        const int block = next.number / OUTPUTS;
-        return {packed.codes + block * (packed.block_bytes() * next.map->bits / 8), packed.scales_at(block)};
-    }
-
-    // `sink(row, first output, n, values)` for all outputs of a map.
-    template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink) {
-        const int most = rows > FEW_TO_STREAM && map.n_out >= 8 * PANEL * n_threads_ ? 2 * PANEL : PANEL;
-        each(MAPS, thread, (map.n_out + most - 1) / most, 1, [&](int64_t panel, int64_t) {
-            auto& tile = tiles[thread];
-            const int first = int(panel) * most, last = std::min(first + most, map.n_out);
-            outputs(map, x, int(rows), first, last, tile.items, most, thread);
-            for (int r = 0; r < rows; r++) sink(r, first, last - first, tile.items + r * most);
-        });
-    }
-
-    // Add a map's outputs times `scale` to the listed rows, by way of a norm where there is one.
-    void leave(const Map& map, const Norm& norm, float scale, const Input& x, const RowList& list, int thread) {
-        const int n = pass_.n_hidden;
-        auto scaled = [&](vf v) { return scale == 1 ? v : as_stored<T>(v * scale); };
-        linear(map, x, list.n, thread, [&](int row, int first, int n_out, const float* values) {
-            if (norm.kind == NO_NORM) {
-                T* to = hidden(row_of(list, row)) + first;
-                along(n_out, to, to, [&](vf h, int at) { return h + scaled(as_stored<T>(part_of(values, at, n_out))); });
-            } else {
-                T* to = inputs_.last().rows + int64_t(row) * n + first;
-                round_to(to, values, n_out);
-            }
-        });
-        if (norm.kind == NO_NORM) return;
-        each(REST, thread, list.n, 1, [&](int64_t i, int64_t) { add(norm, scale, list, i); });
-    }
-
-    // Add the norm of what lies in the last input's row, times `scale`, to a listed row.
-    void add(const Norm& norm, float scale, const RowList& list, int64_t i) {
-        const int n = pass_.n_hidden;
-        T *delta = inputs_.last().rows + i * n, *to = hidden(row_of(list, i));
-        normed(norm, delta, n, delta);
-        along(n, to, to, [&](vf h, int at) {
-            const vf own = part_of(delta, at, n);
-            return h + (scale == 1 ? own : as_stored<T>(own * scale));
-        });
-    }
-
-    // Several maps of an input as one, to `inner_`: panels of all of them are shared out together. Returns their outputs.
-    int project(const Map* maps, int n_maps, const Input& input, const RowList& list, int thread) {
-        int total = 0, n_panels = 0, panels[4];
-        for (int i = 0; i < n_maps; i++) total += maps[i].n_out, panels[i] = n_panels += (maps[i].n_out + PANEL - 1) / PANEL;
-        each(MAPS, thread, n_panels, 1, [&](int64_t panel, int64_t) {
-            int which = 0, at = 0;
-            while (panel >= panels[which]) at += maps[which++].n_out;
-            const int first = int(panel - (which ? panels[which - 1] : 0)) * PANEL;
-            const int last = std::min(first + PANEL, maps[which].n_out);
-            auto& tile = tiles[thread];
-            outputs(maps[which], input, int(list.n), first, last, tile.items, PANEL, thread);
-            for (int64_t r = 0; r < list.n; r++) round_to(inner_ + r * total + at + first, tile.items + r * PANEL, last - first);
-        });
-        return total;
-    }
 
     // Norm of `n` values from `x` on in each row, in place; `stride` between rows.
     void norm_rows(const Norm& norm, T* x, int64_t stride, int n, int64_t rows, int thread) {
@@ -425,6 +271,20 @@ template <class T> class Runner {
         int64_t first;
     };
 
+    Input enter(const Norm& norm, const RowList& list, const T* from, const Map* maps, int n_maps, int thread);
+    Input taken(T* rows, const Map& map, int64_t n, int thread);
+    Input turned(Input input, const Map& map, int64_t n, int thread);
+    static void round_into(const Input& input, const T* x, const Map& map, int64_t row);
+    void outputs(
+        const Map& map, const Input& x, int rows, int first, int last, float* c, int64_t ldc, int thread,
+        Output next = {}) const;
+    static Onward onward_to(const Output& next);
+    template <class F> void linear(const Map& map, const Input& x, int64_t rows, int thread, F&& sink);
+    void leave(const Map& map, const Norm& norm, float scale, const Input& x, const RowList& list, int thread);
+    void add(const Norm& norm, float scale, const RowList& list, int64_t i);
+    int project(const Map* maps, int n_maps, const Input& input, const RowList& list, int thread);
+    void logits(const Map& map, const RowList& list, int thread);
+
     void attention(const Step& step, const Attention& part, const RowList& list, int thread);
     int make_heads(const Attention& part, int total, const RowList& list, int thread);
     void read_values(const Attention& part, int64_t n, int thread);
@@ -456,15 +316,6 @@ template <class T> class Runner {
     void add_up(const Mixture& part, const RowList& list, int64_t i, int first, int last);
     void count(const RowList& list, int n_chosen, int n_shared) const;
     void share_out(const Mixture& part, int64_t n_rows);
-
-    void logits(const Map& map, const RowList& list, int thread) {
-        const Norm none{};
-        const Input input = enter(pass_.norm ? *pass_.norm : none, list, (const T*)pass_.hidden, &map, 1, thread);
-        T* out = (T*)pass_.logits;
-        linear(map, input, list.n, thread, [&](int row, int first, int n_out, const float* values) {
-            round_to(out + int64_t(row) * map.n_out + first, values, n_out);
-        });
-    }
 
     const Pass& pass_;
     const Step* steps_;
