@@ -17,8 +17,10 @@ from .kernels import layout
 from .kernels.build import Kernels
 from .mixtures import mixed_by_expert
 
-PARTS = ("gate", "up", "down")  # Maps of each expert, as llama.cpp names them.
-HALVES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # The parts in each tensor of an experts' module.
+PARTS = ("gate", "up", "down")  # Maps of each expert, as llama.cpp names them; some experts have no gate.
+# The parts in each tensor of an experts' module.
+HALVES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
 class ExpertMap(Protocol):
@@ -38,7 +40,7 @@ class ExpertMap(Protocol):
 
 
 class BlockExperts(nn.Module):
-    """Experts of one layer; `maps` are (experts,) of each of `PARTS`, and `biases` (experts, out).
+    """Experts of one layer; `maps` are (experts,) of each of `PARTS` that they have, and `biases` (experts, out).
 
     Our kernels read the codes. Elsewhere a map is de-quantised each time a row takes its expert.
 
@@ -59,7 +61,7 @@ class BlockExperts(nn.Module):
         """Return the weighted sum (rows, hidden_size) of what each row's experts make of it."""
 
         def computed(expert: int, rows: Tensor) -> Tensor:
-            inner = self.gated(*(self._mapped(part, expert, rows) for part in HALVES["gate_up_proj"]))
+            inner = self.gated(*(self._mapped(part, expert, rows) for part in PARTS[:2] if part in self.maps))
             return self._mapped("down", expert, inner)
 
         return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
@@ -85,11 +87,11 @@ def biases_of(module: Any, named: Experts) -> dict[str, Tensor]:
     return {"gate": both[:, ::2].contiguous(), "up": both[:, 1::2].contiguous(), "down": module.down_proj_bias.data}
 
 
-def gating_of(module: Any, named: Experts) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what experts make of a gate's outputs and those of the other half."""
+def gating_of(module: Any, named: Experts) -> Callable[..., Tensor]:
+    """Return what experts make of a gate's outputs and those of the other half; without a gate, of these alone."""
     if not named.clamped:
         activation = module.act_fn
-        return lambda gate, up: activation(gate) * up
+        return lambda gate, up=None: activation(gate) if up is None else activation(gate) * up
     limit, alpha = module.limit, module.alpha
 
     def clamped(gate: Tensor, up: Tensor) -> Tensor:
@@ -102,9 +104,9 @@ def gating_of(module: Any, named: Experts) -> Callable[[Tensor, Tensor], Tensor]
 def stacked(parts: Mapping[str, Tensor], leaf: str, named: Experts) -> Tensor:
     """Return maps (experts, out, in), or biases (experts, out), of the parts of a tensor as transformers has them.
 
-    Args: leaf: the tensor's name in the experts' module, a key of `HALVES`.
+    Args: leaf: the tensor's name in the experts' module, a key of `HALVES` or `UNGATED`.
     """
-    halves = [parts[part] for part in HALVES[leaf]]
+    halves = [parts[part] for part in {**HALVES, **UNGATED}[leaf]]
     together = torch.stack(halves, dim=2).flatten(1, 2) if named.alternating else torch.cat(halves, dim=1)
     return together.transpose(1, 2) if named.by_inputs and together.dim() == 3 else together
 

@@ -14,9 +14,10 @@ class GgufForm:
     """How llama.cpp keeps a family: its architecture, and how its settings and tensors differ from transformers'.
 
     Of several families of one `architecture`, that of a file is the one of most settings `when` of which the file has
-    all, and of these the first. Files of the architectures `also` are the same but for what images need. A file is
-    loaded as the type `model_type`, if this is not the row's own. `pre_tokenizer`: its words for how texts become
-    words, for files that are written; None: none are.
+    all, and of these the first. Files of the architectures `also` are the same but for what images need, or
+    have no experts. A file is loaded as the type `model_type`, if this is not the row's own. `pre_tokenizer`: its words
+    for how texts become words, for files that are written; None: none are. `root`: how names begin in checkpoints, by
+    which the converter goes, where those of transformers' modules begin with "model.".
 
     Tensors. `pairs_halves`: the two halves of a rotary pair lie side by side. `adds_to_norms`: so much was added to the
     weights of norms. `joined`: by the names of modules in a layer, the tensors they are made of, one behind the other,
@@ -28,8 +29,8 @@ class GgufForm:
     Settings, by name without the architecture's prefix. `fields` of the config by settings that are numbers, beside
     those of all architectures; 0 means none. `sizes` likewise, of settings that all files have. `quotients`: fields of
     which a value is one such setting by another. `choices`: a setting's field, and the field's values by those of the
-    setting, with None for a file without the setting. `flags`: a field's values where the first layer has a tensor,
-    and where not. `periods`: by the name of a tensor, the fields for every how many layers have it, and for the first
+    setting, with None for a file without the setting. `flags`: a field's values where a layer has a tensor, and
+    where none has. `periods`: by the name of a tensor, the fields for every how many layers have it, and for the first
     that has. `constants`: fields of files that say nothing of them. `ignored`: settings that change nothing: with these
     values, or any (None).
 
@@ -38,9 +39,9 @@ class GgufForm:
     `window_period`: where a file has no pattern of its window, each such layer sees everything; None: it must have one.
     `window_flag`: a field that switches windows on. `window_base`: of the rotary frequencies in windows where a file
     names none; None: that of the other layers.
-    `lists_layers`: the config needs the type of each layer. `mixed_by`: the family's other mixer is in
-    the layers without key heads ("kv_heads"), or in all but each n-th ("interval"). `score_scale`: the field for what
-    scores are multiplied by.
+    `lists_layers`: the config needs the type of each layer. `mixed_by`: the family's other mixer is in the layers
+    without key heads ("kv_heads"), of layers that are one sub-layer each in those that have no MLP either
+    ("sub_layers"), or in all but each n-th ("interval"). `score_scale`: the field for what scores are multiplied by.
     `wide_scores`: the number of layers of the one model that scales scores by the width of the embedding per head.
     `unnormed`: the number of experts of the one model that has no norms of queries and keys.
     """
@@ -49,6 +50,7 @@ class GgufForm:
     also: tuple[str, ...] = ()
     model_type: str | None = None
     pre_tokenizer: str | None = None
+    root: str = "model."
     when: tuple[str, ...] = ()
     pairs_halves: bool = False
     adds_to_norms: float = 0.0
@@ -71,7 +73,7 @@ class GgufForm:
     window_flag: str | None = None
     window_base: float | None = None
     lists_layers: bool = False
-    mixed_by: Literal["kv_heads", "interval"] | None = None
+    mixed_by: Literal["kv_heads", "sub_layers", "interval"] | None = None
     periods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     score_scale: str | None = None
     wide_scores: int | None = None

@@ -401,6 +401,38 @@ FORMS: dict[str, GgufForm] = {
             "ffn_gate_inp.weight": ("expert_layer_period", "expert_layer_offset"),
         },
     ),
+    "nemotron_h": GgufForm(
+        "nemotron_h_moe",
+        ("nemotron_h",),
+        root="backbone.",
+        pairs_halves=True,
+        has_head_dim=True,
+        mixed_by="sub_layers",
+        # The converter writes the one number under both names.
+        fields=_epsilon("layer_norm_epsilon")
+        | {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+        | _GROUPS
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+        },
+        choices=_ROUTED["choices"],
+        sizes={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        quotients={"mamba_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
+        flags={"mlp_bias": _flag("ffn_up.bias"), "use_conv_bias": _flag("ssm_conv1d.bias")},
+        constants={"mlp_hidden_act": "relu2", "use_bias": False},
+        # llama.cpp rotates nothing in these models, whatever a file says of it.
+        ignored={**_SIGMOIDS, "rope.dimension_count": None, "rope.freq_base": None},
+    ),
     "qwen3_5_text": GgufForm("qwen35", **_DELTA, tiled_heads=True),
     "qwen3_5_moe_text": GgufForm("qwen35moe", **_DELTA, **_GATED_SHARED, tiled_heads=True),
     # It computes the same as Qwen3.5 MoE, whose modules are those of newer files.

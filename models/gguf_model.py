@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import ModelNotFound, SwiftoptError, UnsupportedModel
-from .block_experts import HALVES, PARTS, BlockExperts, packed_experts, stacked
+from .block_experts import HALVES, PARTS, UNGATED, BlockExperts, packed_experts, stacked
 from .block_maps import BlockEmbedding, BlockLinear, PackedBlocks, packed_blocks
 from .cache import gguf_settings_folder, made_once
 from .config_layout import HeadLayout, heads_of
@@ -145,6 +145,7 @@ class Reading:
         self._packed: dict[str, PackedBlocks] = {}
         self._experts: dict[str, dict[str, list[PackedBlocks]]] = {}  # By module: the maps of each of `PARTS`.
         self._experts_module = self.family.experts.experts if self.family.experts is not None else "experts"
+        self._halves = HALVES if self.family.gated else UNGATED
         self._read: set[str] = set()
 
     def take(self, name: str) -> None:
@@ -154,7 +155,7 @@ class Reading:
         """
         self.file.refuse_changed()
         module_name, _, leaf = name.rpartition(".")
-        if leaf.removesuffix("_bias") in HALVES and module_name.endswith(f".{self._experts_module}"):
+        if leaf.removesuffix("_bias") in self._halves and module_name.endswith(f".{self._experts_module}"):
             self._take_experts(module_name, leaf)
             return
         tensor = self._tensor(name)
@@ -186,7 +187,8 @@ class Reading:
                 values = values.t()
             expected, is_correction = tuple(getattr(module, leaf).shape), _is_correction(leaf)
             # A router's correction is a row in some families, and parts of a mixer have other dimensions in a file.
-            if (is_correction or self._is_of_mixer(module_name)) and values.numel() == math.prod(expected):
+            has_other_shape = self._is_of_mixer(module_name) and not isinstance(module, nn.Linear)
+            if (is_correction or has_other_shape) and values.numel() == math.prod(expected):
                 values = values.view(expected)
             _check_shape(self.file.path, tensor, expected, tuple(values.shape))
             # A correction is in float32 whatever the model's type.
@@ -213,7 +215,8 @@ class Reading:
         number, named = self._place(f"{module_name}.{leaf}")[0], self.family.experts
         assert named is not None
         map_name, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
-        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in PARTS}
+        own_parts = [part for part in PARTS if self.family.gated or part != "gate"]
+        tensors = {part: self._found(f"blk.{number}.ffn_{part}_exps.{kind}") for part in own_parts}
         if (joint := self._found(f"blk.{number}.ffn_gate_up_exps.{kind}")) is not None:
             tensors |= _halves(joint)
         if None in tensors.values():
@@ -226,13 +229,13 @@ class Reading:
             _check_shape(self.file.path, tensor, shape if kind == "weight" else shape[:2], tensor.shape)
         keeps = kind == "weight" and self.kernels is not None
         if keeps and self.kernels and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
-            for part in HALVES[map_name]:
+            for part in self._halves[map_name]:
                 packed = packed_experts(whole[part], self.kernels, self.file.release)
                 self._experts.setdefault(module_name, {})[part] = packed
             return
-        values = {part: numbers(whole[part]).to(self.dtype) for part in HALVES[map_name]}
+        values = {part: numbers(whole[part]).to(self.dtype) for part in self._halves[map_name]}
         self._values[f"{module_name}.{leaf}"] = stacked(values, map_name, named)
-        for part in HALVES[map_name]:
+        for part in values:
             self.file.release(whole[part])
 
     def _is_of_latents(self, module_name: str) -> bool:
@@ -305,7 +308,7 @@ class Reading:
                 break
         for current, stored in {**CORRECTIONS, **RENAMED}.items():
             name = name.removesuffix(current) + stored if name.endswith(current) else name
-        return name
+        return self.form.root + name.removeprefix("model.") if name.startswith("model.") else name
 
     def _found(self, name: str) -> FileTensor | None:
         tensor = self.file.tensors.get(name)

@@ -7,6 +7,7 @@ is left is refused, because the model would compute something else.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ HEAD = "output.weight"
 # Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-KV_HEADS = "attention.head_count_kv"
+KV_HEADS, MLP_WIDTH = "attention.head_count_kv", "feed_forward_length"
 # Which layers have another mixer than attention: a list, or all but each n-th.
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -38,7 +39,7 @@ FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
+    MLP_WIDTH: "intermediate_size",
     "attention.head_count": "num_attention_heads",
     KV_HEADS: "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -47,7 +48,7 @@ FIELDS = {
 NEEDED = tuple(FIELDS)[:5]
 COUNTS = {"leading_dense_block_count": 0}  # Settings of which 0 is a value, as it is where a file has none.
 NEXT_LAYERS = "nextn_predict_layers"  # How many layers behind the model's own predict further tokens.
-FIRST = "blk.0."  # How the names of the first layer's tensors begin.
+LAYER_NUMBER = re.compile(r"^blk\.\d+\.")  # How the names of a layer's tensors begin.
 # Settings without a config field, and their values that do not change what the model computes; None: no value does.
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("tensor_data_layout", "rope.scaling.finetuned")),
@@ -103,19 +104,21 @@ class _Settings:
             raise ModelNotFound(f"{self.path} has the setting {name} = {_shown(value)}: download it again")
         return value
 
-    def layers_without(self, name: str, n_layers: int) -> list[bool]:
+    def layers_without(self, name: str, n_layers: int, n_further: int = 0) -> list[bool]:
         """Return which layers have 0 of a setting that lists numbers by layer; the setting then is that of the others.
 
+        Args:   n_further: layers of a file behind the model's own.
         Raises: UnsupportedModel: it is not one number for each layer.
         """
         given = self._given.get(name)
         if not isinstance(given, list):
             return [False] * n_layers
-        others = [value for value in given if value]
-        if len(given) != n_layers or not others:
+        own = given[:n_layers]
+        others = [value for value in own if value]
+        if len(given) not in (n_layers, n_layers + n_further) or not others:
             raise self.refusal(name, given)
         self._given[name] = others
-        return [not value for value in given]
+        return [not value for value in own]
 
     def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
         """Return the value of a config's field for a setting.
@@ -159,48 +162,54 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         raise ModelNotFound(f"{file.path} has no tensors: download it again")
     settings = _Settings(file)
     # Models that have experts in all layers may have no other MLP.
-    usual = {"feed_forward_length": file.own_settings().get("expert_feed_forward_length")}
+    usual = {MLP_WIDTH: file.own_settings().get("expert_feed_forward_length")}
     needed = NEEDED if form.ignored.keys().isdisjoint(NEEDED) else [name for name in NEEDED if name not in form.ignored]
+    # Layers that predict further tokens come last, and are counted with the others.
+    n_further = min(int(settings.number(NEXT_LAYERS, 0)), settings.size("block_count") - 1)
+    n_layers = settings.size("block_count") - n_further
+    layer_types = _layer_types(settings, family, form, n_layers, n_further)
     given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in needed}
     vocab = file.settings.get("tokenizer.ggml.tokens")
     given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
     check_values(given, file.path)
-    # Layers that predict further tokens come last, and are counted with the others.
-    n_further = min(int(settings.number(NEXT_LAYERS, 0)), given["num_hidden_layers"] - 1)
-    given["num_hidden_layers"] -= n_further
-    n_layers, heads = given["num_hidden_layers"], given.get("num_attention_heads", 1)
-    layer_types = _layer_types(settings, family, form, n_layers, n_further)
-    if family.rotary is not None or form.mixed_by == "kv_heads":
+    given["num_hidden_layers"] = n_layers
+    heads = given.get("num_attention_heads", 1)
+    if family.rotary is not None or form.mixed_by in ("kv_heads", "sub_layers"):
         n_kv_heads = settings.size(KV_HEADS, heads)  # Of latents files have one, or as many as heads.
         given["num_key_value_heads"] = n_kv_heads if family.latents is None else heads
     config: dict[str, Any] = {
         **form.constants,
         **{family.fields.get(name, name): value for name, value in given.items()},
     }
+    taken: dict[str, Any] = {}
     for name, field in form.fields.items():
-        if (value := settings.number(name, COUNTS.get(name))) or name in COUNTS:
-            config[field] = value
+        value = settings.number(name, COUNTS.get(name))
+        if (value or name in COUNTS) and taken.setdefault(field, value) != value:
+            raise settings.refusal(name, value)  # Another setting of the same number says another.
+    config |= taken
     config |= {field: settings.size(name) for name, field in form.sizes.items()}
     for field, (name, other) in form.quotients.items():
         value, divisor = settings.size(name), settings.size(other)
         if value % divisor:
             raise settings.refusal(name, value)
         config[field] = value // divisor
+    of_layers = {LAYER_NUMBER.sub("", name, count=1) for name in file.tensors}
     for field, (tensor, if_there, if_not) in form.flags.items():
-        names = {FIRST + tensor, FIRST + tensor.replace("attn_q.", "attn_qkv.")}
-        config[field] = if_not if names.isdisjoint(file.tensors) else if_there
+        is_there = not of_layers.isdisjoint((tensor, tensor.replace("attn_q.", "attn_qkv.")))
+        config[field] = if_there if is_there else if_not
     config |= {field: settings.choice(name, values) for name, (field, values) in form.choices.items()}
     for tensor, fields in form.periods.items():
         config |= zip(fields, _period(file, tensor, n_layers), strict=True)
     for name in form.by_layer.values():
         layer_numbers(file, name, n_layers)
+    head_dim = 0
+    if family.latents is not None:
+        config |= _sizes_of_latents(settings)
+        head_dim = config["qk_rope_head_dim"]
+    elif family.rotary is not None or form.has_head_dim:
+        head_dim = _head_dim(settings, form, given["hidden_size"], heads)
+    config |= {"head_dim": head_dim} if form.has_head_dim else {}
     if family.rotary is not None:
-        if family.latents is None:
-            head_dim = _head_dim(settings, form, given["hidden_size"], heads)
-        else:
-            config |= _sizes_of_latents(settings)
-            head_dim = config["qk_rope_head_dim"]
-        config |= {"head_dim": head_dim} if form.has_head_dim else {}
         if form.score_scale is not None:
             config[form.score_scale] = settings.number("attention.scale") or head_dim**-0.5
         if form.unnormed is not None:
@@ -212,7 +221,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _positions(file, settings, family, form, head_dim, given["max_position_embeddings"])
         config |= _windows(settings, family, form, n_layers, n_further)
     if form.lists_layers or (form.mixed_by is not None and not form.periods):
-        config["layer_types"] = layer_types
+        config[family.fields.get("layer_types", "layer_types")] = layer_types
     settings.refuse_left(form)
     check_values(config, file.path)
     family_of(SimpleNamespace(model_type=model_type, **config))
@@ -251,6 +260,14 @@ def form_of(file: GgufFile) -> tuple[str, GgufForm]:
 def _layer_types(settings: _Settings, family: Family, form: GgufForm, n_layers: int, n_further: int) -> list[str]:
     """Return what mixes tokens in each layer: attention, or the family's other mixer."""
     mixed = [False] * n_layers
+    if form.mixed_by == "sub_layers":
+        widths, mlp = settings.take(MLP_WIDTH), "moe" if settings.take("expert_count") else "mlp"
+        state = family.mixer.layer_type if family.mixer else ""
+        kinds = {(False, True): "full_attention", (True, False): mlp, (True, True): state}
+        without = [settings.layers_without(name, n_layers, n_further) for name in (KV_HEADS, MLP_WIDTH)]
+        if not kinds.keys() >= set(layers := list(zip(*without, strict=True))):
+            raise settings.refusal(MLP_WIDTH, widths)  # A layer has attention and an MLP.
+        return [kinds[one] for one in layers]
     if form.mixed_by == "kv_heads":
         mixed = settings.layers_without(KV_HEADS, n_layers)
     elif form.mixed_by == "interval":

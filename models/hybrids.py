@@ -69,7 +69,7 @@ HYBRIDS: dict[str, Family] = {
         gated=False,
         experts=SIGMOID_EXPERTS,
         alone={"linear_attention": "attn", "full_attention": "attn", "mlp": "mlp", "moe": "mlp"},
-        fields={"hidden_act": "mlp_hidden_act"},
+        fields={"hidden_act": "mlp_hidden_act", "layer_types": "layers_block_type"},
     ),
     "mamba2": Family(
         models="Mamba-2, Codestral Mamba",

@@ -125,8 +125,8 @@ def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
     """Return what computes experts: by their weights, or by codes."""
     gate = _gate(runtime, experts, named)
     if isinstance(experts, BlockExperts):
-        if experts.biases:
-            raise Unsupported("experts by codes with biases are computed by torch")
+        if experts.biases or "gate" not in experts.maps:
+            raise Unsupported("experts by codes with biases or without a gate are computed by torch")
         maps = {part: _coded_stack(experts.maps[part]) for part in PARTS}
 
         def by_codes(

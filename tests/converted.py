@@ -53,16 +53,19 @@ ARCHITECTURES = {
 }
 # The converter's classes that derive from LlamaModel, and those of them that do not permute.
 LIKE_LLAMA = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "arcee", "apertus", "mistral3")
+NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
 UNPERMUTED = ("apertus",)
 DELTA = ("qwen35", "qwen35moe", "qwen3next")
 TILED = ("qwen35", "qwen35moe")  # The classes that derive from _LinearAttentionVReorderBase.
-MAMBA2 = ("granitehybrid", "falcon-h1", "mamba2")  # The classes that derive from Mamba2Model.
+MAMBA2 = ("granitehybrid", "falcon-h1", "mamba2", *NEMOTRON_H)  # The classes that derive from Mamba2Model.
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *DELTA)
 NO_OUTPUT = ("gemma", "gemma2", "command-r", "cohere2", "bitnet")
 Q4_K_BYTES, Q4_K_INPUTS = 144, 256
 
 
 def architecture_of(model: Any) -> str:
+    if model.config.model_type == "nemotron_h" and "moe" in model.config.layer_types:
+        return "nemotron_h_moe"
     return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
 
 
@@ -313,6 +316,40 @@ def _granitehybrid(config: Any) -> Settings:
         **_space(config, config.mamba_expand * config.hidden_size, "mamba_n_heads", "mamba_n_groups"),
         KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
+    }
+
+
+def _nemotron_h(config: Any) -> Settings:
+    """NemotronHModel: a layer with an MLP, or with experts, is one for which a width is written."""
+    has_experts = "moe" in config.layer_types
+    width = config.moe_intermediate_size if has_experts else config.intermediate_size
+    experts = {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+    }
+    return {
+        **_without(_named(config, *NAMES), "expert"),
+        **(experts if has_experts else {}),
+        "block_count": len(config.layer_types),
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": 10000.0,
+        "rope.scaling.finetuned": False,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in config.layer_types],
+        KV_HEADS: [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types],
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
     }
 
 
@@ -575,6 +612,7 @@ _OWN: dict[str, Callable[[Any], Settings]] = {
     "nemotron": _nemotron,
     "granite": _granite,
     "granitehybrid": _granitehybrid,
+    **dict.fromkeys(NEMOTRON_H, _nemotron_h),
     "jamba": _jamba,
     "falcon-h1": _falcon_h1,
     "mamba": _mamba,
@@ -631,7 +669,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     places = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
-    permutes = architecture == "olmo" or (architecture in LIKE_LLAMA and architecture not in UNPERMUTED)
+    permutes = architecture in ("olmo", *NEMOTRON_H) or (architecture in LIKE_LLAMA and architecture not in UNPERMUTED)
     for name, tensor in state.items():
         skips_head = config.tie_word_embeddings or architecture in NO_OUTPUT
         if ".act_fn." in name or (name == "lm_head.weight" and skips_head):
@@ -681,7 +719,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
                 yield f"blk.{layer[1]}.ffn_gate_exps.{kind}", gate
                 yield f"blk.{layer[1]}.ffn_up_exps.{kind}", up
             else:
-                yield f"blk.{layer[1]}.ffn_down_exps.{kind}", tensor
+                yield f"blk.{layer[1]}.ffn_{part.removesuffix('_proj')}_exps.{kind}", tensor
             continue
         if "in_proj_qkvz" in name and layer is not None:
             shared = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
@@ -709,6 +747,8 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
         if name.endswith("_sub_norm.weight") and layer is not None:
             yield f"blk.{layer[1]}.{name.split('.')[-2]}.weight", tensor
             continue
+        if architecture in NEMOTRON_H:
+            name = name.replace("model.", "backbone.", 1)
         place = places.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         yield place, tensor

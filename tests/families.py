@@ -107,6 +107,10 @@ _GRANITE_4: dict[str, Any] = {
     "shared_intermediate_size": 48,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_NEMOTRON_H: dict[str, Any] = {
+    **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8},
+    "head_dim": 16,
+}
 _STATELESS: dict[str, Any] = {**_GRANITE_4, "num_local_experts": 0, "layer_types": ["full_attention"] * 4}
 _FALCON_H1: dict[str, Any] = {
     **_SPACE,
@@ -178,6 +182,10 @@ DENSE: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_FALCON_H1, "mamba_rms_norm": False},
     "falcon_h1:norm": {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
     "falcon_h1:gate": {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "nemotron_h:dense": {
+        **_NEMOTRON_H,
+        "layers_block_type": ["full_attention", "linear_attention", "mlp", "linear_attention"],
+    },
     "mamba2": {
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
         **{"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 12, "expand": 3, "chunk_size": 8},
@@ -264,10 +272,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "granitemoe": _MULTIPLIERS,
     "granitemoehybrid": _GRANITE_4,
     "nemotron_h": {
-        **_GROUPS,
-        **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8},
+        **{**_GROUPS, **_NEMOTRON_H},
         "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"],
-        "head_dim": 16,
         "moe_shared_expert_intermediate_size": 40,
     },
     "jamba": {

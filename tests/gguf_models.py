@@ -96,6 +96,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("qwen3_next", {"mlp_only_layers": [], "layer_types": THIRDS}),
     "lfm2": ("lfm2", {"conv_bias": False}),
     "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["full_attention", "linear_attention", "moe", "moe"]}),
+    "nemotron_h, with an MLP": ("nemotron_h:dense", {}),
     "jamba": ("jamba", {}),
     "falcon-h1": ("falcon_h1", {}),
     "falcon-h1, with a norm": ("falcon_h1:gate", {}),

@@ -95,13 +95,15 @@ def maps_of(
         return packed_into, _maps_in(experts.down, experts.n_experts, experts.n_hidden)
     if isinstance(experts, BlockExperts):
         biases = {part: keep(bias.to(dtype)) for part, bias in experts.biases.items()}
-        gate, up, down = (
-            [one.map(None if part not in biases else biases[part][e]) for e, one in enumerate(experts.maps[part])]
-            for part in PARTS
-        )
+        own = {
+            part: [one.map(None if part not in biases else biases[part][e]) for e, one in enumerate(maps)]
+            for part, maps in experts.maps.items()
+        }
+        if not gated:
+            return own["up"], own["down"]
         for one, other in zip(experts.maps["gate"], experts.maps["up"], strict=True):
             _refuse_other_input(one, other)
-        return _by_turns(gate, up), down
+        return _by_turns(own["gate"], own["up"]), own["down"]
     into, out = (getattr(experts, name, None) for name in ("gate_up_proj" if gated else "up_proj", "down_proj"))
     if named.by_inputs and into is not None and out is not None:
         into, out = (weights.detach().transpose(1, 2) for weights in (into, out))

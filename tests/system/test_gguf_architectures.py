@@ -124,14 +124,16 @@ def test_text_parts_of_multimodal_models_are_read(what: str, named: str, tmp_pat
     check(write_gguf(tmp_path / "a.gguf", model, more=more, named=named), model)
 
 
-@pytest.mark.parametrize("what", ["glm4moe", "qwen35"])
+@pytest.mark.parametrize("what", ["glm4moe", "qwen35", "nemotron_h"])
 def test_layers_that_predict_further_tokens_are_left_out(what: str, tmp_path: Path, new_cache: Path) -> None:
-    """Files of GLM-4.5 and Qwen3.5 have one after the model's own."""
+    """Files of GLM-4.5, Qwen3.5 and Nemotron 3 have one after the model's own."""
     family, changed = FILES[what]
     model = tiny_model(family, torch.float32, **changed)
 
     def more(writer: gguf.GGUFWriter) -> None:
         _add(block_count=5, nextn_predict_layers=1)(writer)
+        if what == "nemotron_h":  # That has attention and experts.
+            _add(attention__head_count_kv=[2, 0, 0, 0, 2], feed_forward_length=[0, 0, 24, 24, 24])(writer)
         writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.ones(32, 64).numpy())
         writer.add_tensor("blk.4.attn_norm.weight", torch.ones(32).numpy())
 
@@ -231,6 +233,7 @@ WIDE = {
     **{name: 64 for name in ("linear_key_head_dim", "linear_value_head_dim")},
     "mamba_d_head": 192,
     "mamba_d_ssm": 768,
+    **{"mamba_head_dim": 64, "moe_shared_expert_intermediate_size": 256},
     **{name: 256 for name in ("mamba_dt_rank", "time_step_rank")},
     **{"expand": 2, "num_heads": 8},
     **{"q_lora_rank": 256, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 64},
@@ -321,6 +324,18 @@ REFUSED: dict[str, tuple[str, More, type[Exception], str]] = {
         _add(ssm__inner_size=46),
         UnsupportedModel,
         r"ssm\.inner_size = 46",
+    ),
+    "attention and an MLP in one layer": (
+        "nemotron_h",
+        _add(feed_forward_length=[24, 0, 24, 24]),
+        UnsupportedModel,
+        r"feed_forward_length = \[24, 0, 24, 24\]",
+    ),
+    "two epsilons": (
+        "nemotron_h",
+        _add(attention__layer_norm_epsilon=1e-3),
+        UnsupportedModel,
+        r"attention\.layer_norm_rms_epsilon = ",
     ),
     "attention in no layer": (
         "lfm2",

@@ -34,6 +34,7 @@ SIZES["deepseek2, softmax"] = {
     **{"q_lora_rank": 20, "n_group": 1, "topk_group": 1},
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+SIZES |= {name: {"mamba_head_dim": 16} for name in FILES if name.startswith("nemotron_h")}
 SIZES["mamba2"] = {"expand": 2, "head_dim": 16}
 
 
@@ -65,6 +66,7 @@ def greedy(runtime: Runtime, ids: list[int]) -> list[int]:
     "what",
     [
         *("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "granitehybrid", "granitehybrid, with experts"),
+        *("nemotron_h", "nemotron_h, with an MLP"),
         *("jamba", "falcon-h1", "falcon-h1, with a norm", "mamba", "mamba2", "llama4"),
         *("deepseek2", "deepseek2, of GLM", "deepseek2, softmax"),
     ],
