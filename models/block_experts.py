@@ -67,11 +67,14 @@ class BlockExperts(nn.Module):
         return mixed_by_expert(hidden_states, top_k_index, top_k_weights, computed, self.weighs_inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockExperts:
-        """Move the maps of a checkpoint's codes, too: they are in no list of modules."""
+        """Move maps and biases, too: they are in no list of modules."""
         for maps in self.maps.values():
             for one in maps:
                 if isinstance(one, nn.Module):
                     cast(Any, one)._apply(fn, recurse)
+                else:
+                    one.codes.data, one.scales.data = fn(one.codes.data), fn(one.scales.data)
+        self.biases = {part: fn(bias) for part, bias in self.biases.items()}
         return cast(BlockExperts, cast(Any, super())._apply(fn, recurse))
 
     def _mapped(self, part: str, expert: int, x: Tensor) -> Tensor:

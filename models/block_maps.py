@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from .gguf_packing import BlockForm, PackedArrays, packed_arrays
 from .gguf_reader import FileTensor
 from .kernels import layout
 from .kernels.build import Kernels
+from .kernels.layout import ROWS
 
 DEQUANTISED = 4096  # Outputs de-quantised per step, so that no float32 copy of a large map is held.
 
@@ -55,9 +57,19 @@ class PackedBlocks:
         numbers = outputs.tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.n_out:
             raise IndexError(f"a weight has {self.n_out} outputs")
+        if self.codes.device.type != "cpu":
+            return self._moved(outputs.cpu())
         weights = torch.empty((len(outputs), self.n_in))
         self.kernels.numbers(ctypes.byref(self.map()), outputs.data_ptr(), len(outputs), weights.data_ptr())
         return weights
+
+    def _moved(self, outputs: Tensor) -> Tensor:
+        """As `numbers`, computed on the CPU from the blocks of these outputs: no pass wants weights from a device."""
+        blocks, own = torch.unique(outputs // ROWS, return_inverse=True)
+        at = blocks.to(self.codes.device)
+        codes, scales = self.codes[at].cpu(), self.scales[at].cpu()
+        here = replace(self, codes=codes, scales=scales, n_out=len(blocks) * ROWS)
+        return here.numbers(own * ROWS + outputs % ROWS).to(self.codes.device)
 
 
 def packed_blocks(
@@ -89,6 +101,12 @@ class BlockLinear(CodedLinear):
         self.register_buffer("order", None, persistent=False)
         bias_parameter = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
         self.register_parameter("bias", bias_parameter)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockLinear:
+        """Let what is packed follow its codes to another device."""
+        cast(Any, super())._apply(fn, recurse)
+        self.packed = replace(self.packed, codes=self.codes.data, scales=self.scales.data)
+        return self
 
     @property
     def scale_type(self) -> int:

@@ -1,8 +1,8 @@
 """Loads a GGUF file as a model, keeping its weights in the types of the file.
 
 What transformers needs beside weights (config, tokenizer, generation config) is kept in a small folder of the cache,
-with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes;
-elsewhere, and in float32, weights are de-quantised.
+with links to the file and its parts. Where our kernels compute, a linear map or an embedding keeps the file's codes, on
+a GPU a map alone; elsewhere, and in float32 on a CPU, weights are de-quantised.
 """
 
 from __future__ import annotations
@@ -78,12 +78,19 @@ def _write_settings(file: GgufFile, folder: Path) -> None:
 
 
 def load_gguf(
-    folder: Path, dtype: str, doing: str, on_step: OnStep, coded: bool = True, file: GgufFile | None = None
+    folder: Path,
+    dtype: str,
+    doing: str,
+    on_step: OnStep,
+    coded: bool = True,
+    file: GgufFile | None = None,
+    for_device: bool = False,
 ) -> tuple[Any, int]:
     """Load the model of a `settings_folder` on the CPU.
 
     Args:    dtype: as `models.loading.load`; in bfloat16 the file's codes are kept where our kernels compute. coded:
-             False: they are de-quantised in any case. file: what was read of the file already.
+             False: not on a CPU. file: what was read of the file already. for_device: maps keep codes for the kernels
+             of a CUDA device.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing or of other shapes. UnsupportedModel: one has no place in the model.
     """
@@ -91,11 +98,12 @@ def load_gguf(
     from .skeleton import Skeleton, fits
 
     config, dtype_asked = unquantised_config(folder, dtype)
-    chosen = kernels() if coded and dtype_asked == torch.bfloat16 else "codes are computed in bfloat16"
-    is_bare = not isinstance(chosen, str) and fits(config)
+    keeps = for_device or (coded and dtype_asked == torch.bfloat16)
+    chosen = kernels() if keeps else "codes are computed in bfloat16"
+    is_bare = not for_device and not isinstance(chosen, str) and fits(config)
     model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
-    reading = Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen)
+    reading = Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen, for_device=for_device)
     reported = time.monotonic()
     names = list(model.state_dict())
     for number, name in enumerate(names):
@@ -127,14 +135,20 @@ def held_bytes(tensor: FileTensor, dtype: torch.dtype, chosen: Kernels | None) -
 class Reading:
     """The state of reading a file into a model without memory.
 
-    Args: first_layer: the number in the file of the model's first layer.
+    Args: first_layer: the number in the file of the model's first layer. for_device: the embedding keeps no codes.
     """
 
     def __init__(
-        self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None, first_layer: int = 0
+        self,
+        file: GgufFile,
+        model: Any,
+        dtype: torch.dtype,
+        chosen: Kernels | None,
+        first_layer: int = 0,
+        for_device: bool = False,
     ) -> None:
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
-        self.first_layer = first_layer
+        self.first_layer, self.for_device = first_layer, for_device
         self.family: Family = family_of(model.config)
         self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
@@ -399,7 +413,8 @@ class Reading:
             return False  # A router of some families is a linear map that does more.
         if self._is_of_latents(module_name):
             return False  # Our kernels read it head by head, and a head's share from both sides.
-        return isinstance(module, nn.Linear | Conv1D) or module_name == self.family.embed
+        is_embedding = module_name == self.family.embed and not self.for_device
+        return isinstance(module, nn.Linear | Conv1D) or is_embedding
 
     def _head_order(self, module_name: str) -> Tensor | None:
         return None if self.delta is None or self.delta.columns(module_name) is None else self.delta.head_order

@@ -242,7 +242,7 @@ def _load_model(
             raise SettingsError(f"{named} is quantised ({scheme.words}), and {advice}")
         with reading(str(folder), folder, placement):
             if scheme.format == "gguf":
-                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file)
+                model, n_parameters = load_gguf(folder, dtype, doing, step, coded, file, for_device)
             else:
                 model, n_parameters = load_packed(folder, scheme, dtype, doing, step, coded, for_device)
             return model.to(placement), n_parameters

@@ -43,6 +43,7 @@ UNREAD = tuple(f".{ending.removeprefix('.')}" for ending in LEFTOVERS)
 # A config may describe so many times the values that its files hold: some fields of some families are not used.
 MOST_TIMES = 4
 SMALL = 1 << 20  # Values that are too few to be worth refusing.
+EMBEDDING = "token_embd.weight"  # As GGUF files name it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,20 @@ def memory_plan(
     dtype_asked = stored if dtype == "auto" else getattr(torch, dtype)
     is_kernel_speed = speed in ("auto", "exact")
     if file is not None:
-        codes_stay = on_cpu and is_kernel_speed and dtype_asked == torch.bfloat16
+        codes_stay = is_kernel_speed and dtype_asked == torch.bfloat16 if on_cpu else speed == "exact"
         chosen = kernels() if codes_stay else ""
         kept = None if isinstance(chosen, str) else chosen
-        sizes = [(held_bytes(tensor, dtype_asked, kept), tensor.n_values) for tensor in loaded_tensors(file, config)]
+        sizes = [
+            # A device has the embedding without codes.
+            (held_bytes(tensor, dtype_asked, kept if on_cpu or tensor.name != EMBEDDING else None), tensor.n_values)
+            for tensor in loaded_tensors(file, config)
+        ]
     elif shapes:
         codes_stay = on_cpu and is_kernel_speed and dtype_asked in (torch.bfloat16, torch.float32)
         by_library = scheme is not None and scheme.kind is not None
-        # A device's kernels compute with the integer codes of all maps, and with those of MXFP4 nowhere.
-        is_integer = scheme is not None and scheme.format != "mxfp4"
-        codes_stay = codes_stay or by_library or (is_integer and speed == "exact")
+        # Packing MXFP4 takes the library of a CPU, for a device, too.
+        is_packed = scheme is not None and (scheme.format != "mxfp4" or not isinstance(kernels(), str))
+        codes_stay = codes_stay or by_library or (is_packed and speed == "exact")
         sizes = [_size(name, shape, scheme, codes_stay, dtype_asked) for name, shape in shapes.items()]
         _refuse_other_shapes(config, shapes, folder)
     else:  # Files of torch have no header that could be read alone.

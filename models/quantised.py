@@ -33,6 +33,7 @@ from .copy_files import copy_file, read_copy, write_copy
 from .expert_choice import with_fewer
 from .huge_pages import PAGES
 from .kernels import device as kernels
+from .kernels import device_codes, layout
 from .kernels.layout import ROWS
 from .quantised_checkpoints import is_by_library
 from .quantised_experts import ExpertStack, quantised_mixture, replaced, shared_of, stacks_of
@@ -131,7 +132,8 @@ class QuantisedLinear(nn.Module):
             return fp8_product(x, self.codes, self.scales)
         if self.packed:  # Only on CUDA: on a CPU, our C++ kernels read packed weights themselves.
             assert self.group is not None
-            return kernels.coded_linear(x, self.codes, self.scales, self.bits, self.group, self.n_out, False, None)
+            form = self.codes, self.scales, self.bits, self.group, self.n_out, layout.ZERO_VALUES
+            return device_codes.coded_linear(x, device_codes.CodedMap(*form))
         if self.group is None:
             return cast(Tensor, aten._weight_int8pack_mm(x, self.codes, self.scales))
         if x.is_cuda:

@@ -65,14 +65,15 @@ def load_packed(
     """Load a quantised checkpoint on the CPU; its quantised maps are `CodedLinear`, of 8-bit floats plain ones.
 
     Args:    dtype: as `models.loading.load`. doing: what `on_step` receives, with the share of the weights read. coded:
-             False: experts are de-quantised, for our kernels do not compute them. for_device: they keep integer codes
-             for those of a CUDA device.
+             False: our kernels do not compute experts on this CPU. for_device: those of a CUDA device do. Where neither
+             is so, experts are de-quantised.
     Returns: the model, in evaluation mode, and how many parameters it stands for.
     Raises:  ModelNotFound: tensors are missing, or are not what the config says.
     """
     model, dtype_asked = empty_model(folder, dtype)
     named = family_of(model.config).experts
-    chosen = kernels() if coded and dtype_asked in (torch.bfloat16, torch.float32) else "experts are computed by torch"
+    keeps = for_device or (coded and dtype_asked in (torch.bfloat16, torch.float32))
+    chosen = kernels() if keeps else "experts are computed by torch"
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     places = {plain_name(name): name for name in model.state_dict()}
     with stored_tensors(folder) as tensors:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .block_experts import PARTS, BlockExperts, gating_of
+from .block_maps import PackedBlocks
 from .blocks import Block
 from .coded import CodedLinear
 from .expert_choice import chooser_of
 from .family import Experts
 from .fused import GATES, FusedNorm, fuse, norms_of
-from .kernels import device, device_experts
+from .kernels import device, device_codes, device_experts
 from .kernels.experts import choosing_of, correction_of
 from .kernels.layout import Unsupported
 from .kernels.limits import refuse_group, refuse_hooks
@@ -125,21 +126,22 @@ def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
     """Return what computes experts: by their weights, or by codes."""
     gate = _gate(runtime, experts, named)
     if isinstance(experts, BlockExperts):
-        if experts.biases or "gate" not in experts.maps:
-            raise Unsupported("experts by codes with biases or without a gate are computed by torch")
+        if "gate" not in experts.maps:
+            raise Unsupported("experts by codes without a gate are computed by torch")
         maps = {part: _coded_stack(experts.maps[part]) for part in PARTS}
+        biases_of_parts = [experts.biases.get(part) for part in PARTS]
 
         def by_codes(
             hidden: Tensor, readers: Tensor, taken: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
         ) -> Tensor:
             halves = []
-            for part in ("gate", "up"):
+            for part, bias in zip(PARTS[:2], biases_of_parts, strict=False):
                 stack, inputs = maps[part]
                 read, by = (hidden, readers) if inputs is None else _in_order(hidden, inputs, readers)
-                halves.append(device.expert_linear(read, stack, None, by, order, tiles))
+                halves.append(device_experts.expert_linear(read, stack, bias, by, order, tiles))
             inner, (stack, inputs) = gate(torch.cat(halves, dim=-1)), maps["down"]
             inner = inner if inputs is None else _in_order(inner, inputs, taken.view(-1, 1))[0]
-            return device_experts.mixed(inner, stack, None, taken, weights, order, tiles)
+            return device_experts.mixed(inner, stack, biases_of_parts[2], taken, weights, order, tiles)
 
         return by_codes
     into, out = (_stack(experts, name, runtime.dtype, named.by_inputs) for name in ("gate_up_proj", "down_proj"))
@@ -148,13 +150,13 @@ def _products(runtime: Runtime, experts: Any, named: Experts) -> _Products:
     def by_weights(
         hidden: Tensor, readers: Tensor, taken: Tensor, weights: Tensor, order: Tensor, tiles: Tensor
     ) -> Tensor:
-        both = device.expert_linear(hidden, into, biases["gate_up_proj"], readers, order, tiles)
+        both = device_experts.expert_linear(hidden, into, biases["gate_up_proj"], readers, order, tiles)
         return device_experts.mixed(gate(both), out, biases["down_proj"], taken, weights, order, tiles)
 
     return by_weights
 
 
-def _coded_stack(maps: Sequence[Any]) -> tuple[device.CodedMap, Tensor | None]:
+def _coded_stack(maps: Sequence[Any]) -> tuple[device_codes.CodedMap, Tensor | None]:
     """Return a map of each expert as one, whose codes and scales theirs are views of, and the orders of their inputs.
 
     The orders are (experts, in), None where all are as they are.
@@ -162,20 +164,29 @@ def _coded_stack(maps: Sequence[Any]) -> tuple[device.CodedMap, Tensor | None]:
     Raises: Unsupported: the kernels do not compute such codes.
     """
     first = maps[0]
-    if not all(isinstance(one, CodedLinear) and one.bias is None for one in maps):
+    if not all(isinstance(one, PackedBlocks) or (isinstance(one, CodedLinear) and one.bias is None) for one in maps):
         raise Unsupported("experts of such codes are computed by torch")
-    if len({(one.bits, one.group, one.scale_type) for one in maps}) > 1:
+    if len({coded_map(one)[2:] for one in maps}) > 1:
         raise Unsupported("experts of several codes are computed by torch")
-    refuse_group(first)
+    if isinstance(first, CodedLinear):
+        refuse_group(first)
     stacks = [torch.stack([getattr(one, name).data for one in maps]) for name in ("codes", "scales")]
     for name, stack in zip(("codes", "scales"), stacks, strict=True):
         for one, own in zip(maps, stack, strict=True):
             getattr(one, name).data = own
     orders = None
-    if any(one.order is not None for one in maps):
+    of_maps = [getattr(one, "order", None) for one in maps]
+    if any(order is not None for order in of_maps):
         usual = torch.arange(first.n_in, device=first.codes.device)
-        orders = torch.stack([usual if one.order is None else one.order.long() for one in maps])
-    return device.CodedMap(stacks[0], stacks[1], first.bits, first.group, first.n_out, True), orders
+        orders = torch.stack([usual if order is None else order.long() for order in of_maps])
+    return coded_map(first)._replace(codes=stacks[0], scales=stacks[1]), orders
+
+
+def coded_map(one: CodedLinear | PackedBlocks) -> device_codes.CodedMap:
+    """Describe packed weights to the kernels."""
+    form = one.form if isinstance(one, PackedBlocks) else one
+    numbers = form.bits, form.group, one.n_out, form.scale_type, form.table
+    return device_codes.CodedMap(one.codes.detach(), one.scales.detach(), *numbers)
 
 
 def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,13 +199,14 @@ def _in_order(x: Tensor, orders: Tensor, experts: Tensor) -> tuple[Tensor, Tenso
 
 
 def _gate(runtime: Runtime, experts: Any, named: Experts) -> Callable[[Tensor], Tensor]:
-    """Return what experts make of the outputs of their first maps."""
+    """Return what experts make of the outputs of their first maps, which are two where these have codes."""
+    by_turns = named.alternating and not isinstance(experts, BlockExperts)
     if named.clamped:
         numbers = {"limit": float(experts.limit), "slope": float(experts.alpha)}
-        return partial(device.gated, activation=device.CLAMPED, by_turns=named.alternating, **numbers)
+        return partial(device.gated, activation=device.CLAMPED, by_turns=by_turns, **numbers)
     activation = runtime.family.setting(runtime.config, "hidden_act")
     if activation in GATES:
-        return partial(device.gated, activation=GATES[activation], by_turns=named.alternating)
+        return partial(device.gated, activation=GATES[activation], by_turns=by_turns)
     gated = experts.gated if isinstance(experts, BlockExperts) else gating_of(experts, named)
     return lambda both: gated(*both.chunk(2, dim=-1))
 
@@ -221,8 +233,5 @@ def _linear(module: Any, x: Tensor, turned: bool) -> Tensor:
 
 def _coded(module: CodedLinear, x: Tensor) -> Tensor:
     rows_in_order = x.flatten(0, -2) if module.order is None else x.flatten(0, -2)[:, module.order]
-    codes, scales = module.codes, module.scales
-    mapped = device.coded_linear(
-        rows_in_order, codes, scales, module.bits, module.group, module.n_out, True, module.bias
-    )
+    mapped = device_codes.coded_linear(rows_in_order, coded_map(module), module.bias)
     return mapped.view(*x.shape[:-1], -1)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from swiftopt.models.kernels import device, device_attention, device_experts, layout
+from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, layout
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ARCHES = (80, 90)  # A100; H100 and H200
@@ -29,10 +29,25 @@ NAMES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
 HIDDEN, HEADS, WIDTH, ROWS = 5120, 40, 128, 16
+# Codes of files: bits, inputs that share a scale, types of scales and of codes, and bytes that the scales of 16 outputs
+# and 256 inputs take.
+STORED = {
+    "Q4_0": (4, 32, layout.CENTRED, layout.NUMBERS, 256),
+    "Q5_1": (5, 32, layout.PAIRS, layout.NUMBERS, 512),
+    "Q8_0": (8, 32, layout.CENTRED, layout.NUMBERS, 256),
+    "Q2_K": (4, 16, layout.SUPER_PAIRS, layout.NUMBERS, 576),
+    "Q4_K": (4, 32, layout.SUPER_PAIRS, layout.NUMBERS, 320),
+    "Q5_K": (5, 32, layout.SUPER_PAIRS, layout.NUMBERS, 320),
+    "Q6_K": (6, 16, layout.SUPER_CENTRED, layout.NUMBERS, 288),
+    "IQ4_XS": (4, 32, layout.SUPER_CENTRED, layout.IQ4, 160),
+    "MXFP4": (4, 32, layout.EXPONENTS, layout.E2M1, 128),
+}
 
 
 def name_of(value: Any) -> str:
@@ -93,6 +108,15 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def stored_map(
+    n_out: int, n_in: int, bits: int, group: int, scale_type: int, table: int, scale_bytes: int, *experts: int
+) -> device_codes.CodedMap:
+    """Describe a map by codes of a file, or those of some experts."""
+    codes = meta(*experts, n_out // 16, n_in * 2 * bits, dtype=torch.uint8)
+    scales = meta(*experts, n_out // 16, n_in // 256 * scale_bytes, dtype=torch.uint8)
+    return device_codes.CodedMap(codes, scales, bits, group, n_out, scale_type, table)
+
+
 def main() -> None:
     """Call every function of the kernels once for each dtype."""
     JITFunction.run = compiled
@@ -107,7 +131,10 @@ def main() -> None:
             codes = meta(HIDDEN // 16, HIDDEN * 16 * bits // 8, dtype=torch.uint8)
             for group in (128, 64, 32):
                 scales = meta(HIDDEN // 16, HIDDEN // group, 2, 16, dtype=torch.float16)
-                device.coded_linear(x, codes, scales, bits, group, HIDDEN, bits == 4, None)
+                kind = layout.ZERO_CODES_F16 if bits == 4 else layout.ZERO_VALUES
+                device_codes.coded_linear(x, device_codes.CodedMap(codes, scales, bits, group, HIDDEN, kind))
+        for stored in STORED.values():
+            device_codes.coded_linear(x, stored_map(HIDDEN, HIDDEN, *stored))
         device.linear(meta(2 * ROWS, HIDDEN, dtype=dtype), meta(HIDDEN, HIDDEN, dtype=dtype))  # a wider tile
         device.norm(x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
         device.added_norm(x, x, meta(HIDDEN, dtype=dtype), None, 1e-5, False, False)
@@ -133,14 +160,17 @@ def compile_experts(dtype: torch.dtype) -> None:
         device_experts.choose(logits, correction if scores else None, how)
     shared = device_experts.shared_out(taken, 128)
     for biases in ((None, None), (meta(128, 1536, dtype=dtype), meta(128, 2048, dtype=dtype))):
-        both = device.expert_linear(x, meta(128, 1536, 2048, dtype=dtype), biases[0], taken, *shared)
+        both = device_experts.expert_linear(x, meta(128, 1536, 2048, dtype=dtype), biases[0], taken, *shared)
         inner = device.gated(both, device.CLAMPED, by_turns=True, limit=7.0, slope=1.7)
         weights = meta(ROWS, 8, dtype=torch.float32)
         device_experts.mixed(inner, meta(128, 2048, 768, dtype=dtype), biases[1], taken, weights, *shared)
     for bits in (4, 8):
         codes = meta(128, 48, 2048 * 16 * bits // 8, dtype=torch.uint8)
-        by = device.CodedMap(codes, meta(128, 48, 16, 2, 16, dtype=torch.float16), bits, 128, 768, True)
-        device.expert_linear(x, by, None, taken, *shared)
+        scales = meta(128, 48, 16, 2, 16, dtype=torch.float16)
+        by = device_codes.CodedMap(codes, scales, bits, 128, 768, layout.ZERO_CODES_F16)
+        device_experts.expert_linear(x, by, None, taken, *shared)
+    for name in ("Q4_K", "Q6_K", "MXFP4"):
+        device_experts.expert_linear(x, stored_map(768, 2048, *STORED[name], 128), None, taken, *shared)
 
 
 main()

@@ -5,21 +5,20 @@ from the same token alone. These sum each row in one order, which depends only o
 length: products go through tiles of `TILE` rows whatever their number, and attention (`device_attention.py`) through
 `SPLIT` slots at a time. A pass of several rows then gives the bits of passes of one row.
 
-The maps also read codes of 4 and 8 bits as `kernels/quantised.h` lays them out, and never write the weights out. The
-maps of experts, of which each row takes others, go through the same products (`device_experts.py`).
+Maps by codes are in `device_codes.py`. The maps of experts, of which each row takes others, go through the same
+products (`device_experts.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,15 +34,6 @@ OUTPUTS, INPUTS = 64, 128  # Tile of a weight that a Triton program reads per st
 PROGRAMS = 200  # Split a map's inputs to get at least this many Triton programs: an H200 has 132 multiprocessors.
 CONVERTING = 800  # The same minimum for weights that are converted to the inputs' type, such as fp8.
 MOST_PARTS = 16  # Maximum number of partial sums that a map's inputs are split into.
-# Outputs and 32-bit words of codes that a Triton program reads per step; LEAST_WORDS if WORDS do not divide a group.
-CODED_OUTPUTS, WORDS, LEAST_WORDS = 128, 16, 8
-CODED_PROGRAMS, CODED_STAGES = 700, 2
-# A pair of floats whose lowest mantissa bits take a code each, and their value for code 0, by dtype.
-MAGIC = {
-    torch.bfloat16: (0x43004300, 128),
-    torch.float16: (0x64006400, 1024),
-}
-
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
 
@@ -86,95 +76,6 @@ if importlib.util.find_spec("triton") is not None:
                 other=0.0,
             ).to(x_part.dtype)
             total = tl.dot(x_part, read, total, input_precision="ieee")
-        at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
-        tl.store(out + at, total, mask=is_row[:, None] & (outputs < n_out)[None, :])
-
-    @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-    def _coded(
-        x, codes, scales, out, order, tiles, n_tiles, n_rows, n_in, n_out, x_stride, n_words, n_groups, code_stride,
-        scale_stride,
-        TAKEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO_CODES: tl.constexpr,
-        MAGIC: tl.constexpr, BASE: tl.constexpr, STAGES: tl.constexpr, ROWS_: tl.constexpr, OUTPUTS: tl.constexpr,
-        READ: tl.constexpr, STEPS: tl.constexpr,
-    ):  # fmt: skip
-        # Multiply with the floats BASE + code: put a code into a float's mantissa instead of converting it. Each
-        # group's sum is then corrected for BASE and scaled.
-        per_word: tl.constexpr = 32 // BITS
-        bottom: tl.constexpr = 17 * BASE + 128 if BITS == 8 else BASE + 8
-        half = x.dtype.element_ty
-        rows = tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)
-        is_row, read_rows = rows < n_rows, rows
-        if TAKEN:  # As in `_dense`.
-            tile = tl.program_id(0)
-            count = tl.load(tiles + 2 * n_tiles + tile)
-            if count <= 0:
-                return
-            is_row = tl.arange(0, ROWS_) < count
-            rows = tl.load(order + tl.load(tiles + n_tiles + tile) + tl.arange(0, ROWS_), mask=is_row, other=0)
-            read_rows = rows // TAKEN
-            expert = tl.load(tiles + tile).to(tl.int64)
-            codes += expert * code_stride
-            scales += expert * scale_stride
-        # Codes and scales are stored in blocks of 16 outputs, so that loads are wide.
-        blocks = tl.program_id(1) * (OUTPUTS // 16) + tl.arange(0, OUTPUTS // 16)
-        there = (blocks * 16 < n_out)[:, None]
-        first = tl.program_id(2) * (STEPS * READ)
-        read = codes + (blocks.to(tl.int64) * n_words * 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
-        pairs = scales + (blocks.to(tl.int64) * n_groups * 32)[:, None] + tl.arange(0, 32)[None, :]
-        ones = tl.full((2 * READ, OUTPUTS), 1.0, half)
-        total = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
-        for step in tl.range(STEPS, num_stages=STAGES):  # A pipelined loop also prefetches the scales.
-            words = first + step * READ + tl.arange(0, READ)
-            is_read = (words < n_words)[:, None, None] & there[None, :, :]
-            packed = tl.load(read + words[:, None, None] * 16, mask=is_read, other=0)
-            packed = tl.reshape(packed, (READ, OUTPUTS))
-            begun = (first + step * READ) * per_word
-            steps = tl.arange(0, READ * per_word)
-            x_part = tl.load(
-                x + read_rows[:, None] * x_stride + (begun + steps)[None, :],
-                mask=is_row[:, None] & (begun + steps < n_in)[None, :],
-                other=0.0,
-            )
-            for span in tl.static_range(READ * per_word // SPAN):
-                group = (begun + span * SPAN) // GROUP
-                pair = tl.load(pairs + group * 32, mask=there & (group < n_groups), other=0.0)
-                scale, zero = tl.split(tl.permute(tl.reshape(pair, (OUTPUTS // 16, 2, 16)), (0, 2, 1)))
-                scale = tl.reshape(scale, (OUTPUTS,)).to(tl.float32)
-                zero = tl.reshape(zero, (OUTPUTS,)).to(tl.float32)
-                some = x_part
-                if READ * per_word > SPAN:
-                    some = tl.where((steps // SPAN == span)[None, :], x_part, 0.0)
-                # Pair up the inputs whose codes have the same bit offset in the two 16-bit halves of a word.
-                if BITS == 4:
-                    even, odd = tl.split(tl.permute(tl.reshape(some, (ROWS_, READ, 2, 2, 2)), (0, 1, 3, 2, 4)))
-                    x0, x1 = tl.split(even)
-                    x2, x3 = tl.split(odd)
-                else:
-                    x0, x2 = tl.split(tl.reshape(some, (ROWS_, READ, 2, 2)))
-                    x1, x3 = x0, x2
-                low = tl.zeros((ROWS_, OUTPUTS), dtype=tl.float32)
-                high, sums = low, low
-                for i in tl.static_range(4):
-                    both = ((packed >> (4 * i)) & 0x000F000F) | MAGIC
-                    if MAGIC:
-                        front = both.to(tl.int16).to(half, bitcast=True)
-                        back = (both >> 16).to(tl.int16).to(half, bitcast=True)
-                    else:
-                        front, back = (both & 15).to(half), (both >> 16).to(half)
-                    weight = tl.reshape(tl.permute(tl.join(front, back), (0, 2, 1)), (2 * READ, OUTPUTS))
-                    asked = tl.reshape(x0 if i == 0 else (x1 if i == 1 else (x2 if i == 2 else x3)), (ROWS_, 2 * READ))
-                    if BITS == 8 and i % 2 == 1:
-                        high = tl.dot(asked, weight, high, input_precision="ieee")
-                    else:
-                        low = tl.dot(asked, weight, low, input_precision="ieee")
-                        sums = tl.dot(asked, ones, sums, input_precision="ieee")
-                if BITS == 8:
-                    low += 16.0 * high
-                if ZERO_CODES:
-                    total += (low + sums * (zero - bottom)[None, :]) * scale[None, :]
-                else:
-                    total += low * scale[None, :] + sums * (zero - bottom * scale)[None, :]
-        outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         at = tl.program_id(2).to(tl.int64) * n_rows * n_out + rows[:, None] * n_out + outputs[None, :]
         tl.store(out + at, total, mask=is_row[:, None] & (outputs < n_out)[None, :])
 
@@ -293,7 +194,7 @@ def on_its_device(
     return launched
 
 
-def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tuple[int, int]:
+def split_inputs(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tuple[int, int]:
     """Return the steps of `read` inputs per partial sum, and the number of partial sums, by the weight's shape alone.
 
     Args: programs: the number of Triton programs wanted at least.
@@ -303,9 +204,13 @@ def _parts(n_out: int, outputs: int, n_in: int, read: int, programs: int) -> tup
     return steps, -(-n_in // (steps * read))
 
 
-def _finished(
+def sum_parts(
     parts: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype, experts: Tensor | None = None
 ) -> Tensor:
+    """Return the sum (rows, out) of partial sums (parts, rows, out), times scales (out,), and with a bias (out,).
+
+    Args: experts: of each row or choice, int32; the bias is then (experts, out).
+    """
     n_parts, n_rows, n_out = parts.shape
     out = torch.empty((n_rows, n_out), dtype=dtype, device=parts.device)
     scales_at, bias_at, experts_at = (out if one is None else one for one in (scales, bias, experts))
@@ -333,7 +238,7 @@ def linear(
     (n_rows, n_in), n_out = x.shape, weight.shape[0]
     tile = TILE if n_rows <= TILE else WIDE_TILE
     is_converted = weight.dtype != x.dtype
-    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, CONVERTING if is_converted else PROGRAMS)
+    steps, n_parts = split_inputs(n_out, OUTPUTS, n_in, INPUTS, CONVERTING if is_converted else PROGRAMS)
     whole, dtype = n_parts == 1 and bias is None and scales is None, dtype or x.dtype
     parts = torch.empty((n_parts, n_rows, n_out), dtype=dtype if whole else torch.float32, device=x.device)
     _dense[(-(-n_rows // tile), -(-n_out // OUTPUTS), n_parts)](
@@ -341,98 +246,28 @@ def linear(
         TAKEN=0, ROWS_=tile, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps,
         num_warps=8 if is_converted or tile > TILE else 4,
     )  # fmt: skip
-    return parts[0] if whole else _finished(parts, scales, bias, dtype)
-
-
-class CodedMap(NamedTuple):
-    """A map by codes and scales as `coded.pack` lays them out, or those of all experts, (experts, …) each.
-
-    `group`: inputs that share a scale. `zero_codes`: zeros are added to codes, and not to weights.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bits: int
-    group: int
-    n_out: int
-    zero_codes: bool
+    return parts[0] if whole else sum_parts(parts, scales, bias, dtype)
 
 
 @on_its_device
 def expert_parts(
-    x: Tensor,
-    weight: Tensor | CodedMap,
-    order: Tensor,
-    tiles: Tensor,
-    n_chosen: int,
-    dtype: torch.dtype = torch.float32,
+    x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, n_chosen: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return partial sums (parts, choices, out) of the maps of experts, (experts, out, in) of any strides, or of codes.
+    """Return partial sums (parts, choices, out) of the maps of experts, (experts, out, in) of any strides.
 
     An expert's weight is read for all rows that took it, and that of an expert that no row took is not read.
 
     Args: x: (rows, in), or (choices, in): of each choice of each row. order, tiles: as `device_experts.shared_out`
           makes them. n_chosen: experts that a row takes. dtype: of sums in one part; several are in float32.
     """
-    if isinstance(weight, CodedMap):
-        return _coded_parts(x, weight, order, tiles, n_chosen)
     x = x.contiguous()
     (n_rows, n_in), n_out, n_choices = x.shape, weight.shape[1], len(order)
     # A row's experts are so many weights at least: their number belongs to the shapes by which a row is summed.
-    steps, n_parts = _parts(n_out, OUTPUTS, n_in, INPUTS, -(-PROGRAMS // n_chosen))
+    steps, n_parts = split_inputs(n_out, OUTPUTS, n_in, INPUTS, -(-PROGRAMS // n_chosen))
     parts = torch.empty((n_parts, n_choices, n_out), dtype=dtype if n_parts == 1 else torch.float32, device=x.device)
     _dense[(tiles.shape[1], -(-n_out // OUTPUTS), n_parts)](
         x, weight, parts, order, tiles, tiles.shape[1], n_choices, n_in, n_out, x.stride(0), *weight.stride()[1:],
         weight.stride(0), TAKEN=n_choices // n_rows, ROWS_=TILE, OUTPUTS=OUTPUTS, READ=INPUTS, STEPS=steps, num_warps=8,
-    )  # fmt: skip
-    return parts
-
-
-@on_its_device
-def expert_linear(
-    x: Tensor, weight: Tensor | CodedMap, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
-) -> Tensor:
-    """Return what the experts that each row took make of it, (choices, out), by `expert_parts`.
-
-    Args: x: (rows, in). bias: (experts, out). experts: (rows, n_chosen), int32.
-    """
-    parts = expert_parts(x, weight, order, tiles, experts.shape[1], x.dtype if bias is None else torch.float32)
-    whole = bias is None and len(parts) == 1 and parts.dtype == x.dtype
-    return parts[0] if whole else _finished(parts, None, bias, x.dtype, experts)
-
-
-@on_its_device
-def coded_linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, n_out: int, zero_codes: bool, bias: Tensor | None
-) -> Tensor:
-    """Return the linear map (rows, out) of `x` (rows, in) by codes and scales that `coded.pack` laid out.
-
-    Products with codes are summed in float32, and then scaled, group by group.
-
-    Args: group, zero_codes: as in `CodedMap`.
-    """
-    return _finished(_coded_parts(x, CodedMap(codes, scales, bits, group, n_out, zero_codes)), None, bias, x.dtype)
-
-
-def _coded_parts(
-    x: Tensor, by: CodedMap, order: Tensor | None = None, tiles: Tensor | None = None, n_chosen: int = 1
-) -> Tensor:
-    """Return partial sums (parts, rows, out), float32; with `tiles` those of choices, as `expert_parts`."""
-    x = x.contiguous()
-    (n_rows, n_in), (codes, scales, bits, group, n_out, zero_codes) = x.shape, by
-    n_words, per_word = codes.shape[-1] // (4 * scales.shape[-1]), 32 // bits
-    read = WORDS if group % (WORDS * per_word) == 0 else LEAST_WORDS
-    steps, n_parts = _parts(n_out, CODED_OUTPUTS, n_words, read, -(-CODED_PROGRAMS // n_chosen))
-    n_sums = n_rows if order is None else len(order)
-    parts = torch.empty((n_parts, n_sums, n_out), dtype=torch.float32, device=x.device)
-    magic, base = MAGIC.get(x.dtype, (0, 0))
-    words, n_tiles = codes.view(torch.int32), 0 if tiles is None else tiles.shape[1]
-    _coded[(n_tiles or -(-n_rows // TILE), -(-n_out // CODED_OUTPUTS), n_parts)](
-        x, words, scales, parts, x if order is None else order, x if tiles is None else tiles, n_tiles, n_sums, n_in,
-        n_out, x.stride(0), n_words, scales.shape[-3], words.stride(0), scales.stride(0),
-        TAKEN=0 if order is None else n_sums // n_rows, BITS=bits, GROUP=group,
-        SPAN=math.gcd(group, read * per_word), ZERO_CODES=zero_codes, MAGIC=magic, BASE=base,
-        STAGES=CODED_STAGES, ROWS_=TILE, OUTPUTS=CODED_OUTPUTS, READ=read, STEPS=steps,
     )  # fmt: skip
     return parts
 

@@ -1,8 +1,8 @@
 """Mixtures of experts on CUDA devices, in Triton: the choice of a row's experts, and products expert by expert.
 
-Rows are shared out to the experts that they took, in tiles of `device.TILE`; `device.expert_linear` multiplies each
-tile by one expert. Each row is chosen for, multiplied and summed up in one order, so that its bits do not depend on
-the rows beside it.
+Rows are shared out to the experts that they took, in tiles of `device.TILE`; `expert_linear` multiplies each tile by
+one expert, by its weights or by its codes. Each row is chosen for, multiplied and summed up in one order, so that its
+bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .device import TILE, CodedMap, expert_parts, on_its_device
+from .device import TILE, expert_parts, on_its_device, sum_parts
+from .device_codes import CodedMap, coded_parts
 
 CELLS = 8192  # Most choices times experts that a program compares at once.
 MIXED = 256  # Outputs of a row that a Triton program adds up.
@@ -189,6 +190,28 @@ def shared_out(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     return order, tiles
 
 
+def _parts(
+    x: Tensor, weight: Tensor | CodedMap, order: Tensor, tiles: Tensor, n_chosen: int, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(weight, CodedMap):
+        return coded_parts(x, weight, order, tiles, n_chosen)
+    return expert_parts(x, weight, order, tiles, n_chosen, dtype)
+
+
+@on_its_device
+def expert_linear(
+    x: Tensor, weight: Tensor | CodedMap, bias: Tensor | None, experts: Tensor, order: Tensor, tiles: Tensor
+) -> Tensor:
+    """Return what the experts that each row took make of it, (choices, out), by `expert_parts` or `coded_parts`.
+
+    Args: x: (rows, in). weight: (experts, out, in) of any strides, or codes. bias: (experts, out). experts: (rows,
+          n_chosen), int32.
+    """
+    parts = _parts(x, weight, order, tiles, experts.shape[1], x.dtype if bias is None else torch.float32)
+    whole = bias is None and len(parts) == 1 and parts.dtype == x.dtype
+    return parts[0] if whole else sum_parts(parts, None, bias, x.dtype, experts)
+
+
 @on_its_device
 def mixed(
     inner: Tensor,
@@ -201,11 +224,11 @@ def mixed(
 ) -> Tensor:
     """Return the sum (rows, out) of what a row's experts make of it, in the order of `experts` (rows, chosen).
 
-    Args: inner: (choices, in), what each choice's output map reads. weight: as `expert_parts` takes it. bias:
+    Args: inner: (choices, in), what each choice's output map reads. weight: as `expert_linear` takes it. bias:
           (experts, out). weights: (rows, chosen).
     """
     n_rows, n_chosen = experts.shape
-    parts = expert_parts(inner, weight, order, tiles, n_chosen)
+    parts = _parts(inner, weight, order, tiles, n_chosen, torch.float32)
     n_parts, _, n_out = parts.shape
     out = torch.empty((n_rows, n_out), dtype=inner.dtype, device=inner.device)
     _mixed[(-(-n_out // MIXED), n_rows)](

@@ -109,11 +109,8 @@ def mxfp4_folder(folder: Path) -> Path:
     return _written(folder, stored, meant, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
-def check(folder: Path, right: Path, keeps: bool = True, on_device: bool | None = None) -> None:
-    """The logits of transformers by de-quantised weights; codes kept by our kernels, exact, and said before loading.
-
-    Args: on_device: whether a GPU's kernels keep them, too; None: as those of a CPU.
-    """
+def check(folder: Path, right: Path, keeps: bool = True) -> None:
+    """The logits of transformers by de-quantised weights; codes kept by our kernels, exact, and said before loading."""
     model = AutoModelForCausalLM.from_pretrained(right, dtype=torch.float32).eval().requires_grad_(False)
     expected = model(torch.tensor([IDS])).logits[0]
     eager = logits_of(load(str(folder), "float32", "cpu", speed="eager"))
@@ -139,7 +136,6 @@ def check(folder: Path, right: Path, keeps: bool = True, on_device: bool | None 
         check_drafts(runtime)
     plans = [memory_plan(folder, "bfloat16", True, speed).weights for speed in ("exact", "eager")]
     assert plans[0] < 0.7 * plans[1] if keeps else plans[0] <= plans[1]
-    keeps = keeps if on_device is None else on_device
     assert memory_plan(folder, "bfloat16", False, "exact").weights == plans[0 if keeps else 1]
     assert memory_plan(folder, "bfloat16", False, "graphs").weights == plans[1]
 
@@ -172,7 +168,7 @@ def test_experts_of_a_checkpoint_are_what_its_format_defines(
 
 
 def test_experts_in_mxfp4_keep_their_codes(tmp_path: Path) -> None:
-    check(tmp_path, mxfp4_folder(tmp_path), on_device=False)
+    check(tmp_path, mxfp4_folder(tmp_path))
 
 
 def test_experts_of_other_shapes_are_one_sentence(tmp_path: Path) -> None:

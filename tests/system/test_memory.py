@@ -25,10 +25,14 @@ from swiftopt.core.requests import Speed
 from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
 from swiftopt.models import buffer, free_memory, gguf_model, loading, memory, quantised
+from swiftopt.models.block_experts import BlockExperts
+from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.costs import memory_for_texts
 from swiftopt.models.gguf_model import settings_folder
 from swiftopt.models.loading import load
 from swiftopt.models.memory import COPY_BYTES, PLANNED_TOKENS, memory_plan
+from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
 from swiftopt.models.saved import no_step
 
@@ -71,6 +75,27 @@ def test_a_plan_of_a_gguf_file_counts_codes_where_they_stay(
     if (dtype, speed) == ("auto", "auto"):
         assert 0 < memory_plan(folder, dtype, on_cpu=True).copies <= COPY_BYTES * runtime.info.n_parameters
         assert memory_plan(folder, dtype, on_cpu=False).weights == 2 * runtime.info.n_parameters
+
+
+def test_a_gguf_file_keeps_its_codes_for_the_kernels_of_a_gpu_but_those_of_the_embedding(tmp_path: Path) -> None:
+    """As many bytes as were said before, and the logits of de-quantised weights; a tied head has the embedding's."""
+    pytest.importorskip("triton")
+    library()
+    shape = {"num_hidden_layers": 1, "intermediate_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen3_moe", torch.float32, **shape), "Q8_0")
+    folder = settings_folder(path, no_step)
+    model, n_parameters = gguf_model.load_gguf(folder, "float32", "reading", no_step, coded=False, for_device=True)
+    experts = [one for one in model.modules() if isinstance(one, BlockExperts)]
+    packed = [one for own in experts for maps in own.maps.values() for one in maps]
+    in_experts = sum(one.codes.nbytes + one.scales.nbytes for one in packed)
+    runtime = Runtime(model, None, loading.info_of(model, "tiny", n_parameters=n_parameters))
+    assert len(experts) == 1 and isinstance(model.model.layers[0].self_attn.q_proj, BlockLinear)
+    assert held_bytes(runtime) + in_experts == memory_plan(folder, "float32", False, "exact").weights
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    assert make_row_invariant(runtime) is None
+    plain = load(str(path), "float32", "cpu", speed="eager")
+    found, wanted = (each.forward(Rows([5, 9], 0), each.new_buffer(8)) for each in (runtime, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_codes_that_no_kernel_here_reads_count_as_plain_weights(

@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 from families import MIXTURES, VOCAB, tiny_runtime
+from gguf_blocks import mxfp4
+from native import library
 from on_device import DTYPES, HALF, PLACE, close, drawn, here, in_steps_and_in_a_tree
 
 from swiftopt.core.types import LayerSet
@@ -131,7 +133,7 @@ def test_experts_are_torchs_and_no_row_depends_on_others(dtype: torch.dtype, by_
     def computed(rows: slice) -> torch.Tensor:
         own, shares = taken[rows].contiguous(), weights[rows].contiguous()
         tiles = device_experts.shared_out(own, N_EXPERTS)
-        both = device.expert_linear(x[rows], into, biases[0], own, *tiles)
+        both = device_experts.expert_linear(x[rows], into, biases[0], own, *tiles)
         inner = device.gated(both, device.CLAMPED, by_turns=True, limit=2.0, slope=1.7)
         return device_experts.mixed(inner, down, biases[1], own, shares, *tiles)
 
@@ -185,12 +187,20 @@ def coded(n_out: int, n_in: int, bits: int, seed: int, is_ordered: bool) -> Code
         (4, "qwen3_moe", True),
         *(
             pytest.param(*row, marks=pytest.mark.families)
-            for row in ((8, "qwen3_moe", False), (4, "llama4_text", True), (8, "glm4_moe", False))
+            for row in (
+                (8, "qwen3_moe", False),
+                (4, "llama4_text", True),
+                (8, "glm4_moe", False),
+                (None, "gpt_oss", False),
+            )
         ),
     ],
 )
-def test_experts_by_codes_are_those_of_their_numbers(bits: int, variant: str, is_ordered: bool) -> None:
-    """Rows have the bits that they have alone; codes and scales of a layer lie in one tensor each afterwards."""
+def test_experts_by_codes_are_those_of_their_numbers(bits: int | None, variant: str, is_ordered: bool) -> None:
+    """Rows have the bits that they have alone; codes and scales of a layer lie in one tensor each afterwards.
+
+    Without a number of bits they are MXFP4, and the model has biases and gates by turns.
+    """
     shape: dict[str, Any] = {"num_hidden_layers": 1, "moe_intermediate_size": 32, "intermediate_size": 32}
     shape |= {name: value for name, value in ONE_LAYER.items() if name in MIXTURES[variant]}
     runtime, reference = (tiny_runtime(variant, torch.float32, **shape) for _ in range(2))
@@ -198,8 +208,10 @@ def test_experts_by_codes_are_those_of_their_numbers(bits: int, variant: str, is
     assert named is not None
     name = next(name for name in mixtures_of(runtime.hf_model, named))
     sizes = {"gate": (32, 32), "up": (32, 32), "down": (32, 32)}
-    maps = {
-        part: [coded(*sizes[part], bits, 7 * i + e, is_ordered) for e in range(N_EXPERTS)]
+    maps: dict[str, Any] = {
+        part: mxfp4(N_EXPERTS, *sizes[part], library(), seed=i)[0]
+        if bits is None
+        else [coded(*sizes[part], bits, 7 * i + e, is_ordered) for e in range(N_EXPERTS)]
         for i, part in enumerate(PARTS)
     }
     whole: Any = reference.hf_model.get_submodule(name)

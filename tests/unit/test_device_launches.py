@@ -23,9 +23,9 @@ from swiftopt.models.rows import Pass, Rows
 pytest.importorskip("triton")
 from triton.runtime.jit import KernelInterface
 
-from swiftopt.models.kernels import device, device_attention, device_experts, layout
+from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, layout
 
-CALLED_BY_KERNELS = {"_best"}  # Functions in Triton that no program of ours launches.
+CALLED_BY_KERNELS = {"_best", "_scales", "_doubled", "_iq4"}  # Functions in Triton that no program of ours launches.
 
 
 class Operations(TorchDispatchMode):
@@ -62,7 +62,7 @@ def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyP
 
 def kernels_by_module() -> dict[str, Any]:
     """Every Triton kernel's name, and the module that has it."""
-    modules = (device, device_attention, device_experts)
+    modules = (device, device_attention, device_codes, device_experts)
     kernels = {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
     return {name: of for name, of in kernels.items() if name not in CALLED_BY_KERNELS}
 
@@ -97,14 +97,14 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
         maps = torch.empty(6, 64, 64)
     device.linear(x, weight, weight[0])
     assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
-    device.coded_linear(x, codes, scales, 4, 32, 64, True, None)
+    device_codes.coded_linear(x, device_codes.CodedMap(codes, scales, 4, 32, 64, layout.ZERO_CODES_F32))
     device.norm(x, weight[0], None, 1e-6, False, False)
     device_attention.store(heads, heads, heads, table, (heads[0], heads[0]), 0, 1)
     device_attention.attend(heads, table, 5, 1, device_attention.SPLIT + 1, 0, 1, 4, 1.0)
     device.gated(x, device.SILU)
     device_experts.choose(x, None, layout.Choosing(n_experts=64, n_chosen=2, n_groups=1, n_groups_chosen=1))
     shared = device_experts.shared_out(taken, 6)
-    assert device.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
+    assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
     device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_chosen"] is x and launched["_shared_out"] is taken

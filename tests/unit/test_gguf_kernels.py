@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_blocks import PACKED, made, meant
 from native import LEVELS, library, linear
 from torch import Tensor
 
@@ -17,14 +17,9 @@ from swiftopt.models.gguf_reader import TYPES, FileTensor
 from swiftopt.models.kernels.build import Kernels
 
 MXFP4 = 39
-PACKED = [kind for kind, (_, block, _) in TYPES.items() if block > 1]
 ids = [TYPES[kind][0] for kind in PACKED]
 each_level = pytest.mark.parametrize("level", LEVELS)
 each_type = pytest.mark.parametrize("kind", PACKED, ids=ids)
-HALVES = {  # Where the numbers in float16 of a block stand.
-    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
-    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
-}
 
 
 @pytest.fixture(params=LEVELS)
@@ -44,26 +39,6 @@ def rounded(x: Tensor, group: int) -> Tensor:
     most = parts.abs().amax(dim=2, keepdim=True)
     inverse = torch.where(most > 0, torch.tensor(127.0).div(most), 0)
     return ((parts * inverse).round().double() * (most / 127).double()).flatten(1)
-
-
-def made(kind: int, n_out: int, n_in: int, seed: int = 0) -> FileTensor:
-    """A tensor of random blocks whose scales are finite numbers of ordinary sizes."""
-    name, block, block_bytes = TYPES[kind]
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (n_out * n_in // block, block_bytes), dtype=np.uint8)
-    for at in HALVES[name]:
-        scales = generator.normal(0, 0.05, len(blocks)).astype("<f2")
-        blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
-    if name == "MXFP4":
-        blocks[:, 0] = generator.integers(118, 132, len(blocks))
-    return FileTensor("weight", kind, (n_out, n_in), blocks.reshape(-1))
-
-
-def meant(tensor: FileTensor) -> Tensor:
-    """The weight as the library of the format reads it: float32 (out, in)."""
-    rows = tensor.data.reshape(tensor.shape[0], -1)
-    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.kind))
-    return torch.from_numpy(np.ascontiguousarray(values)).reshape(tensor.shape)
 
 
 def test_the_kernels_know_the_blocks_of_the_reader(kernels: Kernels) -> None:

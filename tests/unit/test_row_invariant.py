@@ -28,11 +28,11 @@ from swiftopt.models.kernels.limits import known_form
 from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised import QuantisedLinear, cpu_multiplies_fp8
 from swiftopt.models.rotation import RotaryTables, rotate
-from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.row_invariant import coded_map, make_row_invariant
 from swiftopt.models.rows import PassPlan, Rows, RowTable, uploaded
 
 pytest.importorskip("triton")
-from swiftopt.models.kernels import device, device_attention
+from swiftopt.models.kernels import device, device_attention, device_codes, layout
 
 FAMILIES = ["llama", "gemma3", "gpt2"]
 OTHERS = (
@@ -78,7 +78,8 @@ def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     assert made.group is not None
     width = made.scales.shape[1] * made.group
     x = F.pad(drawn(19, 100), (0, width - 100))
-    found = device.coded_linear(x, made.codes, made.scales, made.bits, made.group, made.n_out, False, None)
+    by = device_codes.CodedMap(made.codes, made.scales, made.bits, made.group, made.n_out, layout.ZERO_VALUES)
+    found = device_codes.coded_linear(x, by)
     codes, scales, zeros = (part.float() for part in unpack(made.codes, made.scales, made.bits))
     steps = codes.unflatten(1, (-1, made.group)) - (1 << (made.bits - 1))
     weight = (steps * scales[..., None] + zeros[..., None]).flatten(1)[: made.n_out]
@@ -86,9 +87,7 @@ def test_a_packed_copy_is_read_as_it_was_packed(name: str) -> None:
     assert made.bias is not None
     assert torch.equal(made(x[:, :100]), found + made.bias)
     for row in (0, 18):
-        alone = device.coded_linear(
-            x[row : row + 1], made.codes, made.scales, made.bits, made.group, made.n_out, False, None
-        )
+        alone = device_codes.coded_linear(x[row : row + 1], by)
         assert torch.equal(alone[0], found[row])
 
 
@@ -101,9 +100,7 @@ def test_a_checkpoints_codes_are_read_as_stored(bits: int) -> None:
         Codes(codes, torch.rand(21, 2, generator=generator), zeros, bits, 32), torch.randn(21), torch.float32
     ).to(PLACE)
     x = drawn(5, 64)
-    found = device.coded_linear(
-        x, coded.codes.data, coded.scales.data, bits, coded.group, coded.n_out, True, coded.bias
-    )
+    found = device_codes.coded_linear(x, coded_map(coded), coded.bias)
     close(found, coded(x), torch.float32)
 
 
