@@ -21,7 +21,8 @@ class StateForm(NamedTuple):
     """Sizes of a layer's recurrence; several of its heads share a key head.
 
     `n_numbers`: of each head in a row's inputs, beside queries, keys and values. `convolves_keys`: 1: queries
-    and keys go through the convolution, as values do; 0: values alone do.
+    and keys go through the convolution, as values do; 0: values alone do. `n_low`: values of the step of low rank that
+    the inputs then end with.
     """
 
     n_heads: int
@@ -31,6 +32,7 @@ class StateForm(NamedTuple):
     n_taps: int
     n_numbers: int = 2
     convolves_keys: int = 1
+    n_low: int = 0
 
     @property
     def n_keys(self) -> int:
@@ -45,7 +47,7 @@ class StateForm(NamedTuple):
     @property
     def n_inputs(self) -> int:
         """Values that a row's update is made of: query, key, value, and the numbers of each head."""
-        return self.n_keys + self.n_heads * (self.value_width + self.n_numbers)
+        return self.n_keys + self.n_heads * (self.value_width + self.n_numbers) + self.n_low
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +269,8 @@ class ValueSteps(StateRule):
     """The selective state space of a Mamba-1 layer (arXiv:2312.00752): each value has a step and decays of its own.
 
     A head is a share of the values; all heads have one query (C) and one key (B). Of a row's inputs its values alone go
-    through the convolution; the others, a query, a key and steps, are made of what comes out (`selected`).
+    through the convolution; the others, a query, a key and a step of low rank, are made of what comes out (`selected`).
+    Steps of values are made of the last whenever a row changes a state: they would double what is kept of a row.
     `log_decay`: (heads, key_width, value_width). `step_bias`, `skip`, which is D: (heads, value_width). `low_map` gives
     a step of low rank, a key and a query, of which each goes through its norm, if it has one; `step_map` makes the
     first a step for each value, but for the bias.
@@ -286,7 +289,8 @@ class ValueSteps(StateRule):
         """
         n_values, n_keys = (int(size) for size in module.A_log.shape)
         width = next(size for size in range(min(n_values, MOST_VALUES), 0, -1) if n_values % size == 0)
-        form = StateForm(n_values // width, 1, n_keys, width, int(conv.kernel_size[0]), width, convolves_keys=0)
+        rank = int(module.time_step_rank)
+        form = StateForm(n_values // width, 1, n_keys, width, int(conv.kernel_size[0]), 0, convolves_keys=0, n_low=rank)
         _refuse_other_activation(module)
         step_map = module.get_submodule(names.steps)
         bare_map = copy(step_map)
@@ -310,13 +314,13 @@ class ValueSteps(StateRule):
         step, key, query = (
             part if norm is None else norm(part) for norm, part in zip(self.low_norms, parts, strict=True)
         )
-        return torch.cat((query, key, self.step_map(step)), dim=-1)
+        return torch.cat((query, key, step), dim=-1)
 
     def step(self, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         form, wide = self.form, state.dtype
         value = self.convolved(inputs[:, : form.n_convolved]).to(wide).view(form.n_heads, form.value_width)
-        own = inputs[-1, form.n_convolved :].to(wide)
-        query, key, step_size = torch.split(own, [form.key_width, form.key_width, form.n_convolved])
+        query, key, low = torch.split(inputs[-1, form.n_convolved :], [form.key_width, form.key_width, form.n_low])
+        query, key, step_size = (part.to(wide) for part in (query, key, self.step_map(low[None])))
         step_size = F.softplus(step_size.view(form.n_heads, form.value_width) + self.step_bias.to(wide))
         state = state * self._decay(step_size[:, None]) + key[None, :, None] * (value * step_size)[:, None]
         out = (state * query[None, :, None]).sum(dim=1) + value * self.skip.to(wide)

@@ -71,11 +71,12 @@ struct Recurrence {  // a gated delta rule, or a state space, in place of attent
     int32_t n_runs, n_projections, n_heads, n_key_heads, key_width, value_width, n_taps;
     int32_t n_numbers;  // of a head in a row's inputs, after queries, keys and values
     int32_t convolves_keys;  // 0: the convolution is of values alone, which come first; steps are those of values
+    int32_t n_low;           // of the step of low rank that a row's inputs then end with
     int32_t gating, norm_width;
 
     int n_keys() const { return 2 * n_key_heads * key_width; }
     int n_convolved() const { return convolves_keys * n_keys() + n_heads * value_width; }
-    int n_inputs() const { return n_keys() + n_heads * (value_width + n_numbers); }
+    int n_inputs() const { return n_keys() + n_heads * (value_width + n_numbers) + n_low; }
 };
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED };

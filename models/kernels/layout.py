@@ -73,7 +73,7 @@ class Recurrence(Structure):
         *_fields(c_void_p, "runs gates places taps taps_bias decay step_bias skip norm"),
         *_fields(c_float, "norm_eps least_step largest_step step_scale gate_scale added_scale"),
         *_fields(c_int32, "n_runs n_projections n_heads n_key_heads key_width value_width n_taps n_numbers"),
-        *_fields(c_int32, "convolves_keys gating norm_width"),
+        *_fields(c_int32, "convolves_keys n_low gating norm_width"),
     ]
 
 

@@ -67,9 +67,10 @@ template <class T> static void keys_of(
 }
 
 // A head's part in the update of the last of `n_read` rows. `shared`: the row's queries and keys, null: to be computed.
+// `steps`: of its values, null: heads have steps.
 template <class T> static void update_of(
-    const Recurrence& part, int head, const T* const* rows, int n_read, const float* shared, Update& to) {
-    if (!part.convolves_keys) return selected_update(part, head, rows, n_read, to);
+    const Recurrence& part, int head, const T* const* rows, int n_read, const float* shared, const T* steps, Update& to) {
+    if (steps) return selected_update(part, head, rows, n_read, steps, to);
     const int keys = part.n_key_heads * part.key_width, key_head = head / (part.n_heads / part.n_key_heads);
     if (shared) {
         memcpy(to.query, shared + key_head * part.key_width, part.key_width * sizeof(float));
@@ -284,6 +285,7 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
     const int32_t* roots = own.roots + 2 * step.layer;
     const int n_shared = 2 * part.n_key_heads * part.key_width;
     auto inputs_at = [&](int64_t slot) { return this->inputs_at(step, part, list, rows, slot); };
+    auto steps_at = [&](int64_t slot) { return part.n_low ? value_steps(step, part, list, rows, slot) : nullptr; };
     Update by[STRETCH];
     float read[STRETCH * WIDEST_STATE];
     const T* last[MOST_TAPS];
@@ -297,7 +299,7 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
                     last[n_read++] = inputs_at(s);
                 const bool is_shared = own.is_text && from + i >= own.first_slot && part.convolves_keys;
                 const float* shared = is_shared ? keys_ + index_of(list, rows, from + i) * n_shared : nullptr;
-                update_of(part, head, last, n_read, shared, by[i]);
+                update_of(part, head, last, n_read, shared, steps_at(from + i), by[i]);
             }
             update_state(by, n, into, n_keys, n_values, row < 0 ? nullptr : read);
             for (int i = 0; row >= 0 && i < n; i++) recall(part, head, read + i * n_values, row++, total);
@@ -323,7 +325,7 @@ void Runner<T>::take_head(const Step& step, const Recurrence& part, const RowLis
         const int64_t n_text = std::max<int64_t>(0, part.n_taps - 1 - n);
         for (int64_t s = std::max<int64_t>(0, base - n_text); s < base; s++) last[n_read++] = inputs_at(s);
         for (int64_t p = std::max<int64_t>(0, n - part.n_taps + 1); p <= n; p++) last[n_read++] = inputs_at(path[p]);
-        update_of(part, head, last, n_read, nullptr, by[0]);
+        update_of(part, head, last, n_read, nullptr, steps_at(path[n]), by[0]);
         update_state(by, 1, work, n_keys, n_values, out);
     };
     for (int64_t i = rows.first; i < rows.first + rows.n; i++) {

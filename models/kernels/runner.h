@@ -36,9 +36,9 @@ template <class T> class Runner {
   public:
     Runner(const Pass& pass, const Step* steps, int n_steps) : pass_(pass), steps_(steps), n_steps_(n_steps) {
         views_.clear(), places_.clear(), parts_.clear();
-        const size_t rows = std::max(1, pass.n_rows);
+        const size_t rows = std::max<size_t>(1, pass.n_rows + n_earlier());
         size_t wide = 1, inner = 1, head = 0, heads = 0, queries = 0, gates = 0, updates = 0, keys = 0, state = 0, path = 0;
-        size_t low = 0;
+        size_t low = 0, steps_of_row = 0;
         bool packed = false, ordered = false, keeps = false;
         Mixed mixed;  // the largest of the mixtures
         auto widest = [&](const Map& map) {
@@ -82,7 +82,10 @@ template <class T> class Runner {
                 for (int i = 0; i < part.n_projections; i++) widest(part.projections[i]), total += part.projections[i].n_out;
                 widest(part.out), inner = std::max(inner, total), updates = std::max<size_t>(updates, part.n_inputs());
                 keys = std::max<size_t>(keys, part.n_keys());
-                if (!part.convolves_keys) widest(part.low), widest(part.steps), low = std::max<size_t>(low, part.low.n_out);
+                if (!part.convolves_keys) {
+                    widest(part.low), widest(part.steps), low = std::max<size_t>(low, part.low.n_out);
+                    steps_of_row = std::max<size_t>(steps_of_row, part.steps.n_out);
+                }
                 state = std::max<size_t>(state, (part.key_width + 1) * (part.value_width + LANES));
             } else {
                 keeps = true;
@@ -97,6 +100,7 @@ template <class T> class Runner {
         gates_ = (T*)arena.take(rows * gates * sizeof(T));
         updates_ = (T*)arena.take(rows * updates * sizeof(T));
         low_ = (T*)arena.take(2 * rows * low * sizeof(T));
+        value_steps_ = (T*)arena.take(rows * steps_of_row * sizeof(T));
         keys_ = (float*)arena.take(rows * keys * sizeof(float));
         for (int s = 0; state && s < pass.n_sequences; s++)
             path = std::max<size_t>(path, pass.sequences[s].n_rows + pass.sequences[s].n_kept + 1);
@@ -146,6 +150,28 @@ template <class T> class Runner {
         T* ordered;  // rows in the order of a map's codes, where it has one of its own
         T* turned;   // rows as `tile_products` takes them
     };
+
+    // The most rows before those of the pass whose steps are made again in a layer.
+    int64_t n_earlier() const {
+        int64_t most = 0;
+        for (int s = 0; s < n_steps_; s++) {
+            if (steps_[s].kind != RECURRENCE || ((const Recurrence*)steps_[s].part)->convolves_keys) continue;
+            int64_t n = 0;
+            for (int i = 0; i < pass_.n_sequences; i++)
+                n += n_earlier(steps_[s], pass_.sequences[i]);
+            most = std::max(most, n);
+        }
+        return most;
+    }
+    static int64_t n_earlier(const Step& step, const Sequence& own) {  // those of a sequence
+        return std::max<int64_t>(0, own.first_slot - oldest(step, own));
+    }
+
+    // The first slot behind the oldest of a sequence's states in a layer.
+    static int64_t oldest(const Step& step, const Sequence& own) {
+        const int32_t* roots = own.roots + 2 * step.layer;
+        return own.lag ? std::min(roots[0], roots[1]) : roots[0];
+    }
 
     void look_once(int window) {
         for (auto& view : views_)
@@ -297,6 +323,7 @@ template <class T> class Runner {
     int tail_of(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, const T** last) const;
     int64_t index_of(const RowList& list, const Part& rows, int64_t slot) const;
     const T* inputs_at(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const;
+    const T* value_steps(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const;
     void share_keys(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t i, int key_head);
     void take_head(const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int head, int thread);
     void recall(const Recurrence& part, int head, const float* read, int64_t i, int total);
@@ -325,6 +352,7 @@ template <class T> class Runner {
     T* heads_;             // queries and keys of latent attention
     T *gates_, *updates_;  // of gated heads; what recurrent layers' updates are made of
     T* low_;               // what rows select by in them: a step of low rank, a key and a query; then the normed step
+    T* value_steps_;       // a step for each value, of rows and then of those before them
     float* keys_;          // of a prompt's rows in a recurrent layer: queries and keys, as heads that share them use them
     T *router_rows_, *shared_rows_;  // what the router and shared experts read, where they have norms of their own
     float* scores_;        // of experts: each row's, and room to choose by them

@@ -2,6 +2,9 @@
 //
 // Values go through a convolution; a row's query, key and steps are made of what comes out. So a row of a tree needs its
 // ancestors' values twice: here, where that is made once for all heads, and where heads take the row into their states.
+//
+// Of its steps a row keeps the one of low rank alone: those of values would take as much memory as its values. They are made
+// again, with those of the pass, for each row that a state is still to be taken behind.
 #pragma once
 #include "runner.h"
 
@@ -54,12 +57,13 @@ static inline vf softplus(vf x) {
     return fma(z + z, sum, larger(x, vf{}));
 }
 
-// A head's part in the update of the last of `n_read` rows, whose inputs are whole.
+// A head's part in the update of the last of `n_read` rows. `steps`: of its values.
 template <class T> static void selected_update(
-    const Recurrence& part, int head, const T* const* rows, int n_read, Update& to) {
+    const Recurrence& part, int head, const T* const* rows, int n_read, const T* steps, Update& to) {
     const int n = part.value_width, n_keys = part.key_width, first = head * n;
     convolve(part, rows, n_read, first, n, to.value);
-    const T *own = rows[n_read - 1] + part.n_convolved(), *steps = own + 2 * n_keys + first;
+    const T* own = rows[n_read - 1] + part.n_convolved();
+    steps += first;
     for (int k = 0; k < n_keys; k++) to.query[k] = to_float(own[k]), to.key[k] = to_float(own[n_keys + k]);
     for (int at = 0; at < n; at += LANES)
         store_part(to.steps, softplus(part_of(steps, at, n) + part_of(part.step_bias + first, at, n)), at, n);
@@ -101,6 +105,16 @@ template <class T> int Runner<T>::tail_of(
     return n_read;
 }
 
+// A step for each value of a slot: of a row of this pass, else of one before it.
+template <class T> const T* Runner<T>::value_steps(
+    const Step& step, const Recurrence& part, const RowList& list, const Part& rows, int64_t slot) const {
+    const Sequence& own = pass_.sequences[rows.sequence];
+    int64_t at = slot >= own.first_slot ? index_of(list, rows, slot) : list.n + slot - oldest(step, own);
+    for (const Part* before = parts_[step.rows].items; slot < own.first_slot && before < &rows; before++)
+        at += n_earlier(step, pass_.sequences[before->sequence]);
+    return value_steps_ + at * part.steps.n_out;
+}
+
 // Make the listed rows' queries, keys and steps of their values, which lie in `updates_`.
 template <class T>
 void Runner<T>::select(const Step& step, const Recurrence& part, const RowList& list, int thread) {
@@ -114,7 +128,8 @@ void Runner<T>::select(const Step& step, const Recurrence& part, const RowList& 
         const int n_read = tail_of(step, part, list, *rows, i, last);
         convolve(part, last, n_read, 0, n_values, mixed_ + i * n_values);
     });
-    T* steps = low_ + list.n * n_low;
+    T* steps = low_ + list.n * n_low;  // of low rank
+    int64_t n_steps = list.n;
     linear(part.low, taken(mixed_, part.low, list.n, thread), list.n, thread,
            [&](int row, int first, int n_out, const float* values) {
                round_to(low_ + int64_t(row) * n_low + first, values, n_out);
@@ -122,13 +137,23 @@ void Runner<T>::select(const Step& step, const Recurrence& part, const RowList& 
     each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {
         const T* low = low_ + i * n_low;
         T* to = updates_ + i * n_inputs + n_values;
-        normed(part.low_norms[0], low, rank, steps + i * rank);
+        normed(part.low_norms[0], low, rank, to + 2 * n_keys);
+        memcpy(steps + i * rank, to + 2 * n_keys, rank * sizeof(T));
         normed(part.low_norms[1], low + rank, n_keys, to + n_keys);
         normed(part.low_norms[2], low + rank + n_keys, n_keys, to);
     });
-    linear(part.steps, taken(steps, part.steps, list.n, thread), list.n, thread,
+    for (int64_t p = 0; p < parts.n; p++) {
+        const Sequence& own = pass_.sequences[parts[p].sequence];
+        const int64_t first = oldest(step, own), n = n_earlier(step, own);
+        each(REST, thread, n, 1, [&](int64_t i, int64_t) {
+            const T* inputs = (const T*)own.inputs[step.layer] + (first + i) % own.n_kept * n_inputs;
+            memcpy(steps + (n_steps + i) * rank, inputs + n_values + 2 * n_keys, rank * sizeof(T));
+        });
+        n_steps += n;
+    }
+    linear(part.steps, taken(steps, part.steps, n_steps, thread), n_steps, thread,
            [&](int row, int first, int n_out, const float* values) {
-               round_to(updates_ + int64_t(row) * n_inputs + n_values + 2 * n_keys + first, values, n_out);
+               round_to(value_steps_ + int64_t(row) * n_values + first, values, n_out);
            });
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from api import Served, serving, until_ready
-from families import tiny_model
+from families import tiny_model, tiny_runtime
 from native import native, repeating, words
 from tiny_files import CHAT_TEMPLATE, save
 
@@ -158,6 +158,33 @@ def test_candidate_that_leaves_nothing_out_predicts_every_token_of_a_window(vari
                 return found
 
     assert alone(scored()) == [1.0]
+
+
+# Sizes of layers that people run, as far as they are those of a state and its rows; and what eight rows may add to it.
+DRAFTED: dict[str, tuple[str, dict[str, int], float]] = {
+    "Qwen3.5 2B": (
+        "qwen3_5_text",
+        {f"linear_{name}": 16 for name in ("num_key_heads", "num_value_heads")}
+        | {f"linear_{name}_head_dim": 128 for name in ("key", "value")},
+        0.1,
+    ),
+    "Granite 4 H 1B": (
+        "granitemoehybrid:dense",
+        {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 96},
+        0.05,
+    ),
+    "Jamba 3B": ("jamba", {"mamba_expand": 160, "mamba_d_state": 16, "mamba_dt_rank": 160}, 0.235),
+}
+
+
+@pytest.mark.parametrize("what", DRAFTED)
+def test_drafted_rows_take_little_memory_beside_a_state(what: str) -> None:
+    variant, sizes, most = DRAFTED[what]
+    runtime = tiny_runtime(variant, torch.bfloat16, **sizes)
+    states = [runtime.new_buffer(16, n_rows).states for n_rows in (1, 9)]
+    plain, drafted = (one.n_bytes for one in states if one is not None)
+    assert [plain, drafted] == [runtime.state_bytes(n_rows) for n_rows in (1, 9)]
+    assert 0 < drafted / plain - 1 < most
 
 
 def test_search_leaves_out_sub_layers_that_there_are() -> None:
