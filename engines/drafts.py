@@ -22,9 +22,10 @@ from ..core.types import KINDS, LayerSet, Prompt, Sampling, Trial
 from ..decoding.methods import PLAIN
 from ..decoding.session import Session
 from ..models.config_layout import is_parallel
+from ..models.copies import STORED_BITS
 from ..models.fingerprint import earlier_fingerprints, fingerprint
 from ..models.loading import load
-from ..models.quantised import BITS, STORED_BITS
+from ..models.quantised import BITS
 from ..models.restacked import (
     check_restackable,
     distance,

@@ -25,6 +25,7 @@ from .block_experts import BlockExperts
 from .buffer import free_bytes
 from .checkpoints import read_model, reading
 from .coded import CodedLinear
+from .copies import Seconds
 from .fingerprint import earlier_fingerprints, fingerprint
 from .fused import fuse
 from .gguf_model import load_gguf, settings_folder
@@ -37,7 +38,6 @@ from .layer_inputs import with_map
 from .memory import memory_plan
 from .merging import identity, load_merged
 from .mtp import MtpRuntime, has_mtp, read_mtp
-from .quantised import Seconds
 from .quantised_checkpoints import check_library, is_by_library, load_packed, take_maps
 from .row_invariant import make_row_invariant
 from .runtime import Runtime

@@ -18,11 +18,12 @@ from ..core.errors import ModelNotFound
 from ..core.records import ModelInfo
 from ..core.types import LayerSet
 from .buffer import KVBuffer
+from .copies import saves_little
 from .fingerprint import fingerprint_with
 from .gguf_mtp import has_next_layer, next_layer
 from .gguf_reader import GgufFile
 from .mtp_names import LAYER, config_of_layer
-from .quantised import QuantisedLinear, saves_little
+from .quantised import QuantisedLinear
 from .rows import Pass, PassKind, Rows, uploaded
 from .runtime import Runtime
 from .saved import GGUF_WEIGHTS, linked_gguf, refuse_mismatched, refuse_missing, refuse_unread

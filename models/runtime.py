@@ -30,12 +30,12 @@ from .config_layout import (
     slot_shapes,
     windows_of,
 )
+from .copies import QuantisedCopies
 from .expert_choice import mixtures_of
 from .families import family_of
 from .layer_inputs import PerLayerInputs
 from .parts import refuse_unnamed
 from .passes import CapturedPasses, KernelPasses
-from .quantised import QuantisedCopies
 from .recurrent import RecurrentStates, state_bytes
 from .residual import Residual
 from .rotation import TablesByType, rotation_tables

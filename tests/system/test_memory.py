@@ -24,7 +24,7 @@ from swiftopt.core.errors import DeviceMissing, SettingsError
 from swiftopt.core.requests import Speed
 from swiftopt.core.types import LayerSet
 from swiftopt.engines.devices import chosen_device
-from swiftopt.models import buffer, free_memory, gguf_model, loading, memory, quantised
+from swiftopt.models import buffer, copies, free_memory, gguf_model, loading, memory
 from swiftopt.models.block_experts import BlockExperts
 from swiftopt.models.block_maps import BlockLinear
 from swiftopt.models.costs import memory_for_texts
@@ -249,16 +249,16 @@ def test_copies_that_do_not_fit_are_not_begun(monkeypatch: pytest.MonkeyPatch) -
     runtime.copies.prepare(draft)
     made = runtime.copies.n_bytes
     runtime.drop_copies("int4")
-    monkeypatch.setattr(quantised, "free_bytes", lambda device: made)
-    monkeypatch.setattr(quantised, "SCRATCH", made)  # for each weight of a map
+    monkeypatch.setattr(copies, "free_bytes", lambda device: made)
+    monkeypatch.setattr(copies, "SCRATCH", made)  # for each weight of a map
     with pytest.raises(SettingsError, match=r"weights in int4 need .* use --draft-format stored"):
         runtime.copies.prepare(draft)
-    monkeypatch.setattr(quantised, "SCRATCH", 0)
-    monkeypatch.setattr(quantised, "free_bytes", lambda device: made // 8)
+    monkeypatch.setattr(copies, "SCRATCH", 0)
+    monkeypatch.setattr(copies, "free_bytes", lambda device: made // 8)
     with pytest.raises(SettingsError, match=r"weights in int4 need .* use --draft-format stored"):
         runtime.copies.prepare(draft)
     assert runtime.copies.n_bytes < made // 8
-    monkeypatch.setattr(quantised, "free_bytes", lambda device: 2 * made)
+    monkeypatch.setattr(copies, "free_bytes", lambda device: 2 * made)
     runtime.copies.prepare(draft)
     assert runtime.copies.n_bytes == made
 
