@@ -11,12 +11,13 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,39 @@ class FileTensor:
         return math.prod(self.shape)
 
 
+def _decoded(text: bytes) -> str:
+    """Decode a string of a file. Tokens may be any bytes; invalid UTF-8 is kept as surrogates."""
+    return text.decode("utf-8", "surrogateescape")
+
+
+class Texts(Sequence[str]):
+    """An array of strings of a file, decoded at the first use: a start whose tokenizer is in the cache needs none."""
+
+    def __init__(self, content: mmap.mmap, first: int, n: int) -> None:
+        """Args: first: where the first string's length lies in `content`, which holds `n` whole strings from there."""
+        self._content, self._first, self._n = content, first, n
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.values[index]
+
+    @cached_property
+    def values(self) -> list[str]:
+        content, at, length_at = self._content, self._first, LENGTH.unpack_from
+        values: list[str] = []
+        for _ in range(self._n):
+            start = at + LENGTH.size
+            at = start + length_at(content, at)[0]
+            values.append(_decoded(content[start:at]))
+        return values
+
+
 class _Damaged(Exception):
     """The file is damaged; the message completes a sentence that begins with the file's name."""
 
@@ -98,8 +132,7 @@ class _Header:
     def text(self) -> str:
         n_bytes = self.number("Q")
         at = self.take(n_bytes)
-        # Tokens may be any bytes; keep invalid UTF-8 as surrogates.
-        return self.content[at : at + n_bytes].decode("utf-8", "surrogateescape")
+        return _decoded(self.content[at : at + n_bytes])
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
@@ -119,19 +152,16 @@ class _Header:
             raise _Damaged("ends in its header")
         return self._texts(n_values) if of_kind == STRING else [self.value(of_kind, depth + 1) for _ in range(n_values)]
 
-    def _texts(self, n_values: int) -> list[str]:
-        """Read strings one after the other: `text` in one loop, as a vocabulary has hundreds of thousands."""
-        content, at, end, length_at = self.content, self.at, len(self.content), LENGTH.unpack_from
-        texts: list[str] = []
-        for _ in range(n_values):
-            if at + LENGTH.size > end:
-                raise _Damaged("ends in its header")
-            start = at + LENGTH.size
-            at = start + length_at(content, at)[0]
-            if at > end:
-                raise _Damaged("ends in its header")
-            texts.append(content[start:at].decode("utf-8", "surrogateescape"))
-        self.at = at
+    def _texts(self, n_values: int) -> Texts:
+        """Return an array of strings, of which the lengths alone are read: a vocabulary has hundreds of thousands."""
+        content, at, length_at = self.content, self.at, LENGTH.unpack_from
+        texts = Texts(content, at, n_values)
+        try:
+            for _ in range(n_values):
+                at += LENGTH.size + length_at(content, at)[0]
+        except (struct.error, OverflowError):  # The length lies after the end, or beyond any address.
+            raise _Damaged("ends in its header") from None
+        self.take(at - self.at)
         return texts
 
 

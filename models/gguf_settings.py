@@ -20,7 +20,7 @@ from .families import CHUNKS, FAMILIES, SLIDING, family_of
 from .family import Family
 from .gguf_form import GgufForm
 from .gguf_forms import FORMS
-from .gguf_reader import GgufFile
+from .gguf_reader import GgufFile, Texts
 
 HEAD = "output.weight"
 # Tensors of factors that divide the rotary frequencies: at any length, and up to or beyond the trained length.
@@ -170,7 +170,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     layer_types = _layer_types(settings, family, form, n_layers, n_further)
     given = {FIELDS[name]: settings.size(name, usual.get(name)) for name in needed}
     vocab = file.settings.get("tokenizer.ggml.tokens")
-    given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, list) else None)
+    given["vocab_size"] = settings.size("vocab_size", len(vocab) if isinstance(vocab, Texts) else None)
     check_values(given, file.path)
     given["num_hidden_layers"] = n_layers
     heads = given.get("num_attention_heads", 1)

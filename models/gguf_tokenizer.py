@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..core.errors import ModelNotFound, UnsupportedModel
-from .gguf_reader import GgufFile
+from .gguf_reader import GgufFile, Texts
 from .gguf_settings import token_ids
 
 PREFIX = "tokenizer.ggml."
@@ -172,9 +172,9 @@ def _is_id(number: Any, texts: Sequence[str]) -> TypeGuard[int]:
 
 def _texts(file: GgufFile, settings: Mapping[str, Any], name: str) -> list[str]:
     values = settings.get(name)
-    if not isinstance(values, list) or not values or not isinstance(values[0], str):
+    if not isinstance(values, Texts) or not values:
         raise _damaged(file, f"no {name}")
-    return values
+    return values.values
 
 
 def _added(

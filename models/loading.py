@@ -98,6 +98,7 @@ def load(
         config, texts = supported_config(folder), folder if adapter is None else adapter.tokenizer_folder(folder)
         check_files(files_of(texts), texts)
         tokenizer, generation_config = load_tokenizer(texts, config), _generation_config(folder)
+        collector.leave_imports()
         if adapter is not None and adapter.has_tokenizer():
             refuse_new_tokens(tokenizer, config, adapter)
         if device not in ("cpu", "auto-map"):
