@@ -143,7 +143,7 @@ class _Bucket:
     def learn(self, timing: PassTiming) -> None:
         """Update the base from a one-row target pass, or the quotients from any other passes."""
         parts, seconds, counts = timing.parts, timing.seconds, timing.experts
-        if counts is not None and self.profile.experts is not None:
+        if counts is not None and self.profile.experts is not None and self.profile.experts.distinct:
             self.overlap.add(counts)
             if len(parts) == 1:
                 self._learn_distinct(self.profile.experts, parts[0][0], counts.distinct)

@@ -269,9 +269,9 @@ class Engine:
             if len(group) == 1 and not has_evictable:
                 yield from group[0][0].throw(error)
                 return
-        experts = runtime.taken_experts()
         if answers is None:  # Retry outside the `except` block: the exception keeps the failed pass's tensors alive.
             # Retry without the kept texts, or pass by pass, so that only the request that cannot run fails.
+            runtime.taken_experts()
             retry_groups = [group] if has_evictable else [[member] for member in group]
             if has_evictable:
                 self.prefixes.clear()
@@ -285,7 +285,7 @@ class Engine:
                     yield event
                     paused_s += perf_counter() - paused_at
             if pass_index == 0:  # Time the passes at the first answer: reading it waits for all of them.
-                ended = perf_counter() - paused_s
+                ended, experts = perf_counter() - paused_s, runtime.taken_experts()
                 self._clock.add(passes, started, ended, runtime.n_first == n_first_before, experts)
                 self.prefixes.costs.learn(passes, ended - started)
 

@@ -38,7 +38,8 @@ class PassClock:
         part = part_of(passes)
         n_positions = sum(pass_.rows.first_slot for pass_ in passes) / len(passes)
         # What drafts take says nothing of the target's own rows.
-        experts = None if any(pass_.rows.variants for pass_ in passes) else experts
+        if any(pass_.kind == "draft" or pass_.rows.variants for pass_ in passes):
+            experts = None
         if part is None or not is_usual:
             self._untimed_parts, self._started = [], None
             if experts is not None and experts.taken:

@@ -71,6 +71,8 @@ class StaticPass:
         self.data = torch.zeros((self.table.n_fields, shape.width), dtype=torch.int64, device=runtime.device)
         size = (shape.width, int(runtime.config.get_text_config().hidden_size))
         self.begun = torch.zeros(size, dtype=runtime.dtype, device=runtime.device) if shape.begun else None
+        self.kinds = torch.zeros(shape.width, dtype=torch.int64, device=runtime.device)  # Of `ExpertCounter`.
+        self.counts: Tensor | None = None  # What rows took of mixtures in the last run.
         self._plan = PassPlan(runtime, Rows([0] * shape.width, 0, variants=shape.variants))
         # Keep these rotation tables alive: the runtime drops them when it builds longer ones, but the graph still reads
         # their addresses.
@@ -92,6 +94,9 @@ class StaticPass:
                 self.data[device_attention.TOKEN, rows_of_pass] = pass_.rows.token_ids
             if self.begun is not None and pass_.hidden is not None:
                 self.begun[rows_of_pass] = pass_.hidden
+        if self.runtime.counter.counts(passes):
+            kinds = self.runtime.counter.kinds(plans)
+            self.kinds.zero_()[: len(kinds)] = kinds
 
     @torch.inference_mode()
     def run(self) -> Answer:
@@ -100,7 +105,10 @@ class StaticPass:
         if hidden is None:
             hidden = runtime.entered(self.data[device_attention.TOKEN], self.data[device_attention.POSITION])
         shared = TablePlan(runtime, self.table, self.data)
+        runtime.counter.record()
         hidden = runtime.through(hidden, [self._plan], shared, shape.first, shape.last)
+        is_draft = bool(shape.variants) or (shape.first, shape.last) != (0, runtime.n_layers)
+        self.counts = runtime.counter.counted(None if is_draft else self.kinds)
         name = shape.variants[0].format_of("head") if shape.variants else None
         return hidden, runtime.logits(hidden, name) if shape.is_read else None
 
@@ -222,6 +230,8 @@ def _answers(static: StaticPass, replay: Replay, passes: Sequence[Pass]) -> list
     """Replay a captured pass, filled with the rows of `passes`; return the wanted logits (rows, vocab) of each."""
     n = sum(len(pass_.rows.token_ids) for pass_ in passes)
     hidden, logits = (None if part is None else part[:n] for part in replay())
+    if static.counts is not None and static.runtime.counter.counts(passes):
+        static.runtime.counter.add(static.counts)
     assert hidden is not None
     # Clone the results: the next replay overwrites the graph's output memory.
     logits = hidden[:0] if logits is None else logits.clone()

@@ -341,12 +341,14 @@ def at_speed(runtime: Runtime, speed: Speed, lay_out: bool = True) -> None:
             raise SettingsError(f"passes cannot be exact here: {reason}: use another speed")
         if reason is not None:
             de_quantise(runtime)
+            runtime.counter.watch()
             _use_graphs(runtime)
             runtime.copies.lay_out(packed=_draft_kernels(runtime))
         return
     if speed == "graphs" and _has_maps_by_library(runtime):
         raise SettingsError("speed 'graphs' is not for maps that a library computes: use auto or eager")
     de_quantise(runtime)
+    runtime.counter.watch()
     graphs = GraphPasses(runtime) if speed == "graphs" else None
     if graphs is not None:
         fuse(runtime)
@@ -383,6 +385,7 @@ def _use_row_invariant(runtime: Runtime) -> str | None:
     reason = make_row_invariant(runtime)
     if reason is None:
         runtime.speed = "exact"
+        runtime.counter.watch()
         runtime.copies.lay_out(packed=True)
         _use_graphs(runtime)
     return reason

@@ -32,6 +32,7 @@ from .config_layout import (
 )
 from .copies import QuantisedCopies
 from .expert_choice import mixtures_of
+from .expert_counts import ExpertCounter
 from .families import family_of
 from .layer_inputs import PerLayerInputs
 from .parts import refuse_unnamed
@@ -117,6 +118,7 @@ class Runtime(RuntimeChecks):
         self.vocab_size = head_shape[0]  # Number of logits per row.
         places = {self.device, self.norm_device, self._head_device, *(block.device for block in self.blocks)}
         self.one_device = len(places) == 1
+        self.counter = ExpertCounter(self.blocks, self.device)
         self.reads_late = self.device.type == "cuda"  # CUDA runs asynchronously: reading a result waits for it.
         self.rotation: TablesByType = rotation_tables(
             rotary, self.dtype, self.max_positions, family, query_scale(config, family)
@@ -210,14 +212,10 @@ class Runtime(RuntimeChecks):
         return rows_as_costly(attentions, self.info.n_parameters, PREFILL_ROWS_BESIDE, first_slot)
 
     def prefill_passes(
-        self,
-        token_ids: Sequence[int],
-        buffer: KVBuffer,
-        first_slot: int = 0,
-        capture: Mapping[int, list[Tensor]] | None = None,
-        is_shared: Callable[[], bool] = lambda: False,
+        self, token_ids: Sequence[int], buffer: KVBuffer, first_slot: int = 0,
+        capture: Mapping[int, list[Tensor]] | None = None, is_shared: Callable[[], bool] = lambda: False,
         every_row: bool = False,
-    ) -> Iterator[Pass]:
+    ) -> Iterator[Pass]:  # fmt: skip
         """The passes that `prefill` makes; the last one gives the logits (1, vocab) after the text.
 
         Args: capture: as in `forward`; a text of several passes appends to it several times.
@@ -292,7 +290,9 @@ class Runtime(RuntimeChecks):
         if len(at) == 1:
             ((name, index),) = indices.items()
             read = name, None if of_all else index
+        kinds = self.counter.begin(passes, plans)
         hidden, computed = self._between(hidden, passes, plans, first, last, inputs, read)
+        self.counter.end(kinds)
         if not rows:
             return [hidden[:0]] * len(passes)
         if computed is not None:
@@ -363,8 +363,8 @@ class Runtime(RuntimeChecks):
         return hidden, logits
 
     def taken_experts(self) -> ExpertCounts | None:
-        """Return what rows took of mixtures since the last call; None: nothing, or nothing that is counted."""
-        return None if self.native is None else self.native.taken_experts()
+        """Return what rows took of mixtures since the last call; None: nothing, or their last result was not read."""
+        return self.counter.taken() if self.native is None else self.native.taken_experts()
 
     @property
     def n_first(self) -> int:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from swiftopt.core.errors import LayerSetError
 from swiftopt.core.types import LayerSet, PartForm
-from swiftopt.models.costs import measure_costs, with_formats
+from swiftopt.models.costs import RECORD_AT, measure_costs, with_formats
+from swiftopt.models.graphs import GraphPasses
+from swiftopt.models.loading import at_speed
 from swiftopt.models.quantised_experts import QuantisedExperts
-from swiftopt.models.rows import Rows
+from swiftopt.models.row_invariant import make_row_invariant
+from swiftopt.models.rows import Pass, Rows
 from swiftopt.models.runtime import Runtime
 
 ONE = (("mlp", 1),)
@@ -133,11 +136,35 @@ def test_copies_of_experts_have_half_or_a_quarter_of_their_bytes() -> None:
         assert share < runtime.copies.bytes_of(draft) / n_bytes < 2.2 * share
 
 
-def test_passes_count_the_experts_that_rows_take() -> None:
-    ids = words(13, 12)
-    mine, taken = native_runtime("qwen3_moe", torch.float32), choices_of(tiny_runtime("qwen3_moe"), ids)
-    mine.taken_experts()
-    drafted(mine, LayerSet(4), ids)
+def counting(way: str) -> Runtime:
+    """A mixture computed in a way; captured passes are not those of a GPU, but run again."""
+    if way == "native":
+        return native_runtime("qwen3_moe", torch.float32)
+    runtime = tiny_runtime("qwen3_moe", torch.float32)
+    at_speed(runtime, "eager")
+    if way == "triton":
+        assert make_row_invariant(runtime) is None
+        runtime.counter.watch()
+    if way == "graphs":
+        runtime.graphs = GraphPasses(runtime, lambda static: static.run)
+    return runtime
+
+
+each_way = pytest.mark.parametrize(
+    "way", ["native", "eager", "graphs", pytest.param("triton", marks=pytest.mark.families)]
+)
+
+
+@each_way
+@pytest.mark.usefixtures("few_steps")
+def test_passes_count_the_experts_that_rows_take(way: str) -> None:
+    """In each way the same."""
+    ids = words(13, 6)
+    mine, taken = counting(way), choices_of(tiny_runtime("qwen3_moe"), ids)
+    for _ in range(RECORD_AT if way == "graphs" else 1):
+        mine.taken_experts()
+        drafted(mine, LayerSet(4), ids)
+    assert mine.graphs is None or mine.graphs._passes
     counts = mine.taken_experts()
     assert counts is not None and mine.taken_experts() is None
     rows = [[set(row.tolist()) for row in choices] for choices in taken.values()]
@@ -146,10 +173,12 @@ def test_passes_count_the_experts_that_rows_take() -> None:
     assert counts.repeated == sum(len(a & b) for layer in rows for a, b in pairwise(layer))
 
 
-def test_rows_of_other_sequences_are_no_neighbours() -> None:
-    from swiftopt.models.rows import Pass
-
-    runtime = native_runtime("qwen3_moe")
+@pytest.mark.parametrize("way", ["native", "eager"])
+def test_rows_of_other_sequences_are_no_neighbours(way: str) -> None:
+    runtime = counting(way)
+    if way != "native":
+        drafted(runtime, LayerSet(4, experts=ONE), [1, 2])
+        assert runtime.taken_experts() is None
     runtime.taken_experts()
     passes = [Pass(runtime, Rows(words(seed, 3), 0), runtime.new_buffer(3)) for seed in (1, 2)]
     runtime.forward_together(passes)
@@ -157,9 +186,12 @@ def test_rows_of_other_sequences_are_no_neighbours() -> None:
     assert counts is not None and counts.taken == 2 * 2 * 2 * 3  # Two rows of two sequences, in three layers.
 
 
-def test_costs_of_experts_are_measured() -> None:
-    runtime = native_runtime(SHARED)
-    costs = with_formats(runtime, measure_costs(runtime, 32), ["int4"])
+@pytest.mark.parametrize("way", ["native", "eager"])
+def test_costs_of_experts_are_measured(way: str) -> None:
+    runtime = native_runtime(SHARED) if way == "native" else tiny_runtime(SHARED, torch.float32)
+    if way == "eager":
+        at_speed(runtime, "eager")
+    costs = with_formats(runtime, measure_costs(runtime, 32), ["int4"] if way == "native" else [])
     experts = costs.experts
     assert experts is not None and (experts.n_experts, experts.n_chosen, experts.layers) == (6, 2, (1, 2, 3))
     assert experts.least == 0 and experts.distinct[1] == 2 and experts.distinct[8] > 4

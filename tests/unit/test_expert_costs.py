@@ -116,6 +116,15 @@ def test_models_without_mixtures_have_the_prices_that_they_had() -> None:
     assert "experts" not in dense.to_json()
 
 
+def test_a_profile_that_was_measured_before_experts_were_counted_keeps_its_prices() -> None:
+    assert PROFILE.experts is not None
+    older, timings = replace(PROFILE, experts=replace(PROFILE.experts, distinct={})), decoded(0.9, 50, random.Random(1))
+    with_counts, without = ObservedCosts(older), ObservedCosts(older)
+    with_counts.learn(timings)
+    without.learn([replace(timing, experts=None) for timing in timings])
+    assert with_counts.at() == without.at()
+
+
 def test_profiles_are_read_as_they_were_written() -> None:
     assert CostProfile.from_json(PROFILE.to_json()) == PROFILE
 
