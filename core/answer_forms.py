@@ -18,7 +18,7 @@ from typing import Literal
 # keyed      a list of objects, each with the name as its only key and the arguments as its value
 # tags       <function=name> or <invoke name="name"> with a <parameter> per argument
 # arguments  a name, then <arg_key> and <arg_value> per argument; or several of these, each within <tool_call>
-# pythonic   calls as in Python: f(x=1), in a list or on lines
+# pythonic   calls as in Python: f(x=1), in a list or on lines; or JSON
 Body = Literal["json", "named", "keyed", "tags", "arguments", "pythonic"]
 
 NAME = "{name}"  # Place of a tool's name in a mark or an item.
@@ -336,6 +336,14 @@ FORMS: Mapping[str, AnswerForm] = {
         signs=("[func_name1(",),
         calls=("[{name}(",),
         body="pythonic",
+    ),
+    "llama 4": AnswerForm(
+        models="Llama 4",
+        signs=("<|header_start|>", "<|python_start|>"),
+        hidden=("<|python_start|>", "<|python_end|>"),  # Around an answer's text, behind which calls stand unmarked.
+        calls=('{"name": "{name}"', '{"type": "function", "name": "{name}"', "[{name}("),
+        body="pythonic",
+        turn_ends=("<|eot|>", "<|eom|>"),
     ),
     "llama": AnswerForm(
         models="Llama 3.1, Llama 3.2, Llama 3.3",

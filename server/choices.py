@@ -73,7 +73,7 @@ class Choice:
         self.n_prompt, self.prefix, self.first = read.n_tokens, read.text, read.first
         form = merged(read.forms)
         self._expect(form)
-        if form.thinks and not read.is_constrained:
+        if (form.thinks or form.hidden) and not read.is_constrained:
             self.splitter = ThoughtParser(read.in_thought, form)
             self.end_of_thought = -1 if read.end_of_thought is None else read.end_of_thought
 

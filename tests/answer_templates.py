@@ -323,6 +323,16 @@ FAMILIES: Mapping[str, Family] = {
         thinks=False,
         prefix="{#- [func_name1(params_name1=params_value1)] #}",
     ),
+    "llama4": Family(
+        ("llama 4",),
+        *(f"<|header_start|>{role}<|header_end|>\n\n" for role in ("user", "assistant")),
+        "<|eot|>",
+        "{%- if m.tool_calls %}{{- '<|python_start|>' + m.content + '<|python_end|>' }}"
+        + each(json_call("name", "parameters"))
+        + "{%- else %}{{- m.content }}{%- endif %}",
+        ("<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>", "<|python_start|>", "<|python_end|>"),
+        thinks=False,
+    ),
     "gemma3": Family(
         (),
         *("<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n"),

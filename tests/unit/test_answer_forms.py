@@ -289,6 +289,10 @@ def test_completion_held_to_json_has_no_thought() -> None:
         ("gemma4", "<|tool_call>add{a:1}<tool_call|>", None),
         ("gemma4", '<|tool_call>call:add{text:<|"|>x}<tool_call|>', None),
         ("hyperclova x", ' -> tool/function_call\n{"name": "add","input": {"a": 1}}<|im_end|>', {"a": 1}),
+        ("llama4", '{"type": "function", "name": "add", "parameters": {"a": 1}}', {"a": 1}),
+        ("llama4", '<|python_start|>{"name": "add", "parameters": {"a": 1}}<|python_end|>', {"a": 1}),
+        ("llama4", '<|python_start|>[add(a=1, text="x")]<|python_end|>', {"a": 1, "text": "x"}),
+        ("llama4", '{"name": "add", "parameters": {"a": 1}', None),
         ("functiongemma", "<start_function_call>call:add{city:<escape>Ulm<escape>}<end_function_call>",
          {"city": "Ulm"}),
     ],
@@ -352,6 +356,7 @@ def test_marks_that_end_calls_end_a_turn_too() -> None:
         ("gpt-oss", ["<|call|>", "<|return|>"]),
         ("glm4.5", ["<|observation|>", "<|user|>"]),
         ("hyperclova x", ["<|endofturn|>", "<|stop|>"]),
+        ("llama4", ["<|eot|>", "<|eom|>"]),
     ):
         tokenizer = tokenizer_of(name)
         assert {*tokens} == {*tokenizer.convert_ids_to_tokens(turn_end_ids(tokenizer))}
