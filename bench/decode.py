@@ -18,6 +18,7 @@ from ..decoding.session import Session
 from ..models.costs import machine_name
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
+from ..optimizer.task_state import sub_layers_of
 from ..store import Store
 from ..tasks.compare import first_turns
 from ..tasks.generate import Planner
@@ -148,7 +149,7 @@ def _decoder_by_task(session: Session, planner: Planner, costs: CostProfile | No
                 raise
             settings = planner.request.settings or SwiftSettings()
             ratio = settings.start_skip_ratio(planner.runtime.info.n_parameters)
-            return Search(task, planner.runtime.n_layers, settings, ratio, costs)
+            return Search(task, planner.runtime.whole, sub_layers_of(planner.runtime), settings, ratio, costs)
 
     def run(prompt: Prompt) -> Decoded:
         task = planner.request.task or prompt.task

@@ -301,7 +301,7 @@ def measure_formats(runtime: Runtime, profile: CostProfile, n_new: int) -> tuple
         drafted_completion = pairs[0][1]
         by_format[name] = {
             "ready_s": ready_s,
-            "pass_ms": 1e3 * draft_seconds(runtime, LayerSet(runtime.n_layers).filled(name)),
+            "pass_ms": 1e3 * draft_seconds(runtime, runtime.whole.filled(name)),
             "acceptance_rate": drafted_completion.acceptance_rate,
             "ratio": speedup(pairs),
             "expected_ratio": expected_of(profile, [drafted_completion]),
@@ -341,7 +341,7 @@ def _capture(runtime: Runtime, method: Method, n_new: int, n_requests: int) -> N
 
 
 def adaptive(runtime: Runtime, profile: CostProfile, name: str) -> Method:
-    resources = Resources(runtime, LayerSet(runtime.n_layers), costs=profile)
+    resources = Resources(runtime, runtime.whole, costs=profile)
     return build("adaptive", resources, AdaptiveSettings.from_json({"draft_format": name, "lookup": False}))
 
 

@@ -20,7 +20,7 @@ import click
 import torch
 from transformers import AutoConfig
 
-from ..core.types import Completion, LayerSet, Sampling
+from ..core.types import Completion, Sampling
 from ..decoding.context import Ending, TokenRule
 from ..decoding.engine import Engine
 from ..decoding.loop import decoding
@@ -101,7 +101,7 @@ def made(settings: Mapping[str, Any], kinds: Sequence[str]) -> Runtime:
 
 
 def _quotient_of_rows(runtime: Runtime, name: str | None) -> float:
-    layer_set = LayerSet(runtime.n_layers) if name is None else LayerSet(runtime.n_layers).filled(name)
+    layer_set = runtime.whole if name is None else runtime.whole.filled(name)
     runtime.copies.prepare(layer_set)
     buffer = runtime.new_buffer(CONTEXT + ROWS, ROWS)
     runtime.prefill([i % TOKENS for i in range(CONTEXT)], buffer)

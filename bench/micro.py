@@ -48,6 +48,7 @@ from ..models.loading import at_speed, load, random_runtime
 from ..models.rows import Pass, Rows
 from ..models.runtime import Runtime
 from ..optimizer.search import Search
+from ..optimizer.task_state import sub_layers_of
 from ..store import Store
 
 RANK_SCHEMA = "swiftopt.head-rank/1"
@@ -243,7 +244,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     session = Session(runtime, Sampling(), 64)
     context = context_of(session, session.encode(read_stream(stream, limit=1)[0]), settings.context_window)
     skipped = random.Random(1).sample(searchable(runtime.n_layers), n_skipped_for(runtime.n_layers, SKIP_RATIO))
-    variants = (LayerSet(runtime.n_layers).skipping(skipped),)
+    variants = (runtime.whole.skipping(skipped),)
     window = Rows(context.token_ids[-settings.context_window - 1 : -1], context.root_slot, variants=variants)
 
     def draft_pass() -> object:
@@ -257,7 +258,7 @@ def step(model: str, stream: str, dtype: str, device: str) -> dict[str, Any]:
     runs: dict[str, Callable[[], object]] = {"draft pass": draft_pass}
     batches = (1, 2, 4, LARGEST_BATCH)
     for batch in batches:
-        search = Search("bench", runtime.n_layers, settings, SKIP_RATIO, None)
+        search = Search("bench", runtime.whole, sub_layers_of(runtime), settings, SKIP_RATIO, None)
         search.batch = batch
         runs[f"steps of {batch}"] = partial(score, search)
     ms = measure_ms(runs)

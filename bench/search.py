@@ -38,6 +38,7 @@ from ..models.runtime import Runtime
 from ..optimizer.evaluation import Replay, WindowScore, replay, score_window
 from ..optimizer.search import Search
 from ..optimizer.strategies import SIZE_CHOOSING, strategy_info
+from ..optimizer.task_state import sub_layers_of
 from ..terminal import commands, inputs, options, program, value_types
 from ..terminal.charts import Pictures
 from ..terminal.commands import measurement
@@ -214,7 +215,7 @@ def run_strategy(bench: Bench, strategy: str, n_passes: int, on_gain: OnGain) ->
     """
     settings = replace(bench.settings, strategy=strategy)
     ratio = settings.start_skip_ratio(bench.runtime.info.n_parameters)
-    search = Search("", bench.runtime.n_layers, settings, ratio, bench.costs)
+    search = Search("", bench.runtime.whole, sub_layers_of(bench.runtime), settings, ratio, bench.costs)
     seconds, set_in_use, curve = 0.0, None, []
     try:
         for prompt_id, context in bench.contexts(search.scratch_rows):
@@ -322,9 +323,9 @@ class LongSearch:
     def run(self) -> dict[str, Any]:
         started_at = self._value(self.best)
         try:
-            while self.n_judged < self.max_judged and self.best.n_searched:
+            while self.n_judged < self.max_judged and len(self.best.bits()):
                 self._climb()
-                n = self.best.n_searched
+                n = len(self.best.bits())
                 self.current = self._flip(self.best, self._random.sample(range(n), min(KICK, n)))
         except KeyboardInterrupt:
             self.interrupted = True
@@ -339,7 +340,7 @@ class LongSearch:
     def _climb(self) -> None:
         """Improve the current set until no flip of one or two sub-layers helps, or `max_judged` sets were judged."""
         while self.n_judged < self.max_judged:
-            singles = {(sublayer,): self._flip(self.current, [sublayer]) for sublayer in range(self.current.n_searched)}
+            singles = {(bit,): self._flip(self.current, [bit]) for bit in range(len(self.current.bits()))}
             ratios = self._race(list(singles.values()))
             ratio_by_flip = {flip: ratios[layer_set] for flip, layer_set in singles.items() if layer_set in ratios}
             flips_by_ratio = sorted(ratio_by_flip, key=ratio_by_flip.__getitem__, reverse=True)

@@ -207,7 +207,7 @@ class TuningBench:
         """Time all plans of the runs on the unseen prompts; return the results, by way and by run."""
         plans = {plan.key: (plan, run.costs) for run in runs for _, plan in run.plans}
         for name in {name for plan, _ in plans.values() for _, name in plan.layer_set.formats}:
-            self.runtime.copies.prepare(LayerSet(self.runtime.n_layers).filled(name))
+            self.runtime.copies.prepare(self.runtime.whole.filled(name))
         methods = [drafting_with(SkippedTarget(plan.layer_set), plan.settings, costs) for plan, costs in plans.values()]
         (plain_timings, *timed_plans), n_equal = self._time_methods([PLAIN, *methods])
         by_key = dict(zip(plans, timed_plans, strict=True))

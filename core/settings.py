@@ -253,6 +253,13 @@ def check_experts(experts: tuple[tuple[str, int], ...], n_layers: int) -> None:
             raise LayerSetError(f"a token cannot take {number} experts of {part}: use 0 or more")
 
 
+def check_absent(absent: tuple[str, ...], n_layers: int) -> None:
+    """Raises: LayerSetError: a part is not a sub-layer of one of the layers."""
+    for part in absent:
+        if not re.fullmatch(r"(attn|mlp):\d+", part) or int(part.partition(":")[2]) >= n_layers:
+            raise LayerSetError(f"{n_layers} layers have no sub-layer {part!r}: use a name such as mlp:3")
+
+
 def cpu_words(key: str) -> str:
     """Return what Linux says of the processor under a key, such as "model name"; empty where it cannot be read."""
     try:

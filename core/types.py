@@ -3,7 +3,7 @@
 | paper | code                    | meaning, unit, range                                                    |
 |-------|-------------------------|-------------------------------------------------------------------------|
 | z     | `LayerSet`              | sub-layers the draft leaves out; 0-based; SWIFT keeps the ends    |
-| r     | `skip_ratio`            | skipped / searchable sub-layers, searchable = 2 (L - 2); [0, 1]         |
+| r     | `skip_ratio`            | skipped / searchable sub-layers: inner ones that there are; [0, 1]      |
 | γ     | `context_window`        | generated tokens that score a layer set; tokens                         |
 | ε     | `stop_threshold`        | drafting stops after a token whose draft probability is below it        |
 | N_D   | `max_draft_length`      | draft steps per round; tokens                                           |
@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from .errors import InvalidInput, LayerSetError, SettingsError
 from .serialization import BY_NUMBER, LARGEST, SORTED, Figure, Form, Record, Settings, count, ranged, share
-from .settings import STORED, check_experts, check_formats
+from .settings import STORED, check_absent, check_experts, check_formats
 
 Kind = Literal["attn", "mlp"]
 SubLayer = tuple[Kind, int]
@@ -104,7 +104,8 @@ class LayerSet(Record):
     `formats` are (part, format) pairs of what the draft runs quantised: a part is `attn` or `mlp` (of all layers),
     `attn:3` or `mlp:3` (of one, which comes before) or `head`; a format is one of `core.settings`. `experts` are
     (part, number) pairs of how many experts a token takes where the draft takes fewer than the model: a part is `mlp`
-    or `mlp:3`; 0 means the shared ones alone.
+    or `mlp:3`; 0 means the shared ones alone. `absent` are the sub-layers, such as `mlp:3`, that the model's layers do
+    not have: no share or count has them, and sets are equal without it.
 
     Raises: LayerSetError: a layer is named that the model does not have, or a format that there is not.
     """
@@ -121,6 +122,7 @@ class LayerSet(Record):
     experts: Annotated[tuple[tuple[str, int], ...], AS_COUNTS] = field(
         default=(), metadata={"exclude_if": lambda experts: not experts}
     )
+    absent: tuple[str, ...] = field(default=(), compare=False, metadata={"exclude_if": lambda absent: not absent})
 
     def __post_init__(self) -> None:
         invalid_layers = sorted(i for i in self.skip_attn | self.skip_mlp if not 0 <= i < self.n_layers)
@@ -135,6 +137,7 @@ class LayerSet(Record):
         if self.experts:
             check_experts(self.experts, self.n_layers)
             object.__setattr__(self, "experts", tuple(sorted(dict(self.experts).items())))
+        check_absent(self.absent, self.n_layers)
 
     @classmethod
     def uniform(cls, n_layers: int, n_skipped: int) -> LayerSet:
@@ -160,8 +163,15 @@ class LayerSet(Record):
     @property
     def n_searched(self) -> int:
         """Number of sub-layers that could be skipped: all if the set skips in an end layer, else only inner ones."""
-        skipped_end_layers = {0, self.n_layers - 1} & (self.skip_attn | self.skip_mlp)
-        return 2 * self.n_layers if skipped_end_layers else 2 * max(0, self.n_layers - 2)
+        end_layers = {0, self.n_layers - 1}
+        if end_layers & (self.skip_attn | self.skip_mlp):
+            return 2 * self.n_layers - len(self.absent)
+        absent_layers = [int(part.partition(":")[2]) for part in self.absent]
+        return 2 * max(0, self.n_layers - 2) - sum(layer not in end_layers for layer in absent_layers)
+
+    def has(self, kind: Kind, layer: int) -> bool:
+        """Whether the model's layer has that sub-layer."""
+        return f"{kind}:{layer}" not in self.absent
 
     def skips(self, kind: Kind, layer: int) -> bool:
         """Whether that sub-layer is left out."""

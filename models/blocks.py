@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UnsupportedModel
+from ..core.types import KINDS, LayerSet
 from .buffer import KVBuffer
 from .coded import CodedLinear
 from .config_layout import AttentionWindow, HeadLayout, heads_of, key_sources
@@ -483,3 +484,9 @@ def attend(
 def of_groups(heads: HeadLayout, mask: Tensor) -> Tensor:
     """Repeat a mask (rows, slots) for every query head of a key head: (groups * rows, slots)."""
     return mask if heads.n_groups == 1 else mask.repeat(heads.n_groups, 1)
+
+
+def whole_set(blocks: Sequence[Block]) -> LayerSet:
+    """Return a model itself, as a set that leaves nothing out."""
+    absent = (f"{kind}:{block.index}" for block in blocks for kind in KINDS if kind not in block.kinds)
+    return LayerSet(len(blocks), absent=tuple(absent))

@@ -87,7 +87,7 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
     """
     PAGES.finish(on_step)
     with measuring_turn(runtime.device, on_step):
-        measured = _trusted(partial(_measured, runtime, bucket, WIDTHS, LayerSet(runtime.n_layers), on_step))
+        measured = _trusted(partial(_measured, runtime, bucket, WIDTHS, runtime.whole, on_step))
         costs = measured.costs
         pass_s = {n: measured.base_s * wider for n, wider in costs.wider.items()}
         meter, began = DisturbanceMeter(), perf_counter()
@@ -109,13 +109,8 @@ def measure_costs(runtime: Runtime, bucket: int, on_step: OnStep = no_step) -> C
         quality="disturbed" if doubts else "quiet",
         remark="; ".join(doubts),
         experts=_experts_of(runtime, measured),
-        absent=_absent_of(runtime),
+        absent=runtime.whole.absent or None,
     )
-
-
-def _absent_of(runtime: Runtime) -> tuple[str, ...] | None:
-    absent = tuple(f"{kind}:{block.index}" for block in runtime.blocks for kind in KINDS if kind not in block.kinds)
-    return absent or None
 
 
 def _experts_of(runtime: Runtime, measured: _Measurement) -> ExpertCosts | None:
@@ -181,7 +176,7 @@ def _buffer_at(runtime: Runtime, bucket: int, n_rows: int) -> KVBuffer:
 
 
 def _wide_s(runtime: Runtime, bucket: int, n_rows: int) -> float:
-    run = _pass(runtime, _buffer_at(runtime, bucket, n_rows), bucket, n_rows, LayerSet(runtime.n_layers))
+    run = _pass(runtime, _buffer_at(runtime, bucket, n_rows), bucket, n_rows, runtime.whole)
     _warm(run, runtime)
     return min(_seconds(run) for _ in range(2))
 
@@ -208,7 +203,7 @@ def measure_format(runtime: Runtime, profile: CostProfile, name: str, on_step: O
     if name.startswith(MTP_COSTS):
         measure = partial(_measured_mtp, runtime, profile.context_bucket, name, on_step)
     else:
-        draft = LayerSet(runtime.n_layers).filled(name)
+        draft = runtime.whole.filled(name)
         runtime.copies.prepare(draft, on_step)
         measure = partial(_measured, runtime, profile.context_bucket, DRAFT_WIDTHS, draft, on_step)
     with measuring_turn(runtime.device, on_step):
@@ -253,7 +248,7 @@ def _measured_mtp(runtime: Runtime, bucket: int, name: str, on_step: OnStep) -> 
 
         return run
 
-    runs = {"target": _pass(runtime, runtime.new_buffer(bucket + 1), bucket, 1, LayerSet(runtime.n_layers))}
+    runs = {"target": _pass(runtime, runtime.new_buffer(bucket + 1), bucket, 1, runtime.whole)}
     runs |= {f"rows {n}": step(n) for n in widths}
     for run in runs.values():
         _warm(run, runtime)
@@ -288,7 +283,7 @@ def _measured(
     if UNSEEN_ROWS in widths and len(inner) > 1:
         runs["unseen"] = timed(UNSEEN_ROWS, unseen)
     base = "rows 1" if layer_set.is_whole else "target"
-    runs = {base: timed(1, LayerSet(runtime.n_layers)), **runs}
+    runs = {base: timed(1, runtime.whole), **runs}
     taken: dict[str, ExpertCounts] = {}
     for name, run in runs.items():
         runtime.taken_experts()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.costs import ExpertCounts
 from ..core.errors import UnsupportedModel
 from ..core.records import ModelInfo
-from .blocks import Block, submodule
+from .blocks import Block, submodule, whole_set
 from .buffer import KVBuffer
 from .coded import weight_form
 from .config_layout import (
@@ -93,6 +93,7 @@ class Runtime(RuntimeChecks):
         types = rotation_types(config, family, self.windows)
         self.blocks = [Block(layer, i, config, family, self.windows[i], types[i]) for i, layer in enumerate(layers)]
         self._slots = slot_shapes(config)
+        self.whole = whole_set(self.blocks)
         self.givers = frozenset(block.source for block in self.blocks if block.source != block.index)
         self.layer_inputs = PerLayerInputs.of(hf_model, family, config)
         self.mixtures = mixtures_of(self.blocks)

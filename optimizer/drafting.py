@@ -64,16 +64,16 @@ def drafting_with(draft: SkippedTarget, settings: SwiftSettings, costs: CostSour
 
 
 def starting_set(
-    n_layers: int, settings: SwiftSettings, n_skipped: int, chooses_size: bool, sub_layers: Sequence[SubLayer]
+    whole: LayerSet, settings: SwiftSettings, n_skipped: int, chooses_size: bool, sub_layers: Sequence[SubLayer]
 ) -> LayerSet:
     """Return a search's first set: evenly spaced skipped sub-layers, or a quantised draft that skips nothing."""
     if chooses_size and settings.draft_format != STORED:
-        return LayerSet(n_layers).filled(settings.draft_format)
-    if len(sub_layers) == len(searchable(n_layers)):
-        return LayerSet.uniform(n_layers, n_skipped).filled(settings.draft_format)
+        return whole.filled(settings.draft_format)
+    if len(sub_layers) == len(searchable(whole.n_layers)):
+        return LayerSet.uniform(whole.n_layers, n_skipped).filled(settings.draft_format)
     by_depth = sorted(sub_layers, key=lambda sub_layer: sub_layer[1])
     spaced = (by_depth[math.floor((j + 0.5) * len(by_depth) / n_skipped)] for j in range(n_skipped))
-    return LayerSet(n_layers).skipping(spaced).filled(settings.draft_format)
+    return whole.skipping(spaced).filled(settings.draft_format)
 
 
 def branching_of(widest: int) -> Branching:
@@ -127,7 +127,7 @@ def choose_format(
     if not estimates:
         return STORED, costs
     methods = [
-        adaptive(SkippedTarget(LayerSet(runtime.n_layers).filled(format_name)), format_costs, ADAPTIVE)
+        adaptive(SkippedTarget(runtime.whole.filled(format_name)), format_costs, ADAPTIVE)
         for format_name, (_, _, format_costs) in estimates.items()
     ]
     phase = PhaseChanged("", "profile", f"timing drafts in {' and '.join(estimates)}")
@@ -148,7 +148,7 @@ def _estimate_formats(
     runtime = session.runtime
     estimates: dict[str, tuple[float, FormatTried, CostProfile]] = {}
     for format_name in GPU_CANDIDATES if runtime.device.type == "cuda" else CANDIDATES:
-        draft = LayerSet(runtime.n_layers).filled(format_name)
+        draft = runtime.whole.filled(format_name)
         try:
             format_costs = measure(format_name)
             score = yield from _score_draft(session, prompts, window, format_name, draft, format_costs)
@@ -236,7 +236,7 @@ def prepare_draft_format(
         format_name, costs = yield from choose_format(session, prompts, settings.context_window, measure(), measure)
     else:
         costs = measure(format_name)
-    session.runtime.copies.prepare(LayerSet(session.runtime.n_layers).filled(format_name))
+    session.runtime.copies.prepare(session.runtime.whole.filled(format_name))
     return replace(settings, draft_format=format_name), costs
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.costs import CostProfile
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, PartForm, SubLayer, searchable
+from ..core.types import LayerSet, PartForm, SubLayer
 from ..decoding.context import Context
 from ..models.blocks import BufferRows
 from ..models.residual import normed
@@ -65,7 +65,7 @@ class Proposer:
     `chooses_size`: the strategy chooses how many sub-layers are skipped. `paired`: every pass scores the set in use,
     too, and waits until half of its window is new text: such a strategy learns more from a pass than from a round.
 
-    Args: sub_layers: those that a candidate may skip; None: all inner ones.
+    Args: sub_layers: those that a candidate may skip.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Proposer:
         costs: CostProfile | None,
         base: LayerSet,
         skip_ratio: float,
-        project: Callable[[LayerSet], LayerSet] | None = None,
-        whole_layers: bool = False,
-        sub_layers: tuple[SubLayer, ...] | None = None,
+        project: Callable[[LayerSet], LayerSet] | None,
+        whole_layers: bool,
+        sub_layers: tuple[SubLayer, ...],
     ) -> None:
-        self._sub_layers = searchable(base.n_layers) if sub_layers is None else sub_layers
+        self._sub_layers = sub_layers
         info = strategy_info(settings.strategy)
         self.chooses_size, self.paired = chooses_size(settings, costs), info.chooses_size
         experts, savings = None, None

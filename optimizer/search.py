@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..core.costs import CostProfile, CostSource
 from ..core.events import Adopted, DraftingChosen, Event, SkipRatioLowered, TrialsDone
 from ..core.settings import SwiftSettings
-from ..core.types import LayerSet, Prompt, SubLayer, Trial, searchable
+from ..core.types import LayerSet, Prompt, SubLayer, Trial
 from ..decoding.context import Context, ResumePoint
 from ..decoding.draft_models import SkippedTarget
 from ..decoding.events import Prefilled, Round, Turn, WorkEvent
@@ -41,17 +41,18 @@ class Search:
 
     `method` drafts with the set in use; `during` searches while a request is decoded.
 
-    Args: start: the set to begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by
+    Args: whole: the model, as a set that leaves nothing out. sub_layers: those that a set may leave out.
+          start: the set to begin with, whose formats every candidate keeps; None: evenly spaced sub-layers by
           `skip_ratio`. n_tokens: how long the stream will be, where that is known: strategies that choose the size are
           kept to a share of it. parallel: attention and MLP read the same values, for `settings.exportable`.
-          whole_layers: a set leaves out both sub-layers of a layer, or none. sub_layers: those that a set may leave
-          out; None: all inner ones.
+          whole_layers: a set leaves out both sub-layers of a layer, or none.
     """
 
     def __init__(
         self,
         task: str,
-        n_layers: int,
+        whole: LayerSet,
+        sub_layers: tuple[SubLayer, ...],
         settings: SwiftSettings,
         skip_ratio: float,
         costs: CostSource | None,
@@ -59,16 +60,15 @@ class Search:
         n_tokens: int | None = None,
         parallel: bool = False,
         whole_layers: bool = False,
-        sub_layers: tuple[SubLayer, ...] | None = None,
     ) -> None:
         self.task, self.settings, self._cost_source = task, settings, costs
         self._longest_draft = settings.max_draft_length  # Upper bound for draft lengths that the search chooses.
         self.skip_ratio, self._parallel = skip_ratio, parallel
-        self._sub_layers = searchable(n_layers) if sub_layers is None else sub_layers
-        self._whole_layers = whole_layers
+        self._sub_layers, self._whole_layers = sub_layers, whole_layers
         profile = self.costs
         drafting = settings, self._n_skipped_for(skip_ratio), chooses_size(settings, profile)
-        start = self._nearest_allowed(start or starting_set(n_layers, *drafting, self._sub_layers))
+        start = start or starting_set(whole, *drafting, self._sub_layers)
+        start = self._nearest_allowed(replace(start, absent=whole.absent))
         self._start = start
         self._draft = SkippedTarget(start)
         self.method = drafting_with(self._draft, settings, costs)

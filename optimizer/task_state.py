@@ -65,12 +65,11 @@ class TunedTask:
         if settings.exportable:
             check_restackable(runtime.hf_model.config)
         search = Search(
-            *(name, runtime.n_layers, settings, skip_ratio, costs, start, n_tokens),
+            *(name, runtime.whole, sub_layers_of(runtime), settings, skip_ratio, costs, start, n_tokens),
             parallel=runtime.parallel,
             # Of drafts of Qwen3.5 without any attention 4 % are accepted, and twelve times that with whole layers left
             # out. Source: arXiv:2605.01106.
             whole_layers=runtime.mixes_in_turns and not runtime.family.alone,
-            sub_layers=sub_layers_of(runtime),
         )
         return cls(name, search, ShiftWatch(known))
 

@@ -58,7 +58,7 @@ class Tuner:
     ) -> None:
         self.session, self.runtime, self.settings, self.costs = session, session.runtime, settings, costs
         self.model, self.concurrency, self.memory = model, concurrency, memory
-        formats = LayerSet(self.runtime.n_layers).filled(settings.draft_format).formats
+        formats = self.runtime.whole.filled(settings.draft_format).formats
         self.known = tuple(known_set for known_set in known if known_set.layer_set.formats == formats)
         self._running_tasks: dict[str, TaskState] = {}
         self._concluded_tasks: list[str] = []

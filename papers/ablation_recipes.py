@@ -28,6 +28,7 @@ from ..decoding.verify import ChainRatio, SeveralRatio, TargetWalk
 from ..decoding.work import PassGenerator
 from ..models.rows import Pass
 from ..optimizer.search import Search
+from ..optimizer.task_state import sub_layers_of
 from ..tasks.recipes import MakingRecipes, Recipes
 from . import self_sd
 from .early_exit import Heads, StackedLayers, StagedPass
@@ -63,7 +64,8 @@ class AblationRecipes(MakingRecipes):
     def search(self, **settings: Any) -> Search:
         """Start SWIFT's search with its published settings, overridden by `settings`."""
         tuning = replace(SwiftSettings(**PRESETS["swift"].tuning), **settings)
-        return Search("", self.runtime.n_layers, tuning, tuning.start_skip_ratio(self.runtime.info.n_parameters), None)
+        ratio = tuning.start_skip_ratio(self.runtime.info.n_parameters)
+        return Search("", self.runtime.whole, sub_layers_of(self.runtime), tuning, ratio, None)
 
     def self_sd(self, steps: int) -> Method:
         """Return Self-SD with a layer set found in `steps` steps on `SELF_SD_PROMPTS` prompts."""

@@ -103,11 +103,17 @@ def _add_absent(op: Operations) -> None:
     op.add_column("swiftopt_cost_profiles", Column("absent", JSON, nullable=True))
 
 
+def _add_absent_to_layer_sets(op: Operations) -> None:
+    """Layer sets name the sub-layers that their model's layers do not have, which no count includes."""
+    op.add_column("swiftopt_layer_sets", Column("absent", JSON, nullable=False, server_default="[]"))
+
+
 # Migration steps by the schema that they lead to, oldest first. The first schema needs no step.
 STEPS: Mapping[str, Callable[[Operations], None]] = {
     "0.1.0.1": _add_what_fleets_need,
     "0.1.0.2": _add_experts,
     "0.1.0.3": _add_absent,
+    "0.1.0.4": _add_absent_to_layer_sets,
 }
 REVISIONS = (FIRST, *STEPS)
 HEAD = REVISIONS[-1]

@@ -234,6 +234,7 @@ class LayerSetRow(OfTask, Measured, Base):
     skip_mlp: Mapped[list[int]] = mapped_column(JSON)
     quantised: Mapped[dict[str, str]] = mapped_column(JSON)
     experts: Mapped[dict[str, int]] = mapped_column(JSON, server_default="{}")
+    absent: Mapped[list[str]] = mapped_column(JSON, server_default="[]")
     matchness: Mapped[float | None]
     expected_speedup: Mapped[float | None]
     stream_sha256: Mapped[str | None]
@@ -418,7 +419,7 @@ def to_row(table: type[Row], record: Any, **overrides: Any) -> Row:
     values = {column.name: getattr(record, column.name) for column in fields(record)}
     if isinstance(layer_set := values.get("layer_set"), LayerSet):
         values |= {"n_layers": layer_set.n_layers, "quantised": dict(layer_set.formats)}
-        values |= {"experts": dict(layer_set.experts)}
+        values |= {"experts": dict(layer_set.experts), "absent": list(layer_set.absent)}
         values |= {"skip_attn": sorted(layer_set.skip_attn), "skip_mlp": sorted(layer_set.skip_mlp)}
     own_columns = {name: value for name, value in values.items() if hasattr(table, name)}
     return table(**{**own_columns, **overrides})
@@ -449,7 +450,8 @@ def to_record(kind: type[Record], row: Any, **further_fields: Any) -> Record:
             n_layers = row.n_layers if isinstance(row, TrialColumns) else row.owner.n_layers
             skipped = frozenset(row.skip_attn), frozenset(row.skip_mlp)
             further = tuple(row.quantised.items()), tuple(row.experts.items())
-            further_fields["layer_set"] = LayerSet(n_layers, *skipped, *further)
+            absent = () if isinstance(row, TrialColumns) else tuple(row.absent)  # Trials have none: it is the model's.
+            further_fields["layer_set"] = LayerSet(n_layers, *skipped, *further, absent)
         names = {column.name for column in fields(kind)} - further_fields.keys()  # type: ignore[arg-type]
         return kind(**{name: _tuples(getattr(row, name)) for name in names}, **further_fields)
 

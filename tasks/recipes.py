@@ -35,6 +35,7 @@ from ..models.runtime import Runtime
 from ..models.saved import OnStep, no_step
 from ..models.sources import check_names, known_folder, tokenizer_folder
 from ..optimizer.search import Search
+from ..optimizer.task_state import sub_layers_of
 from .job import PATIENCE_S, ModelTurn, with_retries
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Recipes:
             record = None if layer_set is None else self._checked(layer_set)
             found_settings = FOUND_SET_SETTINGS if record is not None and record.found_for == name else {}
             adaptive_settings: AdaptiveSettings = method.settings_from({**found_settings, **settings})
-            skipped = LayerSet(self.runtime.n_layers) if record is None else record.layer_set
+            skipped = self.runtime.whole if record is None else record.layer_set
             formats = {format_name for _, format_name in skipped.filled(adaptive_settings.draft_format).formats}
             costs = stored_costs(self.runtime, self.store, TYPICAL_POSITIONS, self.on_step, formats, turn=self._turn)
             return Recipe(Resources(self.runtime, skipped, costs=costs), record, settings=found_settings)
@@ -338,7 +339,8 @@ def stored_costs(
 
 def set_record(runtime: Runtime, model: str, task: str, layer_set: LayerSet, **record_fields: Any) -> LayerSetRecord:
     """Describe a layer set that was found on this machine; `record_fields` are further fields."""
-    record = LayerSetRecord(model, task, layer_set, runtime.info.fingerprint)
+    described = replace(layer_set, absent=runtime.whole.absent)
+    record = LayerSetRecord(model, task, described, runtime.info.fingerprint)
     return stamp(record, device=machine_name(runtime), dtype=runtime.dtype_name, **record_fields)
 
 
@@ -346,7 +348,7 @@ def run_search(session: Session, prompts: Sequence[Prompt], settings: SwiftSetti
     """Run SWIFT's search while decoding the prompts, for `budget_s` seconds at most; return the ended search."""
     runtime, started_s = session.runtime, perf_counter()
     ratio = settings.start_skip_ratio(runtime.info.n_parameters)
-    search = Search("", runtime.n_layers, settings, ratio, None)
+    search = Search("", runtime.whole, sub_layers_of(runtime), settings, ratio, None)
     try:
         with closing(side_by_side(search.request(session, prompt) for prompt in prompts)) as events:
             for event in events:

@@ -180,7 +180,7 @@ class Traffic:
             with_retries(lambda: store.remember_model(named_info))
         self.costs = self._stored_costs(on_step)
         self._costs_saved_at = time.monotonic()
-        runtime.copies.prepare(LayerSet(runtime.n_layers).filled(self.settings.draft_format), on_step)
+        runtime.copies.prepare(runtime.whole.filled(self.settings.draft_format), on_step)
         runtime.copies.kept.add(self.settings.draft_format)
         self.paused = False
         self._is_busy = is_busy

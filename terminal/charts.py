@@ -238,7 +238,7 @@ def _draw_map(axes: Axes, record: LayerSetRecord, name: str) -> None:
 
     layer_set, labelled = record.layer_set, set()
     for row, kind in enumerate(KINDS):
-        for layer in range(layer_set.n_layers):
+        for layer in filter(partial(layer_set.has, kind), range(layer_set.n_layers)):
             skipped = layer_set.skips(kind, layer)
             state = "left out" if skipped else (layer_set.format_of(kind, layer) or "kept").split("-")[0]
             pattern: dict[str, Any] = {"hatch": "///", "ec": "white"} if skipped else {"ec": "none"}

@@ -143,7 +143,8 @@ def heading(title: str) -> Rule:
 def layer_map(layer_set: LayerSet, width: int) -> Text:
     """Draw a row for attention and one for MLP, with one mark per sub-layer and a ruler of layers; wraps at `width`.
 
-    A digit is the number of experts that a token takes in a layer, where it takes fewer than the model.
+    A digit is the number of experts that a token takes in a layer, where it takes fewer than the model; a blank is a
+    sub-layer that the model's layer does not have.
     """
     n_layers = layer_set.n_layers
     cell = 2 if LABEL + 2 * n_layers <= width else 1
@@ -158,7 +159,8 @@ def layer_map(layer_set: LayerSet, width: int) -> Text:
                 skipped = layer_set.skips(kind, layer)
                 n_experts = layer_set.experts_of(layer) if kind == "mlp" else None
                 kept = KEPT if n_experts is None or n_experts > 9 else str(n_experts)
-                text.append((SKIPPED if skipped else kept).ljust(cell), style=style if skipped else "dim")
+                mark = SKIPPED if skipped else kept if layer_set.has(kind, layer) else " "
+                text.append(mark.ljust(cell), style=style if skipped else "dim")
             text.append("\n")
     text.append(f"{' ' * LABEL}{SKIPPED} {map_caption(layer_set)}", style="dim")
     return text
@@ -191,8 +193,9 @@ def _ruler(layers: range, cell: int, n_cells: int) -> str:
 
 def weights_words(layer_set: LayerSet) -> str:
     """Return the weight formats of a draft, each with its number of parts (kept sub-layers and the head)."""
-    kept_parts = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if not layer_set.skips(kind, i)]
-    formats = [layer_set.format_of("head"), *(layer_set.format_of(*sublayer) for sublayer in kept_parts)]
+    parts = [(kind, i) for kind in STYLES for i in range(layer_set.n_layers) if layer_set.has(kind, i)]
+    kept_parts = [part for part in parts if not layer_set.skips(*part)]
+    formats = [layer_set.format_of("head"), *(layer_set.format_of(*part) for part in kept_parts)]
     return _counted((name or "the model's own" for name in formats), "part")
 
 

@@ -94,7 +94,8 @@ def rewind(connection: Connection, has_served_trials: bool = False) -> None:
         table.__table__.drop(connection)  # type: ignore[attr-defined]
     for row in (LayerSetRow, TrialRow, CostProfileRow, *((ServedTrialRow,) if has_served_trials else ())):
         connection.execute(text(f"ALTER TABLE {row.__tablename__} DROP COLUMN experts"))
-    connection.execute(text(f"ALTER TABLE {CostProfileRow.__tablename__} DROP COLUMN absent"))
+    for with_absent in (CostProfileRow, LayerSetRow):
+        connection.execute(text(f"ALTER TABLE {with_absent.__tablename__} DROP COLUMN absent"))
     for index in ("ix_swiftopt_jobs_due", "ix_swiftopt_alias_moves_newest"):
         connection.execute(text(f"DROP INDEX {index}"))
     connection.execute(update(SchemaRow).values(version_num=FIRST))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ...core.errors import SettingsError
 from ...core.serialization import Settings, adapter, count
 from ...core.settings import Format
-from ...core.types import LayerSet, TokenSource
+from ...core.types import TokenSource
 from ..draft import Draft, Drafter, DraftModel, Outcome
 from ..draft_tree import DraftTree
 from ..draft_worth import Acceptance, Joining, PassCosts, Probing, Rate, Throughput, chain_worth, faded
@@ -69,7 +69,7 @@ def _adaptive(resources: Resources, settings: AdaptiveSettings) -> tuple[Drafter
     costs = resources.costs
     if costs is None:
         raise SettingsError("this method decides by measured costs: give Resources the profile of measure_costs")
-    layer_set = (resources.layer_set or LayerSet(resources.runtime.n_layers)).filled(settings.draft_format)
+    layer_set = (resources.layer_set or resources.runtime.whole).filled(settings.draft_format)
     if missing_formats := costs.missing(layer_set):
         raise SettingsError(
             f"the costs of {', '.join(sorted(missing_formats))} are not in the profile: add them with measure_format"

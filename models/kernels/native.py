@@ -66,7 +66,6 @@ class NativePasses:
             raise Unsupported(f"the model lies on {runtime.device}, and the kernels are for a CPU")
         if runtime.dtype not in DTYPES:
             raise Unsupported(f"weights of {runtime.dtype} are computed by torch; ask for float32 or bfloat16")
-        self._whole = LayerSet(runtime.n_layers)
         self._types = list(dict.fromkeys(block.layer_type for block in runtime.blocks))
         self.forget()
 
@@ -117,7 +116,7 @@ class NativePasses:
             positions += range(rows.first_slot, end) if rows.positions is None else rows.positions
             visible.append(None if seen is None else seen.contiguous())  # Keep it alive until the pass has run.
             sequences.append(sequence_of(pass_, visible[-1]))
-            sets = rows.variants or (self._whole,)
+            sets = rows.variants or (self.runtime.whole,)
             for i, layer_set in enumerate(sets):
                 share = n_rows_of_pass // len(sets)
                 members.setdefault(layer_set, []).append(range(n + i * share, n + (i + 1) * share))

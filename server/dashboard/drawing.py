@@ -84,7 +84,12 @@ class LayerGrid:
 
 
 def state_of_part(layer_set: LayerSet, kind: Kind, layer: int) -> str:
-    """Return how the draft runs a sub-layer: "kept", "skipped", or the format of its weights, such as "int4-64"."""
+    """Return how the draft runs a sub-layer: "kept", "skipped", or the format of its weights, such as "int4-64".
+
+    "absent" is one that the model's layer does not have.
+    """
+    if not layer_set.has(kind, layer):
+        return "absent"
     return "skipped" if layer_set.skips(kind, layer) else layer_set.format_of(kind, layer) or "kept"
 
 
@@ -141,6 +146,8 @@ def differing_parts(first: LayerSet, second: LayerSet) -> list[SubLayer]:
 def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()) -> Markup:
     """Draw attention and MLP by depth as SVG: kept, int8, fp8, int4 or skipped, by colour and by the mark in the cell.
 
+    Sub-layers that the model's layers do not have get no cell.
+
     A number in a cell is that of the experts that a token takes, where it takes fewer than the model. The cells of a
     state are one path, so that a map is a few elements whatever the depth. `framed` ones get a frame.
     """
@@ -152,7 +159,8 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
             x, y = grid.at(row, i)
             if (number := experts_of_part(layer_set, kind, i)) is not None:
                 numbers += f'<text x="{x + 9}" y="{y + 15}" text-anchor="middle">{number}</text>'
-            cells[state_of_part(layer_set, kind, i).partition("-")[0]].append((x, y))
+            if (state := state_of_part(layer_set, kind, i)) != "absent":
+                cells[state.partition("-")[0]].append((x, y))
             if (kind, i) in framed:
                 frames.append(f"M{x - 1} {y - 1}h20v22h-20z")
     key_x, key_y, legend = LABEL, grid.height + 6, ""
@@ -170,15 +178,17 @@ def layer_map(layer_set: LayerSet, title: str, framed: Collection[SubLayer] = ()
     return svg("map", size, title, description, *paths, labels, legend, path("differs", frames), left_x=-1)
 
 
-def bar_map(n_layers: int, bars: Mapping[Kind, Sequence[float]], title: str, words: str, high: float) -> Markup:
-    """Draw a bar per sub-layer, attention above MLP, as high as its value (0 to 1).
+def bar_map(whole: LayerSet, bars: Mapping[Kind, Sequence[float]], title: str, words: str, high: float) -> Markup:
+    """Draw a bar per sub-layer of the model `whole`, attention above MLP, as high as its value (0 to 1).
 
     `words` say in the description what it is to have a value of `high` or more.
     """
-    grid = LayerGrid(n_layers, BAR + 6, BAR // 2 + 4)
+    grid = LayerGrid(whole.n_layers, BAR + 6, BAR // 2 + 4)
     frames, filled_bars, sentences = [], [], []
     for row, (kind, name) in enumerate(KINDS.items()):
         for i, value in enumerate(bars[kind]):
+            if not whole.has(kind, i):
+                continue
             (x, y), height = grid.at(row, i), round(BAR * value, 1)
             frames.append(f"M{x} {y}h18v{BAR}h-18z")
             filled_bars.append(f"M{x} {y + BAR}h18v{-height}h-18z" if height else "")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ...core.costs import CostProfile
 from ...core.requests import UNFINISHED, Job
+from ...core.types import LayerSet
 from ...store import Store
 from ...store.results import StoredSearch, Tried
 from ...store.served_trials import STATE
@@ -105,6 +106,11 @@ def _costs(store: Store, found: FoundSearch) -> CostProfile | None:
     return next(iter(store.cost_profiles(fingerprint)), None) if fingerprint is not None else None
 
 
+def _whole(trials: Sequence[Tried], costs: CostProfile | None) -> LayerSet:
+    """Return the model of a search as a set that skips nothing; trials do not say what its layers do not have."""
+    return LayerSet(trials[0].n_layers, absent=() if costs is None else costs.absent or ())
+
+
 # --- routes
 
 
@@ -162,7 +168,9 @@ def compare(
             raise Refused(404, "not-found", f"the search {id} has tried nothing: choose another one at /searches")
         sides.append(side)
     best = [max(side.trials, key=RANK_OF) for side in sides]
-    differing = differing_parts(best[0].layer_set, best[1].layer_set)
+    wholes = [_whole(side.trials, _costs(app.store, side)) for side in sides]
+    sets = [replace(trial.layer_set, absent=whole.absent) for trial, whole in zip(best, wholes, strict=True)]
+    differing = differing_parts(*sets)
     return {
         "sides": [
             {
@@ -170,11 +178,11 @@ def compare(
                 "figures": figures_of(side.trials, side.label),
                 "chart": trial_chart(side.trials, side.label, SCORE_OF),
                 "best": trial,
-                "map": layer_map(trial.layer_set, f"Layer map of trial {trial.step}", differing),
-                "map_words": map_words(trial.layer_set),
-                "importance_map": importance_map(trial.n_layers, importance(side.trials)),
+                "map": layer_map(layer_set, f"Layer map of trial {trial.step}", differing),
+                "map_words": map_words(layer_set),
+                "importance_map": importance_map(whole, importance(side.trials)),
             }
-            for side, trial in zip(sides, best, strict=True)
+            for side, trial, whole, layer_set in zip(sides, best, wholes, sets, strict=True)
         ],
         "n_differing": len(differing),
     }
@@ -194,10 +202,11 @@ def search(app: Shared, job: str, query: ChosenTrials) -> dict[str, Any]:
     if shown.stored is None:
         return values
     values |= {"score_label": shown.label, "ended": shown.ended}
+    costs = _costs(app.store, shown)
     return {
         **values,
-        **trial_values(shown.trials, shown.label, query),
-        **cost_values(shown.trials, _costs(app.store, shown), query),
+        **trial_values(shown.trials, shown.label, query, _whole(shown.trials, costs)),
+        **cost_values(shown.trials, costs, query),
     }
 
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 from fastapi import Query
 from markupsafe import Markup
 
-from ...core.types import KINDS, Kind, origin_words
+from ...core.types import KINDS, Kind, LayerSet, origin_words
 from ...store.results import Tried
 from .drawing import DIAMOND, DOT, Plot, Point, bar_map, layer_map, map_words, spans
 
@@ -221,8 +221,8 @@ def figures_of(trials: Sequence[Tried], label: str) -> list[tuple[str, str]]:
     ]
 
 
-def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery) -> dict[str, Any]:
-    """Return the values of the trials' charts and table; `label` names their score."""
+def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery, whole: LayerSet) -> dict[str, Any]:
+    """Return the values of the trials' charts and table; `label` names their score, `whole` is the model."""
     best_tenth = heapq.nlargest(-(-len(trials) // 10), trials, key=RANK_OF)
     shares, weights = skip_shares(best_tenth), importance(trials)
     chosen = [trial for trial in trials if query.origin in ("", trial.origin) and (trial.adopted or not query.adopted)]
@@ -243,33 +243,33 @@ def trial_values(trials: Sequence[Tried], label: str, query: TrialQuery) -> dict
         "origins": [(name, origin_words(name)) for name in sorted({trial.origin for trial in trials})],
         "orders": list(ORDERS),
         "shares": shares,
-        "share_map": bar_map(trials[0].n_layers, shares, title, "left out in at least half of them", 0.5),
+        "share_map": bar_map(whole, shares, title, "left out in at least half of them", 0.5),
         "importance": weights,
-        "importance_map": importance_map(trials[0].n_layers, weights),
+        "importance_map": importance_map(whole, weights),
         "n_best": len(best_tenth),
         "seconds": sum(trial.seconds for trial in trials),
         "figures": figures_of(trials, label),
-        **shown_trial(trials, query.trial),
+        **shown_trial(trials, query.trial, whole),
     }
 
 
-def importance_map(n_layers: int, weights: dict[Kind, list[float | None]]) -> Markup:
+def importance_map(whole: LayerSet, weights: dict[Kind, list[float | None]]) -> Markup:
     """Draw what leaving out each sub-layer costs, the dearest as a full bar."""
     dearest = max((value for values in weights.values() for value in values if value is not None), default=0.0)
     bars = {
         kind: [max(0.0, value or 0.0) / dearest if dearest > 0 else 0.0 for value in values]
         for kind, values in weights.items()
     }
-    return bar_map(n_layers, bars, "What leaving out each sub-layer costs", "half the dearest or more", 0.5)
+    return bar_map(whole, bars, "What leaving out each sub-layer costs", "half the dearest or more", 0.5)
 
 
-def shown_trial(trials: Sequence[Tried], step: int | None) -> dict[str, Any]:
+def shown_trial(trials: Sequence[Tried], step: int | None, whole: LayerSet) -> dict[str, Any]:
     """Return the values of the trial that is shown whole, and its neighbours; None: none is."""
     at = next((i for i, trial in enumerate(trials) if trial.step == step), None) if step is not None else None
     if at is None:
         return {"trial": None, "missing": step}
     trial = trials[at]
-    layer_set = trial.layer_set
+    layer_set = replace(trial.layer_set, absent=whole.absent)
     return {
         "trial": trial,
         "missing": None,

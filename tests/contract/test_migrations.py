@@ -79,7 +79,7 @@ def test_database_of_the_schema_0_1_0_becomes_as_a_new_one_and_keeps_its_rows(
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"include_object": is_named})
         assert compare_metadata(context, Base.metadata) == []
-    fewer = LayerSet(8, experts=(("mlp", 2), ("mlp:3", 1)))
+    fewer = LayerSet(8, absent=("mlp:0", "attn:5"), experts=(("mlp", 2), ("mlp:3", 1)))
     with Store.open(empty_database_url) as store:
         assert store.layer_set("m", "t", 1).layer_set == LayerSet(8, frozenset({3}))
         version = store.add_layer_set(LayerSetRecord("m", "t", fewer)).version

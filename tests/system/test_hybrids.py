@@ -193,9 +193,10 @@ def test_search_leaves_out_sub_layers_that_there_are() -> None:
     own = sub_layers_of(runtime)
     assert own == (("attn", 1), ("mlp", 2))
     for ratio, n_skipped in ((0.5, 1), (1.0, 2)):
-        search = Search("t", 4, SwiftSettings(strategy="random"), ratio, None, sub_layers=own)
+        search = Search("t", runtime.whole, own, SwiftSettings(strategy="random"), ratio, None)
         assert search.layer_set.n_skipped == n_skipped
         assert search.layer_set.skip_attn <= {1} and search.layer_set.skip_mlp <= {2}
+        assert (search.layer_set.n_searched, search.layer_set.skip_ratio) == (2, ratio)
     assert len(sub_layers_of(native("granitemoehybrid:dense"))) == 4
 
 

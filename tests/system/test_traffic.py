@@ -23,7 +23,7 @@ from swiftopt.core.events import Way
 from swiftopt.core.records import FoundPlan, Plan
 from swiftopt.core.settings import TuningSettings
 from swiftopt.core.streams import read_stream
-from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict
+from swiftopt.core.types import LayerSet, Prompt, Sampling, Verdict, searchable
 from swiftopt.decoding.corpus import Corpora
 from swiftopt.decoding.engine import side_by_side
 from swiftopt.decoding.events import Generated
@@ -125,8 +125,8 @@ def learnt(task: TaskTraffic, compared_s: float, in_use_s: float) -> bool:
 
 
 def task_of(model: swiftopt.Model) -> TaskTraffic:
-    n_layers = model.runtime.n_layers
-    return TaskTraffic("code", Search("code", n_layers, SETTINGS, 0.4, None), looked_up=True)
+    whole = model.runtime.whole
+    return TaskTraffic("code", Search("code", whole, searchable(whole.n_layers), SETTINGS, 0.4, None), looked_up=True)
 
 
 def test_what_is_learnt_under_a_served_name_is_found_by_the_names_of_its_model(

@@ -27,7 +27,7 @@ from swiftopt.core.events import (
     TrialsDone,
 )
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.types import LayerSet, Prompt, Sampling, searchable
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.engine import alone, side_by_side
 from swiftopt.decoding.events import Prefilled, Round
@@ -183,7 +183,7 @@ def test_skip_ratio_is_lowered_while_acceptance_stays_low() -> None:
 
 def test_set_that_leaves_nothing_out_is_never_thinned_for_low_acceptance() -> None:
     settings = SwiftSettings(context_window=8, min_acceptance=1.0, min_acceptance_rounds=1)
-    search = Search("t", 4, settings, 0.45, flat_costs(), LayerSet(4))
+    search = Search("t", LayerSet(4), searchable(4), settings, 0.45, flat_costs(), LayerSet(4))
     ids = worded_runtime().tokenizer("w3 w4 w5 w6")["input_ids"]
     ratios: list[float] = []
     for event in side_by_side(
@@ -264,7 +264,7 @@ def run_on(search: Search, number: int, n_tokens: int = 40, name: str = "p") -> 
 
 
 def search_of(**settings: Any) -> Search:
-    return Search("t", 4, SwiftSettings(**{**GUIDED, **settings}), 0.45, flat_costs())
+    return Search("t", LayerSet(4), searchable(4), SwiftSettings(**{**GUIDED, **settings}), 0.45, flat_costs())
 
 
 @pytest.mark.parametrize("strategy", ["random", "knapsack"])
@@ -314,7 +314,7 @@ def test_reopened_search_goes_on_from_its_state_as_it_would_have() -> None:
 
 def test_shifts_without_end_take_no_more_than_a_share_of_the_time() -> None:
     """A whole budget for the stream and its first shift; then known sets, and what the rounds so far have earned."""
-    search = Search("t", 4, SwiftSettings(**GUIDED), 0.45, flat_costs(), n_tokens=100)
+    search = Search("t", LayerSet(4), searchable(4), SwiftSettings(**GUIDED), 0.45, flat_costs(), n_tokens=100)
     known = [LayerSet(4, frozenset({1})), LayerSet(4, frozenset({2})), LayerSet(4, frozenset(), frozenset({1}))]
     opened = list[int]()
     for shift in range(4):
@@ -423,6 +423,6 @@ def test_search_without_memory_for_its_slots_scores_as_many_candidates_as_the_te
 def test_candidates_keep_the_formats_of_the_set_that_the_search_starts_from() -> None:
     start = LayerSet(4, frozenset({1}), formats=(("mlp", "stored"),))
     settings = SwiftSettings(**GUIDED, max_steps=12)
-    search = Search("t", 4, settings, 0.45, flat_costs(), start)
+    search = Search("t", LayerSet(4), searchable(4), settings, 0.45, flat_costs(), start)
     run_on(search, 1)
     assert len(search.trials) > 6 and {trial.layer_set.formats for trial in search.trials} == {start.formats}

@@ -15,7 +15,7 @@ from swiftopt.core.events import Event, PromptFinished, TaskFinished
 from swiftopt.core.records import LayerSetRecord, Plan
 from swiftopt.core.requests import GenerateRequest
 from swiftopt.core.settings import SwiftSettings
-from swiftopt.core.types import LayerSet, Prompt, Sampling
+from swiftopt.core.types import LayerSet, Prompt, Sampling, searchable
 from swiftopt.decoding.context import Ending, TokenRule
 from swiftopt.decoding.loop import decode
 from swiftopt.decoding.methods import PLAIN, Method
@@ -97,7 +97,7 @@ def test_set_of_the_search_is_used_unless_another_proves_faster(
 def test_only_sets_that_estimates_told_apart_are_timed() -> None:
     def contenders(**settings: Any) -> list[LayerSet]:
         given = SwiftSettings(method="adaptive", draft_format="int4", **settings)
-        search = Search("t", 4, given, 0.5, cheap_draft_costs())
+        search = Search("t", LayerSet(4), searchable(4), given, 0.5, cheap_draft_costs())
         before = search.contenders
         search.take(TUNED)
         assert before == [] and search.layer_set == search.method.layer_set == TUNED

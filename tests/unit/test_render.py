@@ -33,6 +33,7 @@ from swiftopt.core.events import (
 from swiftopt.core.records import LayerSetRecord, ModelInfo, PlanInUse
 from swiftopt.core.types import Completion, LayerSet, Prompt, Timings, Trial, Verdict, searchable
 from swiftopt.models.sources import ALIASES, LocalCopy
+from swiftopt.server.dashboard.drawing import map_words
 from swiftopt.terminal.output import StepNotes, about
 from swiftopt.terminal.render import (
     KEPT,
@@ -45,6 +46,7 @@ from swiftopt.terminal.render import (
     sparkline,
     tune_summary,
     verdict_words,
+    weights_words,
 )
 
 WIDTHS = (80, 120)
@@ -121,6 +123,17 @@ def test_layer_map_has_one_mark_per_sub_layer_and_fits(n_layers: int, width: int
     for kind, skipped in (("attn", layer_set.skip_attn), ("mlp", layer_set.skip_mlp)):
         marks = "".join(line.removeprefix(kind).replace(" ", "") for line in lines if line.startswith(kind))
         assert marks == "".join(SKIPPED if i in skipped else KEPT for i in range(n_layers))
+
+
+def test_layer_map_and_counts_leave_out_sub_layers_that_there_are_not() -> None:
+    hybrid = LayerSet(5, frozenset({1}), formats=(("mlp", "int4"),), absent=("mlp:1", "attn:2", "mlp:4"))
+    lines = drawn(layer_map(hybrid, 80), 80)
+    attention, mlp = f"{KEPT} {SKIPPED}   {KEPT} {KEPT}", f"{KEPT}   {KEPT} {KEPT}"
+    assert [line[5:].strip() for line in lines[1:3]] == [attention, mlp]
+    assert "skipped 1 of 4: 1 attention, 0 MLP (r = 0.25)" in lines[3]
+    assert weights_words(hybrid) == "the model's own (4 parts), int4 (3 parts)"
+    attention, mlp = "skipped in 1; absent in 2; kept in 0, 3–4", "absent in 1, 4; int4 in 0, 2–3"
+    assert map_words(hybrid) == f"Attention: {attention}. MLP: {mlp}. Head: kept."
 
 
 def test_layer_map_has_the_numbers_of_experts_that_a_draft_takes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,6 +108,16 @@ def test_only_layers_of_the_model_can_be_skipped() -> None:
 def test_a_set_without_an_end_was_chosen_from_all_sub_layers() -> None:
     assert LayerSet(6, frozenset({0, 2}), frozenset({5})).skip_ratio == 3 / 12
     assert LayerSet(6, frozenset({1, 2}), frozenset({4})).skip_ratio == 3 / 8
+
+
+def test_a_share_has_only_sub_layers_that_there_are() -> None:
+    hybrid = LayerSet(6, frozenset({1}), absent=("mlp:0", "mlp:1", "attn:2", "attn:5"))
+    assert (hybrid.n_searched, hybrid.skip_ratio) == (6, 1 / 6) and hybrid == LayerSet(6, frozenset({1}))
+    assert replace(hybrid, skip_attn=frozenset({0})).n_searched == 8
+    for part in ("mlp:6", "mlp", "head:1"):
+        with pytest.raises(LayerSetError, match=f"6 layers have no sub-layer '{part}'"):
+            LayerSet(6, absent=(part,))
+    assert LayerSet.from_json(hybrid.to_json()).absent == hybrid.absent and "absent" not in LayerSet(6).to_json()
 
 
 def test_layer_set_survives_its_bits() -> None:
