@@ -28,8 +28,8 @@ from transformers import (
 
 from ..core.types import FinishReason, Sampling
 from ..models.buffer import KVBuffer
-from ..models.rows import uploaded
 from ..models.runtime import Runtime
+from ..models.transfers import uploaded
 from .corpus import TaskCorpus
 from .grammar import GrammarMask
 from .load import Load

@@ -135,7 +135,7 @@ class Draft:
         """Return the tokens of all nodes, int64 (nodes,), on a device."""
         import torch
 
-        from ..models.rows import uploaded
+        from ..models.transfers import uploaded
 
         if self.unread is None:
             return uploaded(self.tree.token_ids, device)
@@ -286,8 +286,7 @@ class DraftModel(ABC):
         """
         import torch
 
-        from ..models.rows import uploaded
-        from ..models.transfers import fetched
+        from ..models.transfers import fetched, uploaded
         from .context import likeliest, most_probable, possible_candidates
 
         context, leaf_ids = self.context, list[tuple[int, ...]]()

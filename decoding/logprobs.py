@@ -16,7 +16,8 @@ def token_logprobs(rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], n_
 
     All are read in one transfer. Rows and tokens pair up as far as both go.
     """
-    from ..models.rows import read_together, uploaded
+    from ..models.rows import read_together
+    from ..models.transfers import uploaded
 
     token_ids = token_ids[: len(rows)]
     if not token_ids:

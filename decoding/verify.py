@@ -320,7 +320,7 @@ class SeveralRatio(Verifier):
         """
         import torch
 
-        from ..models.rows import uploaded
+        from ..models.transfers import uploaded
 
         offers = [draft.offers[node] for node in nodes]
         target_probs = _stack([target.probs(node) for node in nodes])

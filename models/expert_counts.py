@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..core.costs import ExpertCounts
 from .blocks import Block
-from .rows import Pass, PassPlan, uploaded
+from .rows import Pass, PassPlan
+from .transfers import uploaded
 
 PADDING, FIRST, FOLLOWING = range(3)  # Rows that only fill a pass up, first rows of sequences, and rows behind others.
 

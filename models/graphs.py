@@ -26,8 +26,9 @@ from ..core.types import LayerSet
 from .costs import RECORD_AT, RECORDED_ROWS
 from .kernels import device as kernels
 from .kernels import device_attention
-from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of, uploaded
+from .rows import Pass, PassPlan, Rows, RowTable, TableFullError, TablePlan, best_of, plans_of
 from .runtime import Runtime
+from .transfers import uploaded
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from .gguf_mtp import has_next_layer, next_layer
 from .gguf_reader import GgufFile
 from .mtp_names import LAYER, config_of_layer
 from .quantised import QuantisedLinear
-from .rows import Pass, PassKind, Rows, uploaded
+from .rows import Pass, PassKind, Rows
 from .runtime import Runtime
 from .saved import GGUF_WEIGHTS, linked_gguf, refuse_mismatched, refuse_missing, refuse_unread
 from .stored_tensors import StoredTensors, stored_tensors
+from .transfers import uploaded
 
 BESIDE = ("embed_norm", "hidden_norm", "projection")  # Parts of the layer that a decoder layer does not have.
 WHERE = "the multi-token-prediction layer of its config.json"

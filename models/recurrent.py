@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .kernels import device_states
 from .state_rules import StateForm, StateRule
+from .transfers import uploaded
 
+KERNEL_PLACES = ("cuda",)  # Types of devices on which kernels in Triton take rows into states.
 MOST_SNAPSHOTS = 4  # Most snapshots per text; a further one replaces the second oldest.
 
 
@@ -64,6 +67,33 @@ class StateRows(NamedTuple):
     is_text: bool
 
 
+class _Move(NamedTuple):
+    """A token that is taken into a state.
+
+    `begins`: which of the states it is taken into; None: the one after the move before. `last`: slots of its last
+    tokens, its own last. `row`: the row of the pass that reads the state then. `stays`: which of the states it then is.
+    """
+
+    begins: int | None
+    last: list[int]
+    row: int | None
+    stays: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Moves:
+    """What brings the older state to its root, and then the newest to its own and rows behind it; the roots then.
+
+    `is_kept`: all rows see the text, so that their inputs are kept. `tables`: the moves as kernels read them.
+    """
+
+    older: list[_Move]
+    newest: list[_Move]
+    roots: list[int]
+    is_kept: bool
+    tables: list[Tensor] | None = None
+
+
 class RecurrentStates:
     """States of one sequence, by layer.
 
@@ -96,6 +126,7 @@ class RecurrentStates:
         self.roots = torch.zeros((n_layers, 2), dtype=torch.int32)
         self.snapshots: list[Snapshot] = []
         self.keeps_snapshots = False
+        self._made: tuple[Any, Tensor | None, _Moves] | None = None  # The moves that were made last, and of what.
 
     @property
     def n_bytes(self) -> int:
@@ -134,66 +165,114 @@ class RecurrentStates:
         for row, slot in enumerate(rows.slots):
             base = self.committed if self._sees_text(rows, row) else older_root
             path = (base, _path(rows, row, base)) if not rows.is_text else (slot, [])
-            last = self._last_inputs(layer, slot, *path, new_inputs)
+            last = self._last_inputs(layer, self._last_slots(slot, *path), new_inputs)
             tails[row, self.form.n_taps - len(last) :] = torch.stack([one[:n] for one in last])
         return tails
 
-    def _last_inputs(
-        self, layer: int, slot: int, base: int, path: Sequence[int], new_inputs: Mapping[int, Tensor]
-    ) -> list[Tensor]:
-        """Return the inputs of the last tokens up to a slot, which comes behind the text before `base` and a path."""
-        last = [*range(max(0, base - self.form.n_taps), base), *path, slot][-self.form.n_taps :]
-        return [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in last]
+    def _last_inputs(self, layer: int, slots: Sequence[int], new_inputs: Mapping[int, Tensor]) -> list[Tensor]:
+        return [new_inputs[one] if one in new_inputs else self.inputs[layer][one % self.n_kept] for one in slots]
+
+    def _last_slots(self, slot: int, base: int, path: Sequence[int]) -> list[int]:
+        """Return the slots of the last tokens up to one, which comes behind the text before `base` and a path."""
+        return [*range(max(0, base - self.form.n_taps), base), *path, slot][-self.form.n_taps :]
 
     def _sees_text(self, rows: StateRows, row: int) -> bool:
         return rows.seen is None or bool(rows.seen[row, : self.committed].all())
 
     def advance(self, layer: int, rule: StateRule, rows: StateRows) -> Tensor:
         """Return what rows give by their inputs (rows, n_inputs): (rows, heads * value_width)."""
+        moves = self._moves_of(layer, rows)
+        by_kernels = rows.inputs.device.type in KERNEL_PLACES and device_states.computes(rule, rows.inputs)
+        take = self._take_by_kernels if by_kernels else self._take_by_torch
+        out = take(layer, rule, rows, moves)
+        self.roots[layer, : len(moves.roots)] = torch.tensor(moves.roots)
+        if moves.is_kept:
+            kept = rows.slots[-self.n_kept :]
+            self.inputs[layer][[slot % self.n_kept for slot in kept]] = rows.inputs[len(rows.slots) - len(kept) :]
+        return out
+
+    def _take_by_torch(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
         new_inputs = dict(zip(rows.slots, rows.inputs, strict=True))
         states = list(self.states[layer])
-        roots: list[int] = self.roots[layer, : len(states)].tolist()
-
-        def take(slot: int, path: Sequence[int], base: int, state: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the state after a slot that comes behind the slots of `path`, and what it gives."""
-            return rule.step(state, torch.stack(self._last_inputs(layer, slot, base, path, new_inputs)))
-
-        def bring(end: int) -> None:
-            for which, goal in enumerate((end, end - self.lag)[: len(states)]):
-                for slot in range(roots[which], goal):
-                    states[which], _ = take(slot, (), slot, states[which])
-                roots[which] = max(roots[which], goal)
-
-        bring(self.committed)
-        outs: list[Tensor] = []
-        is_kept = True
-        done: tuple[int, list[int]] = (-1, [])
-        state = states[0]
-        for row, slot in enumerate(rows.slots):
-            sees_all = self._sees_text(rows, row)
-            is_kept &= sees_all
-            base = roots[0] if sees_all else roots[-1]
-            if rows.is_text:
-                states[0], out = take(slot, (), slot, states[0])
+        state, outs = states[0], list[Tensor]()
+        for move in (*moves.older, *moves.newest):
+            state = state if move.begins is None else states[move.begins]
+            state, out = rule.step(state, torch.stack(self._last_inputs(layer, move.last, new_inputs)))
+            if move.stays is not None:
+                states[move.stays] = state
+            if move.row is not None:
                 outs.append(out)
-                continue
-            path = _path(rows, row, base)
-            if (base, path) != done:  # A branch, or another text's window: begin at the root again.
-                state = states[0 if sees_all else -1]
-                for n, node in enumerate(path):
-                    state, _ = take(node, path[:n], base, state)
-            state, out = take(slot, path, base, state)
-            done = base, [*path, slot]
-            outs.append(out)
-        if rows.is_text:
-            roots[0] = rows.slots[-1] + 1
-            bring(roots[0])
         for which, one in enumerate(states):
             self.states[layer][which] = one
-        self.roots[layer, : len(roots)] = torch.tensor(roots)
-        for slot in rows.slots[-self.n_kept :] if is_kept else ():
-            self.inputs[layer][slot % self.n_kept] = new_inputs[slot]
         return torch.stack(outs).flatten(1)
+
+    def _take_by_kernels(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
+        states, place = self.states[layer], rows.inputs.device
+        if moves.tables is None:
+            new = {slot: row for row, slot in enumerate(rows.slots)}
+            moves.tables = [
+                uploaded([self._fields(move, new) for move in of_one], place, torch.int32)
+                for of_one in (moves.older, moves.newest)
+            ]
+        read = rows.inputs.new_empty((len(rows.slots), self.form.n_heads * self.form.value_width))
+        for root, table in zip((states[-1], states[0]), moves.tables, strict=True):
+            if len(table):
+                device_states.take(root, states[-1], rule, rows.inputs, self.inputs[layer], table, read)
+        return read
+
+    def _fields(self, move: _Move, new: Mapping[int, int]) -> list[int]:
+        """Return a move as the kernels read it, which have one state that stays. Args: new: rows by slots."""
+        begins = device_states.CARRIED
+        if move.begins is not None:  # What brings the older state has it as its root.
+            is_root = move.begins == 0 or move.stays is not None
+            begins = device_states.ROOT if is_root else device_states.OLDER
+        places = [new.get(slot, len(new) + slot % self.n_kept) for slot in move.last]
+        absent = [-1] * (self.form.n_taps - len(places))
+        return [begins, -1 if move.row is None else move.row, int(move.stays is not None), *absent, *places]
+
+    def _moves_of(self, layer: int, rows: StateRows) -> _Moves:
+        """Return by which moves the states of a layer come to their new roots, and rows read them.
+
+        Layers whose roots are alike, as those of a pass mostly are, share them.
+        """
+        roots: list[int] = self.roots[layer, : len(self.states[layer])].tolist()
+        about = (roots, self.committed, self.n_kept, list(rows.slots), rows.is_text)
+        if self._made is None or self._made[0] != about or self._made[1] is not rows.seen:
+            self._made = about, rows.seen, self._make_moves(list(roots), rows)
+        return self._made[2]
+
+    def _make_moves(self, roots: list[int], rows: StateRows) -> _Moves:
+        goal, oldest = self.committed, len(roots) - 1
+        end = rows.slots[-1] + 1 if rows.is_text else goal
+        brought = [
+            [
+                _Move(which if slot == root else None, self._last_slots(slot, slot, ()), None, which)
+                for slot in range(root, to)
+            ]
+            for which, (root, to) in enumerate(zip(roots, (goal, end - self.lag), strict=False))
+        ]
+        roots = [max(pair) for pair in zip(roots, (goal, end - self.lag), strict=False)]
+        newest, is_kept = brought[0], True
+        done: tuple[int, list[int]] = (-1, [])
+        for row, slot in enumerate(rows.slots):
+            if rows.is_text:
+                begins = None if newest else 0
+                newest.append(_Move(begins, self._last_slots(slot, slot, ()), row, 0))
+                continue
+            sees_all = self._sees_text(rows, row)
+            is_kept &= sees_all
+            which = 0 if sees_all else oldest
+            base = roots[which]
+            path = [*_path(rows, row, base), slot]
+            # On a branch, or in another text's window, begin at the root again.
+            n_done = len(path) - 1 if (base, path[:-1]) == done else 0
+            for n in range(n_done, len(path)):
+                reader = row if n == len(path) - 1 else None
+                newest.append(_Move(None if n else which, self._last_slots(path[n], base, path[:n]), reader, None))
+            done = base, path
+        if rows.is_text:
+            roots[0] = end
+        return _Moves(brought[1] if oldest else [], newest, roots, is_kept)
 
     def move(self, source: int | Sequence[int], target: int) -> None:
         """Copy a slot's inputs of all layers to another slot; of several, to consecutive ones."""

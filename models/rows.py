@@ -13,7 +13,7 @@ from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from .buffer import KVBuffer
 from .config_layout import AttentionWindow
 from .kernels import device_attention as kernels
 from .rotation import RotaryTables, TablesByType
+from .transfers import uploaded
 
 Table = NDArray[np.int64]
 Seen = tuple[int, int, list[int]]  # First slot of a contiguous run, its length, and the single slots after it.
@@ -267,16 +268,6 @@ class BufferPlan:
             groups = [(plan.group(block, member_rows), cast(KVBuffer, plan.buffer)) for plan, member_rows in members]
             self._rows[key] = BufferRows(groups)
         return self._rows[key]
-
-
-def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for the device's earlier work."""
-    tensor = torch.as_tensor(values).to(dtype)
-    if device.type == "cpu" or tensor.device == device:
-        return tensor
-    if tensor.device.type == "cpu" and torch.cuda.is_available():  # Only CPU memory can be pinned.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def read_together(*parts: Tensor | None) -> list[list[float]]:

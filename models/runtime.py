@@ -54,10 +54,10 @@ from .rows import (
     read_together,
     rows_of,
     token_ids_of,
-    uploaded,
 )
 from .runtime_checks import RuntimeChecks
 from .state_rules import StateForm
+from .transfers import uploaded
 
 PREFILL_ROWS = 512  # Rows per prefill pass, limited to keep the attention mask small.
 # Snapshots of recurrent states: every so many tokens, and so many before a prompt's end, for the marks with which a

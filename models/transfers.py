@@ -1,4 +1,4 @@
-"""Copies numbers from a device without waiting for what it computes next."""
+"""Copies numbers to a device and from it without waiting for what it computes."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def fetched(values: Tensor) -> Callable[[], Any]:
         return here.tolist()
 
     return wait
+
+
+def uploaded(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for the device's earlier work."""
+    tensor = torch.as_tensor(values).to(dtype)
+    if device.type == "cpu" or tensor.device == device:
+        return tensor
+    if tensor.device.type == "cpu" and torch.cuda.is_available():  # Only CPU memory can be pinned.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -39,8 +39,9 @@ from ..models.buffer import KVBuffer
 from ..models.quantised_experts import has_linears, replaced
 from ..models.residual import normed
 from ..models.rotation import joined_rotation
-from ..models.rows import Pass, PassKind, Rows, uploaded
+from ..models.rows import Pass, PassKind, Rows
 from ..models.runtime import Runtime
+from ..models.transfers import uploaded
 
 SCHEMA = "swiftopt.learned-weights/1"
 HEADER_BYTES = 8  # A safetensors file starts with its header's length as a little-endian integer of this many bytes.

@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, layout
+from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, device_states, layout
+from swiftopt.models.state_rules import DeltaRule, StateForm, StateSpace
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ARCHES = (80, 90)  # A100; H100 and H200
@@ -148,6 +149,20 @@ def main() -> None:
                 for softcap, sinks in ((None, None), (50.0, None), (None, meta(HEADS, dtype=dtype))):
                     device_attention.attend(query, table, 5, ROWS, n_slots, 3, 40, 8, width**-0.5, softcap, sinks)
         compile_experts(dtype)
+        compile_states(dtype)
+
+
+def compile_states(dtype: torch.dtype) -> None:
+    """Compile what takes rows into states, at the shapes of Qwen3.5 2B and of Granite 4 H 1B."""
+    no_order = meta(0, dtype=torch.int64)
+    for form in (StateForm(16, 16, 128, 128, 4), StateForm(48, 1, 128, 64, 4, 1)):
+        taps, of_heads = meta(form.n_convolved, form.n_taps, dtype=dtype), meta(form.n_heads, dtype=dtype)
+        numbers = of_heads, of_heads, no_order, no_order, form.value_width
+        delta, space = DeltaRule(form, taps, None, *numbers), StateSpace(form, taps, taps[:, 0], *numbers, of_heads)
+        state = meta(form.n_heads, form.key_width, form.value_width, dtype=torch.float32)
+        new, ring = (meta(n, form.n_inputs, dtype=dtype) for n in (ROWS, 2 * ROWS))
+        table = meta(ROWS, device_states.FIELDS + form.n_taps, dtype=torch.int32)
+        device_states.take(state, state, delta if form.n_numbers == 2 else space, new, ring, table, new)
 
 
 def compile_experts(dtype: torch.dtype) -> None:

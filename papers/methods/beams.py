@@ -83,7 +83,7 @@ class BeamDrafter(Drafter):
         """
         import torch
 
-        from ...models.rows import uploaded
+        from ...models.transfers import uploaded
 
         model, width = self.model, self.settings.beam_width
         length = min(self._length(room), model.room)

@@ -230,7 +230,7 @@ class PipelineDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         import torch
 
-        from ...models.rows import uploaded
+        from ...models.transfers import uploaded
 
         # Yields no pass: stacked steps run here, and only the head's pass can be batched with other requests.
         yield from ()

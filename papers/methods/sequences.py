@@ -64,7 +64,7 @@ class SequencesDrafter(Drafter):
     def draft(self, room: int) -> PassGenerator[Draft]:
         import torch
 
-        from ...models.rows import uploaded
+        from ...models.transfers import uploaded
 
         context, reads_late, device = self.context, self.model.reads_late, self.context.runtime.device
         growth = _Growth(context.token_ids[-1], 1 if self.replacement and context.rule.greedy else self.max_width)
@@ -107,7 +107,7 @@ class SequencesDrafter(Drafter):
         Args: scores: (nodes, vocab). node_indices: index of each sequence's node. draws_distinct: draw distinct tokens.
         """
         from ...decoding.context import most_probable
-        from ...models.rows import uploaded
+        from ...models.transfers import uploaded
 
         rule, n_draws = self.context.rule, len(node_indices)
         probs = None if rule.greedy else scores.double().softmax(dim=-1)  # (nodes, vocab)

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from swiftopt.core.types import LayerSet
 from swiftopt.decoding.engine import alone
 from swiftopt.models.families import FAMILIES
-from swiftopt.models.rows import Rows, uploaded
+from swiftopt.models.rows import Rows
 from swiftopt.models.runtime import Runtime
+from swiftopt.models.transfers import uploaded
 from swiftopt.papers.early_exit import Heads, Probe, StagedPass
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftopt.models.fused import fuse
 from swiftopt.models.rows import Pass, Rows
+from swiftopt.models.state_rules import DeltaRule, StateForm
 
 pytest.importorskip("triton")
 from triton.runtime.jit import KernelInterface
 
-from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, layout
+from swiftopt.models.kernels import device, device_attention, device_codes, device_experts, device_states, layout
 
-CALLED_BY_KERNELS = {"_best", "_scales", "_doubled", "_iq4"}  # Functions in Triton that no program of ours launches.
+# Functions in Triton that no program of ours launches.
+CALLED_BY_KERNELS = {"_best", "_scales", "_doubled", "_iq4", "_sigmoid", "_softplus"}
 
 
 class Operations(TorchDispatchMode):
@@ -62,7 +64,7 @@ def test_a_layer_is_four_maps_and_five_other_kernels(monkeypatch: pytest.MonkeyP
 
 def kernels_by_module() -> dict[str, Any]:
     """Every Triton kernel's name, and the module that has it."""
-    modules = (device, device_attention, device_codes, device_experts)
+    modules = (device, device_attention, device_codes, device_experts, device_states)
     kernels = {name: of for of in modules for name, each in vars(of).items() if isinstance(each, KernelInterface)}
     return {name: of for name, of in kernels.items() if name not in CALLED_BY_KERNELS}
 
@@ -95,6 +97,9 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
         codes, scales = torch.empty(4, 512, dtype=torch.uint8), torch.empty(4, 2, 2, 16)
         heads, taken = torch.empty(2, 4, 16), torch.empty(2, 2, dtype=torch.int32)
         maps = torch.empty(6, 64, 64)
+        state, moves = torch.empty(2, 8, 4), torch.empty(3, 5, dtype=torch.int32)
+        form = StateForm(2, 1, 8, 4, 2)
+        delta = DeltaRule(form, torch.empty(24, 2), None, x[0, :2], x[0, :2], x, x, 4)
     device.linear(x, weight, weight[0])
     assert set(launched) == {"_dense", "_joined"} and all(each is x for each in launched.values())
     device_codes.coded_linear(x, device_codes.CodedMap(codes, scales, 4, 32, 64, layout.ZERO_CODES_F32))
@@ -106,9 +111,11 @@ def test_every_kernel_is_launched_where_its_tensors_lie(monkeypatch: pytest.Monk
     shared = device_experts.shared_out(taken, 6)
     assert device_experts.expert_linear(x, maps, None, taken, *shared).shape == (4, 64)
     device_experts.mixed(heads.view(4, -1)[:, :64], maps, None, taken, x, *shared)
+    device_states.take(state, state, delta, x, x, moves, x)
     assert set(launched) == set(kernels) and not Guard.current
     assert launched["_chosen"] is x and launched["_shared_out"] is taken
     assert launched["_joined"] is launched["_coded"] is launched["_norm"] is launched["_gated"] is x
+    assert launched["_updates"] is launched["_taken"] is state
     assert launched["_store"] is launched["_attend"] is launched["_merge"] is heads
 
 

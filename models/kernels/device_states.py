@@ -1,0 +1,183 @@
+"""Recurrent states on CUDA devices, in Triton: the gated delta rule, and Mamba-2's state space.
+
+One kernel makes what each move's update is of, by itself: the convolution of its last tokens, unit queries and keys,
+decays. Another takes the updates into a head's state, one after the other, whether their inputs are of this pass or of
+an earlier one's. Both compute a move by one order of operations, so that neither the number of rows nor where a text
+was cut changes a bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .device import DTYPES, obstacle, on_its_device
+
+if TYPE_CHECKING:
+    from ..state_rules import StateRule
+
+ROOT, OLDER, CARRIED = range(3)  # Where a move begins: at the root's state, the older one, or after the move before.
+FIELDS = 3  # Of a move in a table, before its tokens: where it begins, its row (-1: none), and whether its state stays.
+WIDEST = 256  # Largest width of a head.
+COLUMNS = 16  # Of a head's state that a Triton program has in registers.
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _sigmoid(x):
+        small = tl.exp(-tl.abs(x))  # An exponential of a positive number could overflow.
+        return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
+    @triton.jit
+    def _softplus(x):
+        small = tl.exp(-tl.abs(x))
+        whole = 1.0 + small
+        # What rounding takes off 1 + small is put back: log1p.
+        behind = tl.where(whole == 1.0, small, tl.log(whole) * (small / tl.where(whole == 1.0, 1.0, whole - 1.0)))
+        return tl.maximum(x, 0.0) + behind
+
+    # Alignments differ with the row that a pass begins at, and could choose another order of a sum.
+    @triton.jit(do_not_specialize=["n_new"], do_not_specialize_on_alignment=["new", "ring", "taps", "bias", "table"])
+    def _updates(
+        new, ring, table, taps, bias, log_decay, step_bias, updates, n_new, n_inputs, n_convolved, n_heads, n_key_heads,
+        key_width, value_width, least, largest, step_scale, query_scale,
+        N_TAPS: tl.constexpr, N_FIELDS: tl.constexpr, HAS_BIAS: tl.constexpr, CORRECTS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):  # fmt: skip
+        move, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        is_key = part < 2 * n_key_heads
+        head = part - 2 * n_key_heads
+        first = tl.where(is_key, part * key_width, 2 * n_key_heads * key_width + head * value_width)
+        at = tl.arange(0, WIDTH)
+        mask = at < tl.where(is_key, key_width, value_width)
+        own = table + move * (N_FIELDS + N_TAPS) + N_FIELDS
+        mixed = tl.zeros((WIDTH,), dtype=tl.float32)
+        for tap in tl.static_range(N_TAPS):
+            place = tl.load(own + tap)
+            is_new = place < n_new
+            from_new = tl.load(new + place * n_inputs + first + at, mask=mask & is_new & (place >= 0), other=0.0)
+            from_ring = tl.load(ring + (place - n_new) * n_inputs + first + at, mask=mask & (is_new == 0), other=0.0)
+            weight = tl.load(taps + (first + at) * N_TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+            mixed += tl.where(is_new, from_new, from_ring).to(tl.float32) * weight
+        if HAS_BIAS:
+            mixed += tl.load(bias + first + at, mask=mask, other=0.0).to(tl.float32)
+        # Round as torch does, which writes what a convolution gives, and then the activation.
+        mixed = mixed.to(new.dtype.element_ty).to(tl.float32)
+        mixed = (mixed * _sigmoid(mixed)).to(new.dtype.element_ty).to(tl.float32)
+        if CORRECTS:
+            unit = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) + 1e-6)
+            unit = tl.where(part < n_key_heads, unit * query_scale, unit)
+            mixed = tl.where(is_key, unit, mixed)
+        update = updates + move * (2 * n_key_heads * key_width + n_heads * (value_width + 2))
+        tl.store(update + first + at, mixed, mask=mask)
+        place = tl.load(own + N_TAPS - 1)
+        is_new = place < n_new
+        number = n_convolved + tl.maximum(head, 0)
+        if CORRECTS:
+            amount = tl.where(
+                is_new,
+                tl.load(new + place * n_inputs + number, mask=is_new, other=0.0),
+                tl.load(ring + (place - n_new) * n_inputs + number, mask=is_new == 0, other=0.0),
+            )
+            amount = _sigmoid(amount.to(tl.float32)).to(new.dtype.element_ty).to(tl.float32)
+            number += n_heads
+        step = tl.where(
+            is_new,
+            tl.load(new + place * n_inputs + number, mask=is_new, other=0.0),
+            tl.load(ring + (place - n_new) * n_inputs + number, mask=is_new == 0, other=0.0),
+        ).to(tl.float32)
+        of_head = tl.maximum(head, 0)
+        step = _softplus(step * step_scale + tl.load(step_bias + of_head).to(tl.float32))
+        step = tl.minimum(tl.maximum(step, least), largest)
+        decay = tl.exp(-tl.exp(tl.load(log_decay + of_head).to(tl.float32)) * step)
+        if CORRECTS == 0:
+            amount = step
+        numbers = update + 2 * n_key_heads * key_width + n_heads * value_width + of_head
+        tl.store(numbers, decay, mask=is_key == 0)
+        tl.store(numbers + n_heads, amount, mask=is_key == 0)
+
+    @triton.jit(do_not_specialize=["n_moves"], do_not_specialize_on_alignment=["root", "older", "table"])
+    def _taken(
+        table, updates, root, older, skip, read, n_moves, n_heads, n_key_heads, key_width, value_width,
+        N_TAPS: tl.constexpr, N_FIELDS: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
+        COLUMNS_: tl.constexpr,
+    ):  # fmt: skip
+        head = tl.program_id(0)
+        keys, columns = tl.arange(0, KEYS), tl.program_id(1) * COLUMNS_ + tl.arange(0, COLUMNS_)
+        is_key, is_column = keys < key_width, columns < value_width
+        mask = is_key[:, None] & is_column[None, :]
+        at = (head * key_width + keys[:, None]) * value_width + columns[None, :]
+        n_keys = n_key_heads * key_width
+        key_head = head // (n_heads // n_key_heads)
+        stays_at = tl.load(root + at, mask=mask, other=0.0)
+        state = stays_at
+        move = tl.program_id(0).to(tl.int64) * 0
+        while move < n_moves:
+            own = table + move * (N_FIELDS + N_TAPS)
+            begins, row, stays = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+            if begins == 0:
+                state = stays_at
+            if begins == 1:
+                state = tl.load(older + at, mask=mask, other=0.0)
+            update = updates + move * (2 * n_keys + n_heads * (value_width + 2))
+            query = tl.load(update + key_head * key_width + keys, mask=is_key, other=0.0)
+            key = tl.load(update + n_keys + key_head * key_width + keys, mask=is_key, other=0.0)
+            value = tl.load(update + 2 * n_keys + head * value_width + columns, mask=is_column, other=0.0)
+            numbers = update + 2 * n_keys + n_heads * value_width + head
+            decay, amount = tl.load(numbers), tl.load(numbers + n_heads)
+            state = state * decay
+            change = value * amount
+            if CORRECTS:
+                change = (value - tl.sum(state * key[:, None], axis=0)) * amount
+            state = state + key[:, None] * change[None, :]
+            if stays != 0:
+                stays_at = state
+            if row >= 0:
+                out = tl.sum(state * query[:, None], axis=0)
+                if CORRECTS == 0:
+                    out += value * tl.load(skip + head).to(tl.float32)
+                to = (row.to(tl.int64) * n_heads + head) * value_width + columns
+                tl.store(read + to, out.to(read.dtype.element_ty), mask=is_column)
+            move += 1
+        tl.store(root + at, stays_at, mask=mask)
+
+
+def computes(rule: StateRule, inputs: Tensor) -> bool:
+    """Tell whether the kernels take rows with these inputs into states of a rule."""
+    form = rule.form
+    is_known = form.convolves_keys and max(form.key_width, form.value_width) <= WIDEST
+    return bool(is_known) and inputs.dtype in DTYPES and obstacle() is None
+
+
+@on_its_device
+def take(root: Tensor, older: Tensor, rule: StateRule, new: Tensor, ring: Tensor, table: Tensor, read: Tensor) -> None:
+    """Take tokens into a state, one after the other.
+
+    Args: root, older: float32 (heads, key_width, value_width); the first becomes the state that stays. new, ring:
+          inputs, (rows, n_inputs). table: int32 (moves, FIELDS + taps), one or more; the tokens of each are rows of
+          `new`, then of `ring`, its own last, and below 0 before the text. read: (rows of the pass, heads *
+          value_width), in which what rows read of the state is written.
+    """
+    form, n_moves = rule.form, len(table)
+    n_keys, n_values = form.n_keys, form.n_heads * form.value_width
+    skip = getattr(rule, "skip", None)
+    least, largest = getattr(rule, "step_limits", (0.0, torch.inf))
+    new, ring, taps = new.contiguous(), ring.contiguous(), rule.taps.contiguous()
+    updates = torch.empty((n_moves, n_keys + n_values + 2 * form.n_heads), dtype=torch.float32, device=new.device)
+    _updates[(n_moves, 2 * form.n_key_heads + form.n_heads)](
+        new, ring, table, taps, taps if rule.taps_bias is None else rule.taps_bias.contiguous(), rule.log_decay,
+        rule.step_bias, updates, len(new), form.n_inputs, form.n_convolved, form.n_heads, form.n_key_heads,
+        form.key_width, form.value_width, float(least), float(largest), float(getattr(rule, "step_scale", 1.0)),
+        form.key_width**-0.5, N_TAPS=form.n_taps, N_FIELDS=FIELDS, HAS_BIAS=rule.taps_bias is not None,
+        CORRECTS=skip is None, WIDTH=triton.next_power_of_2(max(form.key_width, form.value_width)),
+    )  # fmt: skip
+    _taken[(form.n_heads, -(-form.value_width // COLUMNS))](
+        table, updates, root, older, rule.log_decay if skip is None else skip, read, n_moves, form.n_heads,
+        form.n_key_heads, form.key_width, form.value_width, N_TAPS=form.n_taps, N_FIELDS=FIELDS, CORRECTS=skip is None,
+        KEYS=triton.next_power_of_2(form.key_width), COLUMNS_=COLUMNS,
+    )  # fmt: skip
