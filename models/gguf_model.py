@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from .gguf_settings import FACTORS, IDS, NEXT_LAYERS, config_of, ends_of, form_o
 from .gguf_tokenizer import write_tokenizer
 from .kernels.build import Kernels, kernels
 from .kernels.layout import ROWS
-from .saved import GGUF_WEIGHTS, REPORT_S, OnStep, linked_gguf, refuse_missing, supported_type
+from .saved import GGUF_WEIGHTS, OnStep, ReadShare, linked_gguf, refuse_missing, supported_type
 
 # In the names of what a router adds to scores, a parameter or a buffer, and how the converter writes these.
 CORRECTIONS = {"correction_bias": "correction.bias", "expert_bias": "expert_bias.bias"}
@@ -103,13 +103,10 @@ def load_gguf(
     is_bare = not for_device and not isinstance(chosen, str) and fits(config)
     model: Any = Skeleton(config, dtype_asked) if is_bare else without_weights(config, dtype_asked)
     file = file or GgufFile(linked_gguf(folder))
-    reading = Reading(file, model, dtype_asked, None if isinstance(chosen, str) else chosen, for_device=for_device)
-    reported = time.monotonic()
-    names = list(model.state_dict())
-    for number, name in enumerate(names):
-        if time.monotonic() - reported > REPORT_S:
-            reported = time.monotonic()
-            on_step(f"{doing}, {100 * number // len(names)} % of the weights")
+    share = ReadShare(on_step, doing, sum(tensor.data.nbytes for tensor in loaded_tensors(file, config)))
+    kept = None if isinstance(chosen, str) else chosen
+    reading = Reading(file, model, dtype_asked, kept, for_device=for_device, on_bytes=share.add)
+    for name in list(model.state_dict()):
         reading.take(name)
     reading.finish()
     return model.eval().requires_grad_(False), file.n_values
@@ -136,19 +133,15 @@ class Reading:
     """The state of reading a file into a model without memory.
 
     Args: first_layer: the number in the file of the model's first layer. for_device: the embedding keeps no codes.
+          on_bytes: called with the bytes of the file that were read since the last call.
     """
 
     def __init__(
-        self,
-        file: GgufFile,
-        model: Any,
-        dtype: torch.dtype,
-        chosen: Kernels | None,
-        first_layer: int = 0,
-        for_device: bool = False,
-    ) -> None:
+        self, file: GgufFile, model: Any, dtype: torch.dtype, chosen: Kernels | None, first_layer: int = 0,
+        for_device: bool = False, on_bytes: Callable[[int], None] = lambda n_bytes: None,
+    ) -> None:  # fmt: skip
         self.file, self.model, self.dtype, self.kernels = file, model, dtype, chosen
-        self.first_layer, self.for_device = first_layer, for_device
+        self.first_layer, self.for_device, self._on_bytes = first_layer, for_device, on_bytes
         self.family: Family = family_of(model.config)
         self.form = form_of(file)[1]
         self.heads: HeadLayout = heads_of(model.config)
@@ -207,7 +200,12 @@ class Reading:
             _check_shape(self.file.path, tensor, expected, tuple(values.shape))
             # A correction is in float32 whatever the model's type.
             self._values[name] = values if is_correction else values.to(self.dtype).contiguous()
-        self.file.release(tensor)
+        self._release(tensor)
+
+    def _release(self, part: FileTensor) -> None:
+        """Let the system drop what was read of a tensor, and say how much it was."""
+        self.file.release(part)
+        self._on_bytes(part.data.nbytes)
 
     def _is_of_mixer(self, module_name: str) -> bool:
         mixer = self.family.mixer
@@ -244,13 +242,13 @@ class Reading:
         keeps = kind == "weight" and self.kernels is not None
         if keeps and self.kernels and all(tensor.kind in forms(self.kernels) for tensor in whole.values()):
             for part in self._halves[map_name]:
-                packed = packed_experts(whole[part], self.kernels, self.file.release)
+                packed = packed_experts(whole[part], self.kernels, self._release)
                 self._experts.setdefault(module_name, {})[part] = packed
             return
         values = {part: numbers(whole[part]).to(self.dtype) for part in self._halves[map_name]}
         self._values[f"{module_name}.{leaf}"] = stacked(values, map_name, named)
         for part in values:
-            self.file.release(whole[part])
+            self._release(whole[part])
 
     def _is_of_latents(self, module_name: str) -> bool:
         return self.family.latents is not None and module_name.endswith(f".{self.family.latents[1]}")
@@ -269,7 +267,7 @@ class Reading:
         both = torch.cat((numbers(of_keys).transpose(1, 2), numbers(of_values)), dim=1)
         self._values[name] = both.flatten(0, 1).to(self.dtype)
         for tensor in (of_keys, of_values):
-            self.file.release(tensor)
+            self._release(tensor)
 
     def _tensor(self, name: str) -> FileTensor | None:
         """Return what the file has for a parameter: a tensor, some rows of one, or several as one."""

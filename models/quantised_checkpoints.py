@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from .expert_checkpoints import BLOCKS, SCALES, mixtures_of, read_experts, read_
 from .families import family_of
 from .fingerprint import plain_name
 from .kernels.build import kernels
-from .saved import REPORT_S, OnStep, refuse_missing, refuse_unread, supported_config
+from .saved import OnStep, ReadShare, refuse_missing, refuse_unread, supported_config
 from .schemes import CONFIG_KEYS, CheckpointFormat, Scheme
 from .stored_tensors import stored_tensors
 
@@ -88,14 +87,18 @@ def load_packed(
             raise _none_stored(folder, scheme)
         read_here = {*rest.values(), *(stored for parts in maps.values() for stored in parts.values())}
         read_here |= {stored for one in experts for stored in one.names()}
-        n_read, n_all, reported = 0, len(maps) + len(experts) + len(blocks), time.monotonic()
+        n_bytes = {name: shape.n_bytes for name, shape in tensors.stored_shapes().items()}
+        share = ReadShare(on_step, doing, sum(n_bytes.values()))
 
-        def done() -> None:
-            nonlocal n_read, reported
-            n_read += 1
-            if time.monotonic() - reported > REPORT_S:
-                reported = time.monotonic()
-                on_step(f"{doing}, {100 * n_read // n_all} % of the weights")
+        def done(names: Iterable[str]) -> None:
+            share.add(sum(n_bytes[name] for name in names))
+
+        def read_rest(places: Mapping[str, str]) -> None:
+            values = {}
+            for name, stored in places.items():
+                values[name] = tensors.read(stored)
+                done([stored])
+            _take_rest(model, values, dtype_asked, folder)
 
         def make(parts: Mapping[str, Tensor], n_out: int, n_in: int) -> CodedLinear | nn.Linear:
             empty = nn.Linear(n_in, n_out, bias=False, device="meta")
@@ -108,12 +111,13 @@ def load_packed(
             if stored is None:
                 raise _Mismatch(f"it lacks {name}")
             read_here.add(stored)
+            done([stored])
             return cast(Tensor, tensors.read(stored))
 
         # Biases of experts come first: they go where the maps go.
         within = [f"{name}." for name in (*blocks, *(one.module for one in experts))]
         first = {name: rest.pop(name) for name in list(rest) if name.startswith(tuple(within))}
-        _take_rest(model, {name: tensors.read(at) for name, at in first.items()}, dtype_asked, folder)
+        read_rest(first)
         for stored in experts:
             assert named is not None
             with _fitting(stored.module, folder, scheme):
@@ -121,12 +125,11 @@ def load_packed(
                 read_experts(
                     model, stored, named, dtype_asked, kept, lambda name: tensors.read(name).contiguous(), make
                 )
-            done()
+            done(stored.names())
         for name in blocks:
             assert named is not None
             with _fitting(name, folder, scheme):
                 read_mxfp4(model, name, named, dtype_asked, None if isinstance(chosen, str) else chosen, read_block)
-            done()
         for name, parts in maps.items():
             rest.pop(f"{name}.bias", None)
             rest.pop(f"{name}.weight", None)
@@ -136,8 +139,8 @@ def load_packed(
             if name == "lm_head":
                 model.config.tie_word_embeddings = False  # The quantised LM head has its own weights, so do not tie it.
             model.set_submodule(name, made)
-            done()
-        _take_rest(model, {name: tensors.read(stored) for name, stored in rest.items()}, dtype_asked, folder)
+            done(parts.values())
+        read_rest(rest)
     model.tie_weights()
     refuse_missing([name for name, parameter in model.named_parameters() if parameter.is_meta], folder)
     refuse_unread(set(stored_names.values()) - read_here, folder)

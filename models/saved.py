@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,6 +99,23 @@ def reporting_progress(step: OnStep, doing: str) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(before)
+
+
+class ReadShare:
+    """Calls `step` with "`doing`, 40 % of the weights" about every second, by the bytes of files that were read.
+
+    Args: n_bytes: of all that is to be read.
+    """
+
+    def __init__(self, step: OnStep, doing: str, n_bytes: int) -> None:
+        self._step, self._doing, self._n_all = step, doing, max(1, n_bytes)
+        self._n_read, self._reported = 0, time.monotonic()
+
+    def add(self, n_bytes: int) -> None:
+        self._n_read = min(self._n_all, self._n_read + n_bytes)
+        if time.monotonic() - self._reported > REPORT_S:
+            self._reported = time.monotonic()
+            self._step(f"{self._doing}, {100 * self._n_read // self._n_all} % of the weights")
 
 
 def linked_gguf(folder: Path) -> Path:

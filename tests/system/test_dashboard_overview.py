@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from swiftopt.core.errors import ServiceUnreachable
 from swiftopt.core.events import CostStatus, ModelTuning, SearchStatus, ShiftStatus, TaskTuning
+from swiftopt.core.messages import Loading
 from swiftopt.core.requests import ServedModel
 from swiftopt.core.rounds import RequestRounds
 from swiftopt.core.types import Completion, LayerSet, Timings
@@ -155,6 +156,18 @@ def test_page_tells_of_an_unreachable_redis_and_of_a_full_disk(store: Store, mon
     page = client.get("/").text
     assert "Redis is unreachable, jobs wait" in page and "Nothing can be stored: the disk is full" in page
     assert page.index('class="alarm"') < page.index('class="headline"')
+
+
+def test_health_tells_how_far_the_weights_are_read(store: Store) -> None:
+    told: list[tuple[str, str]] = []
+    engines = Engines([ServedModel("tiny", "tiny")], on_state=lambda name, state: told.append((name, state)))
+    app = create_app(store, JobService(store, None), ServerSettings(requests_per_min=0), engines=engines)
+    for share in (7, 40):
+        engines.of["tiny"]._receive(Loading(f"reading tiny, {share} % of the weights"))
+        answer = TestClient(app).get("/health")
+        expected = f"it is loading the model: reading tiny, {share} % of the weights"
+        assert (answer.status_code, answer.json()["engines"]) == (503, {"tiny": expected})
+        assert told[-1] == ("tiny", expected)
 
 
 # --- the curve

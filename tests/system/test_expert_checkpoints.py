@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from converted import write_gguf
 from families import tiny_model
 from native import library
 from packed_files import IDS, Packing, check_drafts, logits_of, packed_map
@@ -28,6 +29,8 @@ OF_MAP = re.compile(r"(_proj|_with_mqa|shared_\w+\.\w+)\.weight$")
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 WIDE |= {"intermediate_size_mlp": 64, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # As Llama 4 has the maps of all experts of a layer.
+# As GGUF files have Qwen3 MoE: blocks of 32 inputs, and experts in all layers.
+WHOLE_BLOCKS: dict[str, Any] = {"moe_intermediate_size": 32, "intermediate_size": 64, "mlp_only_layers": []}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -169,6 +172,26 @@ def test_experts_of_a_checkpoint_are_what_its_format_defines(
 
 def test_experts_in_mxfp4_keep_their_codes(tmp_path: Path) -> None:
     check(tmp_path, mxfp4_folder(tmp_path))
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "gptq", "gguf"])
+def test_a_mixture_says_which_share_of_its_bytes_was_read(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are most bytes: the share does not wait for the last of them, and reaches the whole."""
+    monkeypatch.setattr("swiftopt.models.saved.REPORT_S", -1.0)
+    library()
+    path = tmp_path
+    if stored == "mxfp4":
+        mxfp4_folder(tmp_path)
+    elif stored == "gptq":
+        quantised_folder(tmp_path, "qwen3_moe", Packing("gptq", 4, 32))
+    else:
+        path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen3_moe", torch.float32, **WHOLE_BLOCKS), "Q8_0")
+    steps: list[str] = []
+    load(str(path), "bfloat16", "cpu", steps.append)
+    shares = [int(step.rpartition(", ")[2].split(" %")[0]) for step in steps if step.endswith("% of the weights")]
+    assert shares == sorted(shares) and len(set(shares)) > 5 and shares[0] < 40 and 95 <= shares[-1] <= 100
 
 
 def test_experts_of_other_shapes_are_one_sentence(tmp_path: Path) -> None:
