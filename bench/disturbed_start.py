@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from ..core.streams import read_stream
 from ..core.types import Prompt
 from .serving import ask, measure, model_card, model_tuning, served
+from .turn import measured, started
 
 SCHEMA = "swiftopt.bench-disturbed-start/1"
 N_WARM, N_MEASURED = 10, 20  # Requests before the measurement, and requests that are measured.
@@ -35,7 +35,7 @@ PROGRAMS = (
 @contextmanager
 def busy() -> Iterator[None]:
     """Run a CPU-bound and a memory-bound process in the background."""
-    programs = [subprocess.Popen([sys.executable, "-c", program]) for program in PROGRAMS]
+    programs = [started([sys.executable, "-c", program]) for program in PROGRAMS]
     try:
         yield
     finally:
@@ -95,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measured(main)

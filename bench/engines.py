@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from ..models.costs import device_name
 from ..models.sources import local_folder, resolve
 from ..terminal.output import note, show
 from ..terminal.render import folding, number, numeric, table
+from .turn import measured, started
 
 TASK = "engines"  # Task name of all lines, so that one layer set is tuned for all of them.
 TUNED_TOKENS = "64"  # --max-new-tokens of the tuning command.
@@ -74,7 +74,7 @@ class EngineChecks:
 
 def swiftopt(arguments: Sequence[str]) -> int:
     """Run a command line of `swiftopt` and return its exit code."""
-    return subprocess.run([sys.executable, "-m", "swiftopt", *arguments], check=False).returncode
+    return started([sys.executable, "-m", "swiftopt", *arguments]).wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,4 +188,4 @@ def _measure(args: argparse.Namespace, folders: Mapping[str, Path], stream: Path
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measured(main)

@@ -37,6 +37,7 @@ from ..models.costs import RECORD_AT, device_name, measure_costs, measure_format
 from ..models.loading import at_speed, random_runtime, use_expandable_segments
 from ..models.rows import Rows, best_of
 from ..models.runtime import Runtime
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-gpu/1"
 SKIP_RATIO = 0.45
@@ -427,4 +428,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measured(main)

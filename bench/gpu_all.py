@@ -24,6 +24,7 @@ from threading import Timer
 from time import perf_counter
 
 from .tables import ROOT
+from .turn import measured, started
 
 SCHEMA = "swiftopt.gpu-steps/1"
 TOTAL_S = 530.0  # Time limit for all steps together.
@@ -83,9 +84,7 @@ def run(step: DeviceStep, folder: Path, left_s: float) -> dict[str, object]:
         return {"step": step.name, "exit": None, "seconds": 0.0}
     print(f"== {step.name}: python {' '.join(step.words)}", flush=True)
     started_s, last_line = perf_counter(), ""
-    with subprocess.Popen(
-        [sys.executable, *step.words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with started([sys.executable, *step.words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         limit_s = min(step.limit_s, left_s)
         timers = [Timer(limit_s, process.send_signal, (signal.SIGINT,)), Timer(limit_s + GRACE_S, process.kill)]
         for timer in timers:
@@ -124,4 +123,4 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measured(main)

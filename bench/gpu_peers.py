@@ -32,6 +32,7 @@ from ..engines.turns import Question, Turns, TurnsRequest
 from ..models.costs import device_name
 from ..terminal.output import note, show
 from .gpu import SHAPES, ModelShape, obstacle, permuting_runtime, prompt_of, scale_inner
+from .turn import measured
 
 ROWS = ("swiftopt", "transformers/plain", "llama-cpp/plain", "node-llama-cpp/plain", "vllm/plain")
 SCALE = 0.0625  # Scale of the inner sub-layers' output; without it, int4 drafts of random weights are rarely accepted.
@@ -118,4 +119,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measured(main)

@@ -29,6 +29,7 @@ from ..models.costs import machine_name
 from ..models.loading import at_speed, random_runtime
 from ..models.rows import Rows
 from ..models.runtime import Runtime
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-hybrid/1"
 TOKENS = 4096  # Tokens of the vocabulary: a whole one would make the head a large part of few layers.
@@ -145,4 +146,4 @@ def _second_turn(runtime: Runtime, text: list[int]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    measured(main)

@@ -50,6 +50,7 @@ from ..models.runtime import Runtime
 from ..optimizer.search import Search
 from ..optimizer.task_state import sub_layers_of
 from ..store import Store
+from .turn import measured, started
 
 RANK_SCHEMA = "swiftopt.head-rank/1"
 PASS_REPEATS, STEP_REPEATS = 9, 15
@@ -391,7 +392,7 @@ def lookup_times(database: str, options: Sequence[str], seconds: float) -> dict[
     """Start a server and measure its maximum rate and its latency at a constant rate."""
     environment = {name: value for name, value in os.environ.items() if name != "SWIFTOPT_REDIS_URL"}
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--db", database, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
         try:
@@ -470,7 +471,7 @@ async def steady(port: int, seconds: float) -> list[float]:
 
 if __name__ == "__main__":
     try:
-        main()
+        measured(main)
     except SwiftoptError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -39,6 +39,7 @@ from ..models.runtime import Runtime
 from ..optimizer.evaluation import WindowScore, score_window, swift_speedup
 from .micro import measure_ms
 from .small_mixture import EXAMPLES, texts, trained
+from .turn import measured
 
 # Qwen3-30B-A3B: a token takes 8 of 128 experts, which are this share of the bytes of a 4-bit pass.
 SHARE, N_EXPERTS, N_CHOSEN = 0.576, 128, 8
@@ -243,4 +244,4 @@ def drafts(model: str | None, stream: str, limit: int, max_new_tokens: int, leng
 
 
 if __name__ == "__main__":
-    main()
+    measured(main)

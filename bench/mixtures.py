@@ -29,6 +29,7 @@ from ..models.kernels.native import NativePasses
 from ..models.loading import load
 from ..models.rows import Rows
 from ..models.runtime import Runtime
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-mixture/1"
 TOKENS = 1024  # Tokens of the vocabulary: a whole one would make the head most of a few layers.
@@ -302,4 +303,4 @@ def _bytes_of(runtime: Runtime, ids: list[int], context: int, buffer: KVBuffer) 
 
 
 if __name__ == "__main__":
-    main()
+    measured(main)

@@ -29,6 +29,7 @@ from ..terminal.inputs import decoding_request, load
 from ..terminal.output import Result, StepNotes, note
 from ..terminal.render import fixed, number, numbers, table
 from ..terminal.value_types import positive
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-repeats/1"
 SOURCES = Path(__file__).parent.parent / "decoding"  # Code that the prompts show.
@@ -220,4 +221,4 @@ def command(lengths: tuple[int, ...], files: int, pairs: int, **values: Any) -> 
 
 
 if __name__ == "__main__":
-    program.main(command, "python -m swiftopt.bench.repeats")
+    measured(lambda: program.main(command, "python -m swiftopt.bench.repeats"))

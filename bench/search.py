@@ -47,6 +47,7 @@ from ..terminal.output import Result, check_writable, note, writing
 from ..terminal.render import fixed, number, numbers, table
 from ..terminal.value_types import positive
 from .charts import draw_search
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-search/1"
 AT_ONCE = 4  # Layer sets evaluated together in one pass.
@@ -496,4 +497,4 @@ def _search_table(report: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    program.main(command, "python -m swiftopt.bench.search")
+    measured(lambda: program.main(command, "python -m swiftopt.bench.search"))

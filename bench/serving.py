@@ -18,6 +18,7 @@ import httpx2
 from ..core.errors import ServiceUnreachable
 from ..core.events import phase_of
 from ..core.types import Prompt
+from .turn import started
 
 SCHEMA = "swiftopt.bench-serve/1"
 LOAD_S = 600.0
@@ -45,7 +46,7 @@ def served_process(
     Raises: ServiceUnreachable: the server does not start.
     """
     command = [sys.executable, "-m", "swiftopt", "serve", "--port", "0", "--json", "--rate", "0", "--log", "warnings"]
-    with subprocess.Popen(
+    with started(
         [*command, "--model", model, *options],
         stdout=subprocess.PIPE,
         text=True,

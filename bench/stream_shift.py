@@ -36,6 +36,7 @@ from ..terminal.output import Result, StepNotes, note
 from ..terminal.render import fixed, number, numbers, table
 from ..terminal.value_types import positive
 from .charts import draw_stream_shift
+from .turn import measured
 
 SCHEMA = "swiftopt.bench-stream-shift/1"
 SETTLED_AFTER = 10  # Prompts of a new task within which acceptance must recover.
@@ -240,4 +241,4 @@ def _shift_table(report: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    program.main(command, "python -m swiftopt.bench.stream_shift")
+    measured(lambda: program.main(command, "python -m swiftopt.bench.stream_shift"))

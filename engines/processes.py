@@ -10,11 +10,13 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from ..core.processes import die_with
 from .packages import EngineFailed, Launch
 
 END_S = 5  # Seconds after which a process that was asked to end is killed.
@@ -31,7 +33,7 @@ class Memory(NamedTuple):
 class Child:
     """An engine's process, which answers JSON lines; it is stopped between turns, so that it uses no CPU time.
 
-    The process leads a separate process group: the kernel ends it, even if stopped, when this process is gone.
+    The process leads a separate process group. On Linux the kernel kills it when this process is gone.
 
     Raises: EngineFailed: the process cannot be started, or its log cannot be written.
     """
@@ -50,6 +52,7 @@ class Child:
                     encoding="utf-8",
                     env={**environ, **launch.environ},
                     process_group=0,
+                    preexec_fn=partial(die_with, os.getpid()),
                 )
         except OSError as error:
             raise EngineFailed(f"{launch.command[0]} cannot be started ({error})") from error

@@ -15,12 +15,16 @@ from time import perf_counter, process_time
 import torch
 from filelock import FileLock, Timeout
 
+from ..core.errors import Busy
 from ..core.settings import measures_alone
 from .saved import OnStep, no_step
 
 MOST_SHARE = 0.1  # Largest share of CPU time that other programs may use during a valid measurement.
+MOST_OF_COMMAND = 120  # Characters of a command line that a message quotes.
 TURN_S = 120.0  # Longest wait for another process that measures on the same device.
+HELD = "SWIFTOPT_MEASURING_HELD"  # Environment variable: lock file that the process which started this one holds.
 PROC_STAT = Path("/proc/stat")
+PROC_LOCKS = Path("/proc/locks")
 _BUSY = (0, 1, 2, 5, 6)  # Busy-time columns of a cpu line in /proc/stat: user, nice, system, irq, softirq.
 _STEAL = 7  # Column of the time that the host gave to other virtual machines.
 
@@ -28,25 +32,49 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def measuring_turn(device: torch.device, on_step: OnStep = no_step, wait_s: float = TURN_S) -> Iterator[None]:
+def measuring_turn(
+    device: torch.device, on_step: OnStep = no_step, wait_s: float = TURN_S, alone: bool = False
+) -> Iterator[None]:
     """Hold the lock for measurements on a device; after waiting `wait_s`, go on without it.
 
-    The measurement's own checks then report it as disturbed. A process that holds the lock may enter again.
+    The measurement's own checks then report it as disturbed. A process that holds the lock may enter again, and so may
+    the processes that it starts. The lock of a process that was killed is free.
+
+    Raises: Busy: `alone`, and another process still held the lock after `wait_s`.
     """
-    if not measures_alone():
+    path = _lock_path(device)
+    if not measures_alone() or os.environ.get(HELD) == str(path):
         yield
         return
-    name = f"swiftopt-measuring-{_lock_name(device)}.lock"
-    lock = FileLock(Path(tempfile.gettempdir()) / name, mode=0o666, is_singleton=True, thread_local=False)
+    lock = FileLock(path, mode=0o666, is_singleton=True, thread_local=False)
     try:
         if not _acquired(lock, 0.0):
-            on_step("waiting for another process that measures on this device")
+            on_step(f"waiting for {_holder(path)}, which measures on this device")
             if not _acquired(lock, wait_s):
+                if alone:
+                    raise Busy(
+                        f"{_holder(path)} still measures on this device after {wait_s:.0f} s: start again when it has"
+                        " ended, or end it"
+                    )
                 logger.warning("measuring=beside-another device=%s waited_s=%.0f", device, wait_s)
         yield
     finally:
         if lock.is_locked:
             lock.release()
+
+
+@contextmanager
+def held_by_children(device: torch.device) -> Iterator[None]:
+    """Let the processes that this one starts measure within its turn."""
+    os.environ[HELD] = str(_lock_path(device))
+    try:
+        yield
+    finally:
+        del os.environ[HELD]
+
+
+def _lock_path(device: torch.device) -> Path:
+    return Path(tempfile.gettempdir()) / f"swiftopt-measuring-{_lock_name(device)}.lock"
 
 
 def _acquired(lock: FileLock, wait_s: float) -> bool:
@@ -58,6 +86,19 @@ def _acquired(lock: FileLock, wait_s: float) -> bool:
         logger.warning("measuring=without-turns reason=%r", str(error))
         return True
     return True
+
+
+def _holder(path: Path) -> str:
+    """Return the process that holds a lock file, in words, with its command where the system tells it."""
+    with suppress(OSError, ValueError, IndexError):
+        inode = str(path.stat().st_ino)
+        for line in PROC_LOCKS.read_text(encoding="ascii").splitlines():
+            _, kind, _, _, pid, file, *_ = line.split()
+            if kind == "FLOCK" and file.rpartition(":")[2] == inode:
+                command = Path(f"/proc/{int(pid)}/cmdline").read_text(encoding="utf-8", errors="replace")
+                words = " ".join(word.replace("\n", " ") for word in command.split("\0"))
+                return f"process {pid} ({words.strip()[:MOST_OF_COMMAND]})"
+    return "another process"
 
 
 def _lock_name(device: torch.device) -> str:

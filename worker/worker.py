@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -11,7 +10,6 @@ import secrets
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from rq.worker import WorkerStatus
 from sqlalchemy.orm import Session
 
 from ..core.errors import StoreError
+from ..core.processes import die_with
 from ..core.requests import Delivery, JobSpec, Lease
 from ..store import Jobs, Store
 from ..store.database import as_url, store_errors, writing
@@ -44,7 +43,6 @@ LONGEST_WAIT_S = 5.0  # Longest wait between two attempts to reconnect to Redis.
 RESTART_S = 1.0  # Wait before a restart after rq has given up on Redis.
 TIDY_S = 600.0  # Seconds between two clean-ups of rq's registries.
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # Option of prctl(2): signal sent to a child when its parent dies.
 POLL_S = 0.02  # Polling interval for a child's end where pidfd_open is missing.
 
 T = TypeVar("T")
@@ -132,7 +130,7 @@ class JobWorker(Worker):
 
     def setup_work_horse_signals(self) -> None:
         """Set up the child: end with the parent, listen for SIGTERM, leave Ctrl-C to the parent."""
-        die_with(self._pid)
+        die_with(self._pid)  # Elsewhere than on Linux the child ends when its lease is lost.
         signal.signal(signal.SIGTERM, lambda *_: self._sigterm.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
@@ -242,19 +240,6 @@ def describe_death(status: int, peak_kib: int) -> str:
         guess = ", probably out of memory" if number == signal.SIGKILL else ""
         return f"the worker's child was killed by signal {number} ({name}){guess}; {peak}"
     return f"the worker's child ended with exit code {os.waitstatus_to_exitcode(status)}; {peak}"
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; call it right after the fork.
-
-    Linux only. On other systems the child ends when its lease is lost.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent died before prctl was called, so no signal will come.
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def wait_for(pid: int, seconds: float) -> tuple[int, resource.struct_rusage] | None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from families import tiny_runtime
 
-from swiftopt.core.errors import SettingsError
+from swiftopt.core.errors import Busy, SettingsError
 from swiftopt.core.settings import measures_alone
 from swiftopt.models import costs
 from swiftopt.models.costs import _doubts_of_machine, _doubts_of_passes, measure_costs
@@ -62,7 +63,9 @@ def test_one_process_measures_at_a_time(holder: subprocess.Popen[str]) -> None:
 
     thread = threading.Thread(target=measure)
     thread.start()
-    assert not entered.wait(0.5) and steps == ["waiting for another process that measures on this device"]
+    assert not entered.wait(0.5)
+    [step] = steps
+    assert step.startswith(f"waiting for process {holder.pid} (") and step.endswith("), which measures on this device")
     assert holder.stdin is not None
     holder.stdin.write("\n")
     holder.stdin.flush()
@@ -74,6 +77,45 @@ def test_one_process_measures_at_a_time(holder: subprocess.Popen[str]) -> None:
 def test_the_wait_for_another_measurement_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     with measuring_turn(CPU, wait_s=0.2):
         assert "measuring=beside-another" in caplog.text
+
+
+def test_who_must_measure_alone_fails_in_time_and_says_who_is_in_its_way(holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(Busy, match=f"process {holder.pid} .* after 0 s"), measuring_turn(CPU, wait_s=0.2, alone=True):
+        pass
+
+
+def test_the_turn_of_a_process_that_was_killed_is_free(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.wait()
+    with measuring_turn(CPU, wait_s=10.0, alone=True):
+        pass
+
+
+def test_what_a_benchmark_starts_measures_in_its_turn_and_ends_with_it(tmp_path: Path) -> None:
+    inner = "import time; time.sleep(600)"
+    outer = f"""
+import sys, torch
+from swiftopt.bench.turn import measured, started
+from swiftopt.models.measuring import measuring_turn
+def main():
+    held = [sys.executable, "-c", {HOLDER!r}]
+    done = started(held, stdin=-3)
+    assert done.wait(60) == 0
+    print(started([sys.executable, "-c", {inner!r}]).pid, flush=True)
+    sys.stdin.readline()
+measured(main)
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=pipe, stdout=pipe, text=True) as bench:
+        assert bench.stdout is not None and bench.stdout.readline() == "held\n"
+        child = psutil.Process(int(bench.stdout.readline()))
+        with pytest.raises(Busy, match=f"process {bench.pid} "), measuring_turn(CPU, wait_s=0.0, alone=True):
+            pass
+        bench.kill()
+        psutil.wait_procs([child], timeout=10)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        with measuring_turn(CPU, wait_s=10.0, alone=True):
+            pass
 
 
 def test_a_process_that_has_the_turn_may_measure_within_it() -> None:
