@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,14 +84,16 @@ class _Move(NamedTuple):
 class _Moves:
     """What brings the older state to its root, and then the newest to its own and rows behind it; the roots then.
 
-    `is_kept`: all rows see the text, so that their inputs are kept. `tables`: the moves as kernels read them.
+    `kept`: places in the ring of the last rows' inputs; none where a row does not see the text. By device: `places`,
+    int64 (n,), are these, and `tables` are the moves as kernels read them.
     """
 
     older: list[_Move]
     newest: list[_Move]
     roots: list[int]
-    is_kept: bool
-    tables: list[Tensor] | None = None
+    kept: list[int]
+    places: dict[torch.device, Tensor] = field(default_factory=dict)
+    tables: dict[torch.device, list[Tensor]] = field(default_factory=dict)
 
 
 class RecurrentStates:
@@ -186,9 +188,11 @@ class RecurrentStates:
         take = self._take_by_kernels if by_kernels else self._take_by_torch
         out = take(layer, rule, rows, moves)
         self.roots[layer, : len(moves.roots)] = torch.tensor(moves.roots)
-        if moves.is_kept:
-            kept = rows.slots[-self.n_kept :]
-            self.inputs[layer][[slot % self.n_kept for slot in kept]] = rows.inputs[len(rows.slots) - len(kept) :]
+        if moves.kept:
+            place = rows.inputs.device
+            if place not in moves.places:
+                moves.places[place] = uploaded(moves.kept, place)
+            self.inputs[layer][moves.places[place]] = rows.inputs[len(rows.slots) - len(moves.kept) :]
         return out
 
     def _take_by_torch(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
@@ -208,14 +212,14 @@ class RecurrentStates:
 
     def _take_by_kernels(self, layer: int, rule: StateRule, rows: StateRows, moves: _Moves) -> Tensor:
         states, place = self.states[layer], rows.inputs.device
-        if moves.tables is None:
+        if place not in moves.tables:
             new = {slot: row for row, slot in enumerate(rows.slots)}
-            moves.tables = [
+            moves.tables[place] = [
                 uploaded([self._fields(move, new) for move in of_one], place, torch.int32)
                 for of_one in (moves.older, moves.newest)
             ]
         read = rows.inputs.new_empty((len(rows.slots), self.form.n_heads * self.form.value_width))
-        for root, table in zip((states[-1], states[0]), moves.tables, strict=True):
+        for root, table in zip((states[-1], states[0]), moves.tables[place], strict=True):
             if len(table):
                 device_states.take(root, states[-1], rule, rows.inputs, self.inputs[layer], table, read)
         return read
@@ -272,7 +276,8 @@ class RecurrentStates:
             done = base, path
         if rows.is_text:
             roots[0] = end
-        return _Moves(brought[1] if oldest else [], newest, roots, is_kept)
+        kept = [slot % self.n_kept for slot in rows.slots[-self.n_kept :]] if is_kept else []
+        return _Moves(brought[1] if oldest else [], newest, roots, kept)
 
     def move(self, source: int | Sequence[int], target: int) -> None:
         """Copy a slot's inputs of all layers to another slot; of several, to consecutive ones."""
