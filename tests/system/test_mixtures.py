@@ -173,6 +173,18 @@ def test_passes_count_the_experts_that_rows_take(way: str) -> None:
     assert counts.repeated == sum(len(a & b) for layer in rows for a, b in pairwise(layer))
 
 
+@pytest.mark.families
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_every_type_with_experts_is_counted_by_torchs_way(variant: str) -> None:
+    runtime, ids = tiny_runtime(variant, torch.float32), words(3, 3)
+    at_speed(runtime, "eager")
+    drafted(runtime, LayerSet(runtime.n_layers), ids)
+    counts, mixtures = runtime.taken_experts(), runtime.mixtures
+    assert counts is not None and mixtures is not None
+    assert counts.taken == 2 * mixtures.n_chosen * len(mixtures.layers)
+    assert mixtures.n_chosen <= counts.distinct <= 3 * mixtures.n_chosen
+
+
 @pytest.mark.parametrize("way", ["native", "eager"])
 def test_rows_of_other_sequences_are_no_neighbours(way: str) -> None:
     runtime = counting(way)
