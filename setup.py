@@ -48,7 +48,17 @@ PLATFORMS = {
 # Developers' scripts, left out of the wheel; in a checkout, `python -m swiftopt.bench.micro` runs one.
 SCRIPTS = {
     "swiftopt.bench": (
-        *("disturbed_start", "engines", "gpu", "gpu_all", "gpu_peers", "hybrids", "micro", "mixture_drafts"),
+        *(
+            "coded_slots",
+            "disturbed_start",
+            "engines",
+            "gpu",
+            "gpu_all",
+            "gpu_peers",
+            "hybrids",
+            "micro",
+            "mixture_drafts",
+        ),
         *("mixtures", "parity", "repeats", "search", "small_mixture", "stream_shift", "tables", "train_mtp"),
         "verdicts",
     ),

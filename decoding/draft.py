@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ..core.types import LayerSet, TokenSource
     from ..models.buffer import KVBuffer
+    from ..models.coded_slots import SlotCoding
     from ..models.rows import Rows
     from ..models.runtime import Runtime
     from .context import Context, TokenRule
@@ -225,6 +226,10 @@ class DraftModel(ABC):
     def check(self, runtime: Runtime) -> None:
         """Raises: InvalidInput: it cannot draft for that target."""
 
+    def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
+        """Return how its passes read slots of the target's buffer; None: as they are."""
+        return None
+
     def begin(self, context: Context) -> Self:
         """Return a copy that drafts for one request."""
         request_copy = copy(self)
@@ -370,6 +375,10 @@ class Drafter(ABC):
     def slot_bytes(self) -> int:
         """Bytes per slot that drafting needs in addition to the target's buffer."""
         return 0 if self.model is None else self.model.slot_bytes
+
+    def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
+        """Return how drafts read slots of a target's buffer of `capacity` slots; None: as they are."""
+        return None if self.model is None else self.model.coding(runtime, capacity)
 
     @property
     def reads_states(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.types import LayerSet
 from ..models.buffer import KVBuffer
+from ..models.coded_slots import SlotCoding
 from ..models.rows import Pass, PassKind
 from ..models.runtime import Runtime
 from ..models.transfers import fetched
@@ -36,16 +37,34 @@ class SkippedTarget(DraftModel):
         runtime.check_layer_set(self.layer_set)
         runtime.copies.prepare(self.layer_set)
 
+    def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
+        if self._shared.layer_set is None or runtime.native is None:
+            return None
+        full = [block for block in runtime.blocks if block.has_attention and block.window is None]
+        heads = {block.index: block.heads for block in full if block.heads.latent is None}
+        return SlotCoding.of(
+            runtime.native.kernels,
+            {layer: (own.n_kv_heads, own.width) for layer, own in heads.items()},
+            [block.source for block in runtime.blocks],
+            runtime.info.n_parameters,
+            capacity,
+        )
+
     def restart(self) -> None:
         super().restart()
         self.layer_set = layer_set = self._shared.layer_set
         self._variants = () if layer_set is None or layer_set.is_whole else (layer_set,)
+        self._reads_coded: bool | None = None  # Not known before the first pass: a round may do without the model.
 
     def extend(self, token_ids: Sequence[int] | Tensor, parents: Sequence[int]) -> PassGenerator[Tensor]:
         rows = self._rows(token_ids, parents, self._variants)
         # Draft passes are run before waiting target passes. A draft by the whole target gets no such priority.
         kind: PassKind = "check" if self.layer_set is None else "draft"
-        return (yield Pass(self.context.runtime, rows, self.context.buffer, kind=kind))
+        buffer = self.context.buffer
+        if self._reads_coded is None:
+            # Slots before the root are the target's for good.
+            self._reads_coded = bool(self._variants) and buffer.code(self.context.root_slot)
+        return (yield Pass(self.context.runtime, rows, buffer, kind=kind, reads_coded=self._reads_coded))
 
 
 class OtherModel(DraftModel):

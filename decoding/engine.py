@@ -443,6 +443,7 @@ class Engine:
             self.prefixes.use(prefix, n_filled)
         self._make_room(n_bytes, keep=prefix)
         buffer = slots.runtime.new_buffer(capacity, slots.rows, slots.lag)
+        buffer.coding = slots.coding
         if buffer.states is not None:
             buffer.states.keeps_snapshots = self.memory is not None
         if prefix is None:

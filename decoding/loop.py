@@ -82,6 +82,7 @@ def decoding(
     spare_slots = max(0, scratch_rows - draft_rows)
     slots = Slots(runtime, capacity, first_capacity, shareable_ids, salt, method.drafter.slot_bytes, spare_slots)
     slots.rows, slots.lag = draft_rows, min(scratch_rows, MOST_LAG)
+    slots.coding = method.drafter.coding(runtime, capacity)
     buffer, n_read, state, load = yield from slots.acquire()
     tally = Tally() if resume_from is None else resume_from.tally.copied(resume_from.tally.elapsed_s)
     prompt_list = list(prompt_ids)

@@ -50,7 +50,8 @@ class Prefix:
 
     @property
     def n_bytes(self) -> int:
-        return self.buffer.capacity * self.slots.runtime.slot_bytes + self.buffer.state_bytes
+        buffer = self.buffer
+        return buffer.capacity * self.slots.runtime.slot_bytes + buffer.state_bytes + buffer.coded_bytes
 
     def common(self, slots: Slots, token_ids: Tokens) -> int:
         """Return the length of the common prefix with `token_ids`, whose keys and values can be reused."""

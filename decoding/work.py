@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..models.buffer import KVBuffer
+from ..models.coded_slots import SlotCoding
 from ..models.rows import Pass
 from ..models.runtime import Runtime
 from .events import WorkEvent
@@ -59,7 +60,8 @@ class Slots:
     `draft_slot_bytes` are those of drafting for each slot. The buffer has up to `spare` slots more, for passes that
     the text does without where memory is short. `state` is the mean state of what is read of the text's prompt, for
     others that go on from it; None: not known. Recurrent layers need to know `rows`, the most that a pass has after
-    committed text, and `lag`, the committed slots that rows of a search may leave unread.
+    committed text, and `lag`, the committed slots that rows of a search may leave unread. Drafts read slots as
+    `coding` says.
     """
 
     runtime: Runtime
@@ -72,6 +74,7 @@ class Slots:
     state: Tensor | None = None
     rows: int = 1
     lag: int = 0
+    coding: SlotCoding | None = None
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
@@ -83,7 +86,8 @@ class Slots:
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.runtime.slot_bytes + self.draft_slot_bytes
+        coded = 0 if self.coding is None else self.coding.slot_bytes
+        return self.runtime.slot_bytes + self.draft_slot_bytes + coded
 
     def bytes_of(self, n_slots: int) -> int:
         return n_slots * self.bytes_per_slot + self.runtime.state_bytes(self.rows, self.lag)

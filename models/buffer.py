@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .coded_slots import CodedSlots, SlotCoding
 from .family import SlotShape
 from .free_memory import free_memory
 from .recurrent import RecurrentStates
@@ -53,6 +54,9 @@ class KVBuffer:
         sources: Sequence[int] = (),
     ) -> None:
         self.capacity, self.states = capacity, states
+        # How slots that stay are copied for drafts, once they are many, and these copies.
+        self.coding: SlotCoding | None = None
+        self.coded: CodedSlots | None = None
         self._views: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         counts: Counter[_Form] = Counter()
 
@@ -119,6 +123,20 @@ class KVBuffer:
         """Bytes of recurrent layers' states, which do not depend on the number of slots."""
         return 0 if self.states is None else self.states.n_bytes
 
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the slots' copies in 4 bits."""
+        return 0 if self.coded is None else self.coded.n_bytes
+
+    def code(self, n_slots: int) -> bool:
+        """Copy what is new of the first slots, which stay, in 4 bits; return whether there are copies to read."""
+        if self.coding is None or n_slots < self.coding.least:
+            return False
+        if self.coded is None:
+            self.coded = CodedSlots(self.coding, self.keys, self.values)
+        self.coded.extend(n_slots)
+        return True
+
     def commit(self, n_slots: int, is_place: bool = False) -> None:
         """Say that the first slots hold text which stays, and whether other texts may go on from their end."""
         if self.states is not None:
@@ -136,6 +154,9 @@ class KVBuffer:
             self.states.copy_from(other.states, other.states.reachable(n))
         for form, block in self._blocks.items():
             block[:, :, :n] = other._blocks[form][:, :, :n]
+        if self.coding is not None and other.coded is not None and n >= self.coding.least:
+            self.coded = CodedSlots(self.coding, self.keys, self.values)
+            self.coded.copy_from(other.coded, n)
 
     def places(self, n_slots: int) -> list[int]:
         """Return behind which numbers of slots, up to `n_slots`, only states tell where a text can go on."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ..core.costs import ExpertCounts
 from .rows import HeadRows, Pass
+
+if TYPE_CHECKING:
+    from .kernels.build import Kernels
 
 
 class CapturedPasses(Protocol):
@@ -25,6 +28,7 @@ class KernelPasses(Protocol):
     """Interface of passes computed by our C++ kernels; implemented in `models.kernels.native`."""
 
     level: str
+    kernels: Kernels
     library: str  # The library's file name, which contains a digest of its sources.
 
     def run_layers(

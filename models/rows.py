@@ -107,7 +107,8 @@ class Pass:
     `capture` is as in `Runtime.forward`. `layers` (first, last): the rows, whose states (rows, hidden_size) after
     `first` layers are `hidden`, run up to `last` layers only, and logits are read there. `kind` is for whoever runs
     several sequences, and changes no number: "check" is a round's pass of the target, "draft" one that its draft takes,
-    "beside" one that reads a prompt or scores a window.
+    "beside" one that reads a prompt or scores a window. With `reads_coded` the rows, which see all slots before the
+    newest, read the first of these from copies in 4 bits, where their buffer has such: a draft's.
     """
 
     runtime: PassRunner
@@ -118,6 +119,7 @@ class Pass:
     hidden: Tensor | None = None
     layers: tuple[int, int] | None = None
     kind: PassKind = "check"
+    reads_coded: bool = False
 
     def run(self) -> Generator[Pass, Tensor, Tensor]:
         """Yield this pass to the driver of the calling generator; return its logits (rows, vocab)."""

@@ -134,7 +134,9 @@ def extra_bytes(method: Method, runtime: Runtime, n_positions: int, n_new_tokens
             bytes_by_storage[storage.data_ptr()] = storage.nbytes()
     copies = 0 if method.layer_set is None else runtime.copies.bytes_of(method.layer_set)
     n_rows = method.drafter.max_rows(n_new_tokens)
-    slots = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * method.drafter.slot_bytes
+    coding = method.drafter.coding(runtime, n_positions + n_rows)
+    draft_slot_bytes = method.drafter.slot_bytes + (0 if coding is None else coding.slot_bytes)
+    slots = (n_rows - 1) * runtime.slot_bytes + (n_positions + n_rows) * draft_slot_bytes
     return sum(bytes_by_storage.values()) + copies + slots
 
 

@@ -21,6 +21,7 @@ from ..decoding.events import Round
 from ..decoding.load import Load
 from ..decoding.methods import PLAIN, Method
 from ..decoding.work import PassGenerator
+from ..models.coded_slots import SlotCoding
 from ..models.runtime import Runtime
 from ..optimizer.evaluation import SEARCH_TIME_SHARE
 from ..optimizer.search import Search
@@ -57,6 +58,9 @@ class SwitchedDrafter(Drafter):
     @property
     def slot_bytes(self) -> int:
         return self.method.drafter.slot_bytes
+
+    def coding(self, runtime: Runtime, capacity: int) -> SlotCoding | None:
+        return self.method.drafter.coding(runtime, capacity)
 
     @property
     def reads_states(self) -> bool:

@@ -41,10 +41,10 @@ def library(level: str | None = None) -> build.Kernels:
     return found
 
 
-def native_runtime(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Runtime:
+def native_runtime(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changed: Any) -> Runtime:
     """A random tiny model whose passes our kernels compute."""
     library()
-    runtime = tiny_runtime(family, dtype, seed)
+    runtime = tiny_runtime(family, dtype, seed, **changed)
     at_speed(runtime, "exact")
     assert runtime.native is not None
     return runtime

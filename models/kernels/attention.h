@@ -20,6 +20,8 @@ template <class T> struct Word {  // one value each
     static void spread(const T* x, const T*, int n, float* to) {
         for (int i = 0; i < n; i += LANES) store(to + i, part_of(x, i, n));
     }
+    // The channel of which `spread` makes a column.
+    static constexpr int channel(int column) { return column; }
     static void put(float* words, int64_t at, vf value) { store(words + at, value); }
     static vf add(vf acc, vf a, vf b) { return fma(a, b, acc); }
     // Columns divided by a number, as a row of n values.
@@ -52,6 +54,10 @@ template <> struct Word<bf16> {  // two values each
             store(to + i, (vf)_mm512_unpacklo_epi16(a, b));
             store(to + i + 16, (vf)_mm512_unpackhi_epi16(a, b));
         }
+    }
+    static constexpr int channel(int column) {
+        const int lane = column % 16;
+        return column / 32 * 32 + lane / 4 * 8 + column % 32 / 16 * 4 + lane % 4;
     }
     // Values `at`, … of a row of words; the floats that they take the place of have been read.
     static void put(float* words, int64_t at, vf value) {
@@ -385,15 +391,24 @@ template <class T> static Together together_of(const Reader<T>* rows, int n_rows
     return {{int32_t(from), int32_t(std::max<int64_t>(0, to - from))}, possible};
 }
 
-// What rows read.
+// Copies of a key head's slots from slot 0 on: whole blocks of PLACES. `coded_slots.h` says how they lie.
+struct CodedHead {
+    const uint8_t* units;
+    int64_t n_slots;
+};
+static void coded_scores(int, const float*, int64_t, const uint8_t*, int, int8_t*, float*);
+static void coded_mix(int, const float*, const uint8_t*, int, int8_t*, float*, int64_t);
+static int64_t unit_bytes(int width);
+
+// What rows read. `coded`: all of them see its slots, and read these copies in place of keys and values.
 template <class T>
 static void attend(
     const Reader<T>* rows, int n_rows, int n_heads, int width, float scaling, float softcap, const T* keys,
-    const T* values, float* scratch) {
+    const T* values, CodedHead coded, float* scratch) {
     constexpr int UNIT = Word<T>::UNIT;
     const Together together = together_of(rows, n_rows, values, width);
     if (!together.possible) {
-        for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, softcap, keys, values, scratch);
+        for (int r = 0; r < n_rows; r++) attend(rows + r, 1, n_heads, width, scaling, softcap, keys, values, coded, scratch);
         return;
     }
     const int n = n_rows * n_heads;
@@ -406,6 +421,10 @@ static void attend(
         for (int w = 0; w * Word<T>::PER < width; w += LANES)
             store(query + h * wide + w, Word<T>::get(rows[h / n_heads].query + h % n_heads * width, w, width));
     const float* all_turned = turned<T>(n, query, width, room);
+    if (coded.n_slots)  // which need no turned queries of single rows
+        for (int h = 0; h < n; h++)
+            for (int i = 0; i < width; i += LANES)
+                store(own_room + h * wide + i, load(rows[h / n_heads].query + h % n_heads * width + i));
     Total totals[MOST_TOGETHER];
     std::fill(mixed, mixed + n * wide, 0.0f);
     for (int64_t at = oldest - oldest % PLACES; at < end; at += PLACES) {
@@ -425,7 +444,10 @@ static void attend(
                 part(r * n_heads, n_heads, row.first, row.oldest, together.run.length ? std::max(own, to) : own, row.end());
             }
         };
-        each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
+        const bool by_codes = at < coded.n_slots;
+        const uint8_t* unit = coded.units + at / PLACES * unit_bytes(width);
+        if (by_codes) coded_scores(n, own_room, wide, unit, width, (int8_t*)block, scores);
+        else each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
             const float* own = m == n ? all_turned : turned<T>(m, query + h * wide, width, own_room);
             scores_of<T>(m, own, slots, n_places - first, keys, width, block, scores + h * BESIDE + place + first);
         });
@@ -434,13 +456,14 @@ static void attend(
             const Reader<T>& row = rows[h / n_heads];
             auto within = [&](int64_t place) { return int(std::min<int64_t>(std::max<int64_t>(0, place - at), n_places)); };
             float* own = mixed + h * wide;
-            const float factor =
-                exponentials<T>(
+            const auto make = by_codes ? exponentials<float> : exponentials<T>;
+            const float factor = make(
                 scores + h * BESIDE, within(row.oldest), within(row.end()), n_places, scaling, softcap, totals[h]);
             if (factor != 1)
                 for (int64_t i = 0; i < wide; i += LANES) store(own + i, load(own + i) * factor);
         }
-        each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
+        if (by_codes) coded_mix(n, scores, unit, width, (int8_t*)block, mixed, wide);
+        else each_part([&](int h, int m, Slots slots, int first, int place, int n_places) {
             mix<T>(m, scores + h * BESIDE + place / Word<T>::PER, slots, first, n_places, values, width, block, mixed + h * wide);
         });
     }

@@ -1,5 +1,6 @@
 // Attention: projections, rotation, keys and values to their slots, what heads read; a part of `pass.cpp`.
 #pragma once
+#include "coded_slots.h"
 #include "latents.h"
 
 namespace {
@@ -60,6 +61,12 @@ auto Runner<T>::split_of(const List<Part>& parts, int n_kv_heads, int group) con
         }
     }
     return best;
+}
+
+// The copies of a key head's slots that the rows of a sequence read in a layer.
+inline CodedHead coded_head(const Sequence& sequence, const Step& step, int kv, int width) {
+    if (step.window || !sequence.n_coded) return {nullptr, 0};
+    return {(const uint8_t*)sequence.coded[step.layer] + kv * sequence.coded_units * unit_bytes(width), sequence.n_coded};
 }
 
 template <class T>
@@ -137,7 +144,7 @@ void Runner<T>::attention(const Step& step, const Attention& part, const RowList
         }
         attend(rows, n_rows, std::min(split.n_heads, group - own), width, part.scaling, part.softcap,
                (const T*)sequence.keys[step.layer] + head, (const T*)sequence.values[step.layer] + head,
-               on_line(scratch[thread].items));
+               coded_head(sequence, step, kv, width), on_line(scratch[thread].items));
     });
     if (part.gated)
         each(REST, thread, list.n, 1, [&](int64_t i, int64_t) {

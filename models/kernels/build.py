@@ -46,6 +46,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "repack": (ctypes.c_int, [_INT32, _POINTER, _POINTER, ctypes.POINTER(layout.Map), _INT32]),
     "numbers": (None, [ctypes.POINTER(layout.Map), _POINTER, _INT64, _POINTER]),
     "gguf_types": (ctypes.c_int, [_POINTER]),
+    "coded_unit": (_INT64, [_INT32, ctypes.POINTER(_INT32)]),
+    "code_slots": (ctypes.c_int, [*[_POINTER] * 3, _INT64, _INT64, *[_INT32] * 6]),
 }
 # What compilers write into each library: GCC its name and version, clang and zig, which is a clang, theirs.
 _COMPILERS = re.compile(rb"(GCC): \([^)]*\) ([\d.]+)|(clang) version ([\d.]+)")
@@ -63,6 +65,8 @@ class Kernels:
     repack: Callable[..., int]
     numbers: Callable[..., None]
     gguf_types: Callable[..., int]
+    coded_unit: Callable[..., int]
+    code_slots: Callable[..., int]
 
     @property
     def origin(self) -> str:

@@ -153,8 +153,10 @@ struct Sequence {  // consecutive rows of a pass that have keys and values of th
     const uint8_t* visible;             // (n_rows, first_slot + n_rows) or null
     void *const *keys, *const *values;    // per layer (kv_heads, capacity, width), or inputs of a convolution
     void *const *inputs, *const *states;  // per recurrent layer
+    void *const *coded;  // per layer units (kv_heads, coded_units) of copies in 4 bits, see `coded_slots.h`
     int32_t* roots;  // of states, (layers, 2); null: there are none
     int64_t capacity;                   // slots of its buffer
+    int64_t n_coded, coded_units;       // slots from 0 on that are read from copies; units that these have room for
     int32_t n_rows, first_slot;
     int32_t committed, n_kept, lag, is_text;  // see `RecurrentStates`
 };

@@ -137,8 +137,8 @@ class Sequence(Structure):
     """Consecutive rows of a pass that belong to one sequence, with its own KV buffer."""
 
     _fields_ = [
-        *_fields(c_void_p, "visible keys values inputs states roots"),
-        ("capacity", c_int64),
+        *_fields(c_void_p, "visible keys values inputs states coded roots"),
+        *_fields(c_int64, "capacity n_coded coded_units"),
         *_fields(c_int32, "n_rows first_slot committed n_kept lag is_text"),
     ]
 

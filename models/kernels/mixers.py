@@ -29,6 +29,12 @@ def sequence_of(pass_: Pass, seen: Tensor | None) -> layout.Sequence:
     buffer, rows = pass_.buffer, pass_.rows
     sequence = layout.Sequence(None if seen is None else seen.data_ptr(), *map(ctypes.addressof, buffer.addresses))
     sequence.capacity, sequence.n_rows, sequence.first_slot = buffer.capacity, len(rows.token_ids), rows.first_slot
+    coded = buffer.coded
+    if coded is not None:
+        coded.cut(rows.first_slot)  # Slots from there on are written now.
+        if pass_.reads_coded:
+            sequence.coded, sequence.n_coded = ctypes.addressof(coded.addresses), coded.n_slots
+            sequence.coded_units = coded.n_units
     if buffer.states is not None:
         sequence.roots, sequence.committed = buffer.states.roots.data_ptr(), buffer.states.committed
         sequence.n_kept, sequence.lag, sequence.is_text = buffer.states.n_kept, buffer.states.lag, rows.is_text

@@ -69,6 +69,26 @@ struct Repacking {
     }
 };
 
+struct Coding {  // of units of a layer's slots
+    const void *keys, *values;  // (n_heads, capacity, width)
+    uint8_t* to;                // (n_heads, room) units
+    int64_t capacity, room;
+    int n_heads, width, first, last;
+    bool is_bf16;
+
+    template <class T> void run_as() {
+        const int n = last - first;
+        team.each(int64_t(n_heads) * n, 1, [&](int64_t item, int64_t) {
+            const int64_t head = item / n, unit = first + item % n, at = (head * capacity + unit * PLACES) * width;
+            code_unit((const T*)keys + at, (const T*)values + at, width, to + (head * room + unit) * unit_bytes(width));
+        });
+    }
+    void run(int) {
+        if (is_bf16) run_as<bf16>();
+        else run_as<float>();
+    }
+};
+
 }  // namespace
 
 // Run a pass; returns as `alone`.
@@ -85,6 +105,22 @@ extern "C" int swiftopt_repack(int32_t number, const uint8_t* from, const int32_
     Repacking work{*gguf_type(number), from, order, to->n_out, packed_of(*to)};
     return alone([&] {
         team.run(n_threads, [](void* self, int thread) { ((Repacking*)self)->run(thread); }, &work);
+    });
+}
+
+// Bytes of a unit of coded slots of heads of `width` values, 0: such heads have none; and the slots of a unit.
+extern "C" int64_t swiftopt_coded_unit(int32_t width, int32_t* n_slots) {
+    *n_slots = PLACES;
+    return width % CHANNELS || width > WIDEST_HEAD ? 0 : unit_bytes(width);
+}
+
+// Code the units [first, last) of a layer's slots, for `Sequence`; see `Coding`. Returns as `alone`.
+extern "C" int swiftopt_code_slots(
+    const void* keys, const void* values, void* to, int64_t capacity, int64_t room, int32_t n_heads, int32_t width,
+    int32_t first, int32_t last, int32_t is_bf16, int32_t n_threads) {
+    Coding work{keys, values, (uint8_t*)to, capacity, room, n_heads, width, first, last, is_bf16 != 0};
+    return alone([&] {
+        team.run(n_threads, [](void* self, int thread) { ((Coding*)self)->run(thread); }, &work);
     });
 }
 

@@ -1,0 +1,174 @@
+// Keys and values in 4 bits: copies of slots that stay, which drafts read in long contexts.
+//
+// A unit has PLACES slots, in pieces of PIECE. In a piece each channel has a step and a middle, for channels of keys differ by
+// orders of magnitude where slots hardly do: a number is (code - 8) * step + middle. The steps of keys are multiplied into the
+// queries, which are then rounded to 8 bits for the piece; so are the probabilities of its slots. Codes lie as those of weights
+// (`codes.h`): of keys in blocks of 16 slots, with channels as inputs; of values in blocks of 16 channels, with slots as inputs.
+// Source: steps by channel of keys: Liu et al., KIVI (arXiv:2402.02750). DEVIATION: those of values are by channel, too.
+#pragma once
+#include "attention.h"
+#include "quantised.h"
+
+constexpr int PIECE = 128;
+constexpr int PIECES = PLACES / PIECE;  // of a unit
+constexpr int CHANNELS = 32;            // coded together; heads of whole such widths alone have copies
+constexpr int MIDDLE = 8;               // the code of a middle
+constexpr int CODES_AHEAD = 12288;      // bytes between asking for codes and using them
+
+#if defined(WITH_AVX512) && defined(__AVX512VNNI__)
+constexpr int CODED_HEADS = 6, CODED_BLOCKS = 2;  // whose sums the registers hold
+#else
+constexpr int CODED_HEADS = 3, CODED_BLOCKS = 1;
+#endif
+
+static inline int64_t piece_bytes(int width) { return 2 * width * int64_t(sizeof(bf16)) + PIECE / 2 * width; }
+static inline int64_t unit_bytes(int width) { return 2 * PIECES * piece_bytes(width); }
+
+// The keys, or else the values, of a piece.
+struct Piece {
+    bf16 *steps, *middles;  // of each channel
+    uint8_t* codes;
+
+    Piece(const uint8_t* unit, int width, bool of_values, int number) {
+        steps = (bf16*)(unit + ((of_values ? PIECES : 0) + number) * piece_bytes(width));
+        middles = steps + width, codes = (uint8_t*)(middles + width);
+    }
+    // Codes of 8 inputs for 16 outputs.
+    uint8_t* line(int n_inputs, int block, int number) const { return codes + (block * (n_inputs / 8) + number) * 64; }
+};
+
+// Code PIECE slots of T.
+template <class T> static void code_piece(const T* slots, int width, bool of_values, Piece to) {
+    alignas(64) float rows[PIECE][CHANNELS];
+    alignas(64) uint8_t codes[PIECE][CHANNELS];
+    for (int first = 0; first < width; first += CHANNELS) {
+        // Values lie in the order in which `Word<T>::divide` takes what is read of them.
+        for (int s = 0; s < PIECE; s++)
+            for (int i = 0; i < CHANNELS; i++)
+                rows[s][i] = to_float(slots[int64_t(s) * width + first + (of_values ? Word<T>::channel(i) : i)]);
+        for (int i = 0; i < CHANNELS; i += LANES) {
+            vf low = splat(INFINITY), high = -low;
+            for (int s = 0; s < PIECE; s++) {
+                const vf x = load(rows[s] + i);
+                low = -larger(-x, -low), high = larger(x, high);
+            }
+            const vf middle = as_stored<bf16>(low + (high - low) * (8 / 15.0f));
+            // A little more than reaches both ends, for it is rounded.
+            const vf step = as_stored<bf16>(larger((high - middle) / 7.0f, (middle - low) / 8.0f) * (1 + 1 / 256.0f));
+            store(to.steps + first + i, step), store(to.middles + first + i, middle);
+            const vf inverse = 1.0f / larger(step, splat(1e-30f)), magic = splat(12582912.0f);  // as in `round_row`
+            for (int s = 0; s < PIECE; s++) {
+                const vf x = larger((load(rows[s] + i) - middle) * inverse + float(MIDDLE), vf{});
+                const vi code = (vi)(-larger(-x, splat(-15.0f)) + magic) - (vi)magic;
+                *(vub*)(codes[s] + i) = __builtin_convertvector(code, vub);
+            }
+        }
+        if (of_values) {
+            for (int s = 0; s < PIECE; s += 8)
+                for (int i = 0; i < CHANNELS; i++) {
+                    uint8_t* own = to.line(PIECE, (first + i) / OUTPUTS, s / 8) + i % OUTPUTS * 4;
+                    for (int j = 0; j < 4; j++) own[j] = uint8_t(codes[s + j][i] | codes[s + 4 + j][i] << 4);
+                }
+        } else {
+            for (int s = 0; s < PIECE; s++)
+                for (int i = 0; i < CHANNELS; i += 8) {
+                    uint8_t* own = to.line(width, s / OUTPUTS, (first + i) / 8) + s % OUTPUTS * 4;
+                    for (int j = 0; j < 4; j++) own[j] = uint8_t(codes[s][i + j] | codes[s][i + 4 + j] << 4);
+                }
+        }
+    }
+}
+
+// Code a unit of a key head's slots.
+template <class T> static void code_unit(const T* keys, const T* values, int width, uint8_t* unit) {
+    for (int p = 0; p < PIECES; p++) {
+        code_piece(keys + int64_t(p) * PIECE * width, width, false, Piece(unit, width, false, p));
+        code_piece(values + int64_t(p) * PIECE * width, width, true, Piece(unit, width, true, p));
+    }
+}
+
+typedef int32_t Word32 __attribute__((may_alias, aligned(4)));
+
+// sink(row, block, sums of the codes) of H rows of codes by B blocks.
+template <int H, int B, class F>
+static inline __attribute__((always_inline)) void coded_tile(
+    const Piece& piece, int block, int n_inputs, const int8_t* rows, int h, F&& sink) {
+    Sums sums[H][B];
+    for (int at = 0; at < n_inputs; at += 8)
+        for (int b = 0; b < B; b++) {
+            const uint8_t* line = piece.line(n_inputs, block + b, at / 8);
+            __builtin_prefetch(line + CODES_AHEAD, 0, 3);
+            const Unit<4> unit(line);
+            for (int r = 0; r < H; r++) {
+                const auto* x = (const Word32*)(rows + int64_t(h + r) * n_inputs + at);
+                sums[r][b].add_pair(unit.quads[0], x[0], unit.quads[1], x[1]);
+            }
+        }
+    for (int r = 0; r < H; r++)
+        for (int b = 0; b < B; b++) sink(h + r, block + b, converted(sums[r][b]));
+}
+
+template <int H, class F>
+static inline void coded_tiles(int m, const Piece& piece, int n_blocks, int n_inputs, const int8_t* rows, int h, F&& sink) {
+    if (m < H) {
+        if constexpr (H > 1) coded_tiles<H - 1>(m, piece, n_blocks, n_inputs, rows, h, sink);
+        return;
+    }
+    static_assert(PIECE / OUTPUTS % CODED_BLOCKS == 0 && CHANNELS / OUTPUTS % CODED_BLOCKS == 0, "tiles are whole");
+    for (int block = 0; block < n_blocks; block += CODED_BLOCKS)
+        coded_tile<H, CODED_BLOCKS>(piece, block, n_inputs, rows, h, sink);
+}
+
+// The same of m rows and all blocks.
+template <class F>
+static inline void coded_sums(int m, const Piece& piece, int n_blocks, int n_inputs, const int8_t* rows, F&& sink) {
+    for (int h = 0; h < m; h += CODED_HEADS)
+        coded_tiles<CODED_HEADS>(std::min(CODED_HEADS, m - h), piece, n_blocks, n_inputs, rows, h, sink);
+}
+
+// Scores of m heads' queries (m, `apart`) with the slots of a unit. `room`: bytes for m rows of codes.
+static void coded_scores(
+    int m, const float* query, int64_t apart, const uint8_t* unit, int width, int8_t* room, float* scores) {
+    float scale[MOST_TOGETHER], offset[MOST_TOGETHER], own[WIDEST_HEAD], halves[2];
+    for (int p = 0; p < PIECES; p++) {
+        const Piece piece(unit, width, false, p);
+        for (int h = 0; h < m; h++) {
+            vf products = {};
+            for (int i = 0; i < width; i += LANES) {
+                const vf q = load(query + h * apart + i);
+                products = fma(q, load(piece.middles + i), products);
+                store(own + i, q * load(piece.steps + i));
+            }
+            round_row(own, width, width, room + h * width, scale + h, offset + h, halves);
+            offset[h] = sum(products) - MIDDLE * offset[h];
+        }
+        coded_sums(m, piece, PIECE / OUTPUTS, width, room, [&](int h, int block, const Sixteen& sums) {
+            float* to = scores + h * BESIDE + p * PIECE + block * OUTPUTS;
+            for (int v = 0; v < VECTORS; v++) store(to + v * LANES, fma(sums.v[v], splat(scale[h]), splat(offset[h])));
+        });
+    }
+}
+
+// Add the probabilities of a unit's slots (m, BESIDE) times their values to `out` (m, `apart`). `room`: as above.
+static void coded_mix(int m, const float* probs, const uint8_t* unit, int width, int8_t* room, float* out, int64_t apart) {
+    float scale[MOST_TOGETHER], less[MOST_TOGETHER], total[MOST_TOGETHER], halves[2];
+    for (int p = 0; p < PIECES; p++) {
+        const Piece piece(unit, width, true, p);
+        for (int h = 0; h < m; h++) {
+            const float* own = probs + h * BESIDE + p * PIECE;
+            vf sums = {};
+            for (int i = 0; i < PIECE; i += LANES) sums += load(own + i);
+            round_row(own, PIECE, PIECE, room + h * PIECE, scale + h, less + h, halves);
+            // What small probabilities lose when they are rounded counts as reading the middle.
+            total[h] = sum(sums), less[h] *= MIDDLE;
+        }
+        coded_sums(m, piece, width / OUTPUTS, PIECE, room, [&](int h, int block, const Sixteen& sums) {
+            for (int v = 0; v < VECTORS; v++) {
+                const int at = block * OUTPUTS + v * LANES;
+                const vf codes = fma(sums.v[v], splat(scale[h]), splat(-less[h]));
+                float* to = out + h * apart + at;
+                store(to, fma(load(piece.steps + at), codes, fma(load(piece.middles + at), splat(total[h]), load(to))));
+            }
+        });
+    }
+}
